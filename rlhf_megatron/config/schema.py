@@ -1,0 +1,202 @@
+"""The typed sections of a run. Field defaults stand here and nowhere else; call sites never supply a fallback.
+
+Field names are the field's own where one exists (see docs/config.md). Parameters of registered parts (estimators,
+losses, rewards, tasks) are free mappings here and are checked against the part's own dataclass before anything starts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def doc(text: str, default: Any = ..., factory: Any = None) -> Any:
+    """A dataclass field with a one-line description (shown by `config show` and in the reference)."""
+    if factory is not None:
+        return field(default_factory=factory, metadata={"doc": text})
+    if default is ...:
+        return field(metadata={"doc": text})
+    return field(default=default, metadata={"doc": text})
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: str = doc("directory with config.json, tokenizer.json and *.safetensors (Hugging Face layout)", "")
+    tokenizer_path: str | None = doc("directory of tokenizer.json; null: model.path", None)
+    dtype: Literal["float32", "bfloat16"] = doc("type of parameters and activations in the trainer", "bfloat16")
+    init_seed: int | None = doc("null: load weights; a number: random weights from config.json with this seed", None)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    task: str | None = doc("name of a registered generated task (addition, few_shot_addition); null: files", None)
+    task_params: dict[str, Any] = doc("parameters of the task, see its dataclass", factory=dict)
+    train_files: tuple[str, ...] = doc("JSONL files with training prompts", ())
+    val_files: tuple[str, ...] = doc("JSONL files with held-out prompts", ())
+    prompt_key: str = doc("key of the prompt text in a row", "prompt")
+    label_key: str = doc("key of the reference answer in a row", "answer")
+    max_prompt_length: int = doc("longest prompt, tokens", 512)
+    max_response_length: int = doc("longest response, tokens", 512)
+    filter_overlong_prompts: bool = doc("true: drop prompts over max_prompt_length; false: they are an error", False)
+    skip_bad_rows: bool = doc("true: count and skip malformed rows; false: they are an error", False)
+    train_batch_size: int = doc("prompts a step", 256)
+    shuffle: bool = doc("shuffle the prompts anew in each epoch", True)
+    seed: int | None = doc("seed of the order of prompts; null: trainer.seed", None)
+
+
+@dataclass(frozen=True)
+class MegatronConfig:
+    tensor_model_parallel_size: int = doc("ranks that split each layer", 1)
+    pipeline_model_parallel_size: int = doc("ranks that split the stack of layers", 1)
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    optimizer: Literal["adam"] = doc("AdamW", "adam")
+    lr: float = doc("peak learning rate", 1e-6)
+    lr_warmup_steps: int = doc("optimizer steps of linear warm-up", 0)
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = doc("after warm-up", "constant")
+    lr_decay_steps: int | None = doc("optimizer steps until min_lr; null: all of the run", None)
+    min_lr: float = doc("floor of the schedule", 0.0)
+    weight_decay: float = doc("decoupled; norms and biases are exempt", 0.01)
+    weight_decay_end: float | None = doc("linear weight-decay schedule to this value over the run; null: constant", None)
+    betas: tuple[float, float] = doc("Adam betas", (0.9, 0.95))
+    eps: float = doc("Adam epsilon", 1e-8)
+    clip_grad: float = doc("maximum global gradient norm; 0: off", 1.0)
+
+
+@dataclass(frozen=True)
+class PolicyLossConfig:
+    loss_mode: str = doc("name of a registered policy loss", "ppo_clip")
+    params: dict[str, Any] = doc("parameters of the loss, see its dataclass", factory=dict)
+
+
+@dataclass(frozen=True)
+class ActorConfig:
+    megatron: MegatronConfig = doc("parallel layout of the actor's pool", factory=MegatronConfig)
+    optim: OptimConfig = doc("optimizer and schedules", factory=OptimConfig)
+    policy_loss: PolicyLossConfig = doc("policy loss", factory=PolicyLossConfig)
+    mini_batch_size: int = doc("samples (prompts x rollout.n) an optimizer step, over all ranks", 1024)
+    ppo_epochs: int = doc("passes over the samples of a step", 1)
+    ppo_max_token_len_per_gpu: int = doc("token budget of a micro-batch on one replica", 16384)
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = doc(
+        "how token losses become one number; the denominator is global", "token-mean"
+    )
+    entropy_coeff: float = doc("weight of the entropy bonus", 0.0)
+    use_kl_loss: bool = doc("add a KL term against the reference to the loss (needs the reference role)", False)
+    kl_loss_coef: float = doc("weight of the KL term", 0.001)
+    kl_loss_type: Literal["k1", "k2", "k3"] = doc("estimator of the KL term", "k3")
+    shuffle: bool = doc("shuffle samples before they are cut into mini-batches", True)
+    log_prob_chunk_size: int = doc("vocabulary columns that the head handles at a time", 8192)
+
+
+@dataclass(frozen=True)
+class ReferenceConfig:
+    path: str | None = doc("weights of the reference; null: model.path as it was before training", None)
+    param_offload: bool = doc("keep its weights in host memory between uses", False)
+    max_token_len_per_gpu: int | None = doc("token budget of a micro-batch; null: the actor's", None)
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    temperature: float = doc("0: greedy", 1.0)
+    n: int = doc("samples a prompt", 1)
+
+
+@dataclass(frozen=True)
+class SGLangConfig:
+    python: str | None = doc("interpreter of the environment that has sglang; null: this one", None)
+    args: dict[str, Any] = doc("SGLang server arguments, without the leading dashes", factory=dict)
+    env: dict[str, str] = doc("environment of the server processes", factory=dict)
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    engine: Literal["local", "sglang"] = doc("bundled server, or stock SGLang", "sglang")
+    num_engines: int = doc("engine servers to start", 1)
+    endpoints: tuple[str, ...] = doc("URLs of running servers to use instead of starting some", ())
+    dtype: Literal["float32", "bfloat16"] | None = doc("type of the engine's weights; null: model.dtype", None)
+    n: int = doc("samples a prompt (the group size)", 8)
+    temperature: float = doc("sampling temperature; the trainer's log-probs use the same", 1.0)
+    top_p: float = doc("must be 1: the trainer's log-probs are those of the full distribution", 1.0)
+    top_k: int = doc("must be -1 (off), for the same reason", -1)
+    min_p: float = doc("must be 0 (off), for the same reason", 0.0)
+    stop: tuple[str, ...] = doc("strings of one token each that end a response, beside the end-of-sequence token", ())
+    max_num_seqs: int = doc("sequences an engine decodes at once", 256)
+    max_num_batched_tokens: int = doc("tokens of key-value cache that an engine may hold", 131072)
+    val_kwargs: SamplingConfig = doc("sampling for evaluation", factory=lambda: SamplingConfig(temperature=0.0))
+    request_timeout_s: float = doc("deadline of one generate request, seconds", 600.0)
+    request_retries: int = doc("times a failed request is sent again, to another engine where there is one", 2)
+    startup_timeout_s: float = doc("deadline for a server to become healthy, seconds", 600.0)
+    update_weights_bucket_megabytes: int = doc("size of one of the two weight-sync buffers a sender has, MiB", 512)
+    transfer_dir: str | None = doc("directory of shared-memory buckets; null: /dev/shm where it is large enough", None)
+    sglang: SGLangConfig = doc("used when engine is sglang", factory=SGLangConfig)
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    name: str = doc("name of a registered reward", "exact_match")
+    params: dict[str, Any] = doc("parameters of the reward, see its dataclass", factory=dict)
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    adv_estimator: str = doc("name of a registered advantage estimator", "grpo")
+    params: dict[str, Any] = doc("parameters of the estimator, see its dataclass", factory=dict)
+
+
+@dataclass(frozen=True)
+class WarmupConfig:
+    max_steps: int = doc("supervised optimizer steps before the first RL step; 0: none", 0)
+    batch_size: int = doc("samples an optimizer step, over all ranks", 64)
+    stop_accuracy: float = doc("stop when sampled held-out accuracy reaches this", 1.0)
+    test_freq: int = doc("steps between evaluations", 20)
+    test_samples: int = doc("held-out items of these evaluations", 512)
+    optim: OptimConfig = doc("optimizer of the warm-up; RL starts with a fresh one", factory=OptimConfig)
+
+
+@dataclass(frozen=True)
+class CheckConfig:
+    """Engine against trainer on the sampled tokens at step 0. A run stops past a threshold."""
+
+    log_prob_max_abs_diff: float = doc("float32: bound on the largest |difference|, nats", 1e-4)
+    log_prob_p50_abs_diff: float = doc("bfloat16: bound on the median |difference|, nats", 2e-2)
+    log_prob_p99_abs_diff: float = doc("bfloat16: bound on the 99th percentile of |difference|, nats", 0.3)
+    log_prob_mean_kl: float = doc("bfloat16: bound on the mean k3 estimate of KL(engine || trainer), nats", 1e-2)
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    experiment_name: str = doc("name of the run; its directory is default_local_dir/experiment_name", "run")
+    default_local_dir: str = doc("parent of the run directory", "runs")
+    runtime: Literal["inline", "torchrun"] = doc("one process, or one process a rank", "torchrun")
+    nnodes: int = doc("machines", 1)
+    n_gpus_per_node: int = doc("ranks (GPUs, or processes on a machine without) a machine", 8)
+    device: Literal["auto", "cpu", "cuda"] = doc("auto: cuda where available", "auto")
+    seed: int = doc("seed of everything that is random", 1)
+    total_training_steps: int = doc("steps of the loop", 100)
+    val_before_train: bool = doc("evaluate before the first step", True)
+    test_freq: int = doc("steps between evaluations; 0: only before and after", 10)
+    test_samples: int | None = doc("held-out items of an evaluation between steps; null: all", None)
+    save_hf: bool = doc("write the trained weights in Hugging Face layout at the end", False)
+    logger: tuple[Literal["console", "jsonl", "tensorboard"], ...] = doc(
+        "where metrics go", ("console", "jsonl", "tensorboard")
+    )
+    record: bool = doc("write every step's batches under the run directory, for --replay", False)
+    stage_timeout_s: float = doc("deadline of one call to the hosts, seconds", 1800.0)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that one run is made of."""
+
+    model: ModelConfig = doc("the policy", factory=ModelConfig)
+    data: DataConfig = doc("prompts", factory=DataConfig)
+    actor: ActorConfig = doc("policy training", factory=ActorConfig)
+    reference: ReferenceConfig = doc("frozen reference model", factory=ReferenceConfig)
+    rollout: RolloutConfig = doc("generation", factory=RolloutConfig)
+    reward: RewardConfig = doc("scoring", factory=RewardConfig)
+    algorithm: AlgorithmConfig = doc("advantages", factory=AlgorithmConfig)
+    warmup: WarmupConfig = doc("supervised steps before RL", factory=WarmupConfig)
+    checks: CheckConfig = doc("stop thresholds", factory=CheckConfig)
+    trainer: TrainerConfig = doc("the run", factory=TrainerConfig)

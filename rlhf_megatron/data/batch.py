@@ -1,0 +1,192 @@
+"""Everything that flows between the stages of a step, as passive frozen dataclasses.
+
+A batch only gains fields from stage to stage. On the controller it is ragged: sample i owns the token positions
+`offsets[i] : offsets[i + 1]` of every token column. There is no padding anywhere in this file.
+
+    prompts "07+45=" and a response "052<eos>":
+        token_ids      0 7 + 4 5 =  0 5 2 <eos>
+        response_mask  . . . . . .  1 1 1 1        True on tokens that the policy sampled and that train
+        log_probs      0 0 0 0 0 0  a b c d        entry t is log p(token_ids[t] | token_ids[:t]); 0 where not computed
+
+Legend: P prompts, B samples (B = P x group size), T tokens of all samples together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+Batch = TypeVar("Batch", bound="TokenBatch")
+
+
+def per_sample(**kwargs: Any) -> Any:
+    """A field with one entry a sample: Tensor [B] or a tuple of B objects."""
+    return field(metadata={"axis": "sample"}, **kwargs)
+
+
+def per_token(**kwargs: Any) -> Any:
+    """A field with one entry a token: Tensor [T], or None."""
+    return field(metadata={"axis": "token"}, **kwargs)
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """P prompts drawn for one step. Made by `data.prompts`."""
+
+    prompt_ids: tuple[tuple[int, ...], ...]  # token ids of each prompt
+    prompts: tuple[str, ...]  # the same as text (after templates), for rewards and logs
+    labels: tuple[str, ...]  # what the reward compares with
+    sources: tuple[str, ...]  # name of the data source of each prompt
+    group_ids: tuple[int, ...]  # unique over the run; the samples of one prompt share it
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids)
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """B samples as ragged token columns: what a forward pass needs."""
+
+    offsets: Tensor  # [B + 1] int64; offsets[0] == 0, offsets[B] == T
+    token_ids: Tensor = per_token()  # [T] int64, prompt then response
+    response_mask: Tensor = per_token()  # [T] bool, never True on the first token of a sample
+
+    def __len__(self) -> int:
+        return self.offsets.numel() - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.offsets[-1])
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B] int64, tokens of each sample."""
+        return self.offsets.diff()
+
+
+@dataclass(frozen=True)
+class RolloutBatch(TokenBatch):
+    """After `generate`."""
+
+    rollout_log_probs: Tensor = per_token()  # [T] float32, as the engine reported
+    group_ids: Tensor = per_sample()  # [B] int64
+    sample_ids: Tensor = per_sample()  # [B] int64, unique over the run
+    policy_versions: Tensor = per_sample()  # [B] int64, version at dispatch
+    finish_reasons: tuple[str, ...] = per_sample()  # "stop" | "length" | "abort"
+    prompts: tuple[str, ...] = per_sample()
+    responses: tuple[str, ...] = per_sample()  # decoded, without special tokens
+    labels: tuple[str, ...] = per_sample()
+    sources: tuple[str, ...] = per_sample()
+
+
+@dataclass(frozen=True)
+class ScoredBatch(RolloutBatch):
+    """After `score`."""
+
+    rewards: Tensor = per_sample()  # [B] float32; what a masked status has here is never read
+    reward_statuses: tuple[str, ...] = per_sample()  # see rewards.base: "ok", "malformed", ... ; "masked:<why>" is left out
+    reward_parts: dict[str, Tensor] = field(default_factory=dict, metadata={"axis": "sample"})  # name -> [B] float32
+
+
+@dataclass(frozen=True)
+class AnnotatedBatch(ScoredBatch):
+    """After `annotate`: only what the estimator and the loss declare that they need is not None."""
+
+    old_log_probs: Tensor | None = per_token(default=None)  # [T] float32, trainer's policy at the start of this update
+    ref_log_probs: Tensor | None = per_token(default=None)  # [T] float32, frozen reference
+    values: Tensor | None = per_token(default=None)  # [T] float32, critic
+    entropies: Tensor | None = per_token(default=None)  # [T] float32, nats
+
+
+@dataclass(frozen=True)
+class TrainBatch(AnnotatedBatch):
+    """After `advantages`."""
+
+    advantages: Tensor = per_token(default=None)  # [T] float32, 0 outside of response_mask
+    returns: Tensor | None = per_token(default=None)  # [T] float32
+
+
+@dataclass(frozen=True)
+class MiniBatch(TokenBatch):
+    """The samples of one optimizer step, with the loss weights already divided by the global denominator.
+
+    `loss = sum(token_loss * loss_weights)` over all tokens of all replicas; nothing divides afterwards.
+    Token metrics are averaged the same way with `metric_weights`.
+    """
+
+    loss_weights: Tensor = per_token()  # [T] float32, from algorithms.aggregate
+    metric_weights: Tensor = per_token()  # [T] float32, response_mask / (response tokens of the whole mini-batch)
+    advantages: Tensor | None = per_token(default=None)  # [T] float32
+    old_log_probs: Tensor | None = per_token(default=None)
+    ref_log_probs: Tensor | None = per_token(default=None)
+    rollout_log_probs: Tensor | None = per_token(default=None)
+
+
+@dataclass(frozen=True)
+class LogProbs(TokenBatch):
+    """What a forward-only pass returns. Zero where `response_mask` is False."""
+
+    log_probs: Tensor = per_token()  # [T] float32
+    entropies: Tensor | None = per_token(default=None)  # [T] float32, nats, when asked for
+
+
+def token_index(offsets: Tensor, samples: Sequence[int]) -> Tensor:
+    """[T'] int64: the token positions of `samples`, in that order."""
+    parts = [torch.arange(int(offsets[i]), int(offsets[i + 1])) for i in samples]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+
+
+def offsets_from_lengths(lengths: Tensor) -> Tensor:
+    """[B] -> [B + 1] int64."""
+    return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.to(torch.int64).cumsum(0)])
+
+
+def select(batch: Batch, samples: Sequence[int]) -> Batch:
+    """The given samples of a batch, in the given order. Every column follows."""
+    rows = torch.as_tensor(list(samples), dtype=torch.int64)
+    tokens = token_index(batch.offsets, list(samples))
+    new: dict[str, Any] = {"offsets": offsets_from_lengths(batch.lengths[rows])}
+    for f in fields(batch):
+        value = getattr(batch, f.name)
+        axis = f.metadata.get("axis")
+        if value is None or axis is None:
+            continue
+        if axis == "token":
+            new[f.name] = value[tokens]
+        elif isinstance(value, Tensor):
+            new[f.name] = value[rows]
+        elif isinstance(value, dict):
+            new[f.name] = {key: column[rows] for key, column in value.items()}
+        else:
+            new[f.name] = tuple(value[i] for i in samples)
+    return replace(batch, **new)
+
+
+def concat(batches: Sequence[Batch]) -> Batch:
+    """Samples of all batches, in order. All must be of one type and have the same optional columns."""
+    assert batches, "concat needs at least one batch"
+    first = batches[0]
+    new: dict[str, Any] = {"offsets": offsets_from_lengths(torch.cat([b.lengths for b in batches]))}
+    for f in fields(first):
+        if f.metadata.get("axis") is None:
+            continue
+        values = [getattr(b, f.name) for b in batches]
+        if any(v is None for v in values):
+            assert all(v is None for v in values), f"column {f.name} is present in some batches only"
+        elif isinstance(values[0], Tensor):
+            new[f.name] = torch.cat(values)
+        elif isinstance(values[0], dict):
+            new[f.name] = {key: torch.cat([v[key] for v in values]) for key in values[0]}
+        else:
+            new[f.name] = tuple(item for v in values for item in v)
+    return replace(first, **new)
+
+
+def gain(kind: type[Batch], batch: TokenBatch, **columns: Any) -> Batch:
+    """`batch` as the later stage's type `kind`, with `columns` added."""
+    kept = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    return kind(**{**kept, **columns})

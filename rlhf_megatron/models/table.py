@@ -1,0 +1,67 @@
+"""The weight table: which Megatron tensor is which Hugging Face tensors, how they convert, how they are sharded.
+
+One table of a model serves loading, exporting, the conversion CLI, resharding to the engines and digests. Pure tensors:
+no process group, no Megatron. `to_megatron(to_hf(w)) == w` and `join(split(w)) == w`, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Split = Literal["replicated", "rows", "columns", "gated_rows"]
+"""How tp shards a full Megatron tensor: not at all; dim 0; dim 1; dim 0 of each half (gate, up) apart."""
+
+
+@dataclass(frozen=True)
+class HFTensor:
+    """A tensor of the Hugging Face layout."""
+
+    name: str  # "model.layers.3.self_attn.q_proj.weight"
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One Megatron tensor and the Hugging Face tensors that it is made of."""
+
+    megatron_name: str  # global name, layers counted over the whole model: "decoder.layers.3.self_attention.linear_qkv.weight"
+    megatron_shape: tuple[int, ...]  # full, not sharded; vocabulary padded
+    hf: tuple[HFTensor, ...]
+    to_megatron: Callable[..., Tensor]  # (*hf tensors) -> full Megatron tensor
+    to_hf: Callable[[Tensor], tuple[Tensor, ...]]  # full Megatron tensor -> hf tensors, in the order of `hf`
+    split: Split
+    owner: Literal["embedding", "layer", "head"]  # which pipeline stage has it
+    layer: int | None  # global layer number for owner "layer"
+    fusion_group: str  # tensors that an engine loads together: one bucket must hold the whole group
+
+
+def split(rule_split: Split, full: Tensor, num_shards: int) -> list[Tensor]:
+    """The tp shards of a full Megatron tensor, in rank order. Raises ValueError when a dimension does not divide."""
+    if rule_split == "replicated" or num_shards == 1:
+        return [full] * num_shards
+    dim = 1 if rule_split == "columns" else 0
+    parts = 2 if rule_split == "gated_rows" else 1
+    if full.shape[dim] % (num_shards * parts) != 0:
+        raise ValueError(
+            f"dimension {dim} of shape {tuple(full.shape)} must be a multiple of {num_shards * parts} to be split over"
+            f" tensor parallel size {num_shards}."
+        )
+    if rule_split != "gated_rows":
+        return list(full.chunk(num_shards, dim))
+    gate, up = full.chunk(2, 0)
+    return [torch.cat(pair) for pair in zip(gate.chunk(num_shards, 0), up.chunk(num_shards, 0), strict=True)]
+
+
+def join(rule_split: Split, shards: list[Tensor]) -> Tensor:
+    """The full Megatron tensor of its tp shards: the inverse of `split`."""
+    if rule_split == "replicated" or len(shards) == 1:
+        return shards[0]
+    if rule_split == "gated_rows":
+        halves = [shard.chunk(2, 0) for shard in shards]
+        return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
+    return torch.cat(shards, 1 if rule_split == "columns" else 0)

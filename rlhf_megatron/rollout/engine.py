@@ -1,0 +1,97 @@
+"""What the trainer asks of an inference engine. Shaped against the bundled server and stock SGLang alike.
+
+Token ids in, token ids and log-probs out. All calls block; the balancer runs them in threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from rlhf_megatron.resharding.manifest import BucketManifest
+
+
+class EngineError(RuntimeError):
+    """An engine failed or answered with an error. The message names the engine and what it said."""
+
+
+class EngineTimeoutError(EngineError):
+    """No answer before the deadline."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to continue a prompt. Log-probs are those of softmax(logits / temperature)."""
+
+    max_new_tokens: int
+    temperature: float = 1.0  # 0: greedy; log-probs are then those of temperature 1
+    stop_token_ids: tuple[int, ...] = ()  # the stop token is part of the response
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """One group: `seeds` has one entry a sample."""
+
+    prompt_ids: tuple[int, ...]
+    seeds: tuple[int, ...]  # a group's samples need a seed each
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class GeneratedSample:
+    token_ids: tuple[int, ...]  # the response, stop token included
+    log_probs: tuple[float, ...]  # one a token
+    finish_reason: Literal["stop", "length", "abort"]
+    policy_version: int  # of the weights at dispatch
+
+
+@dataclass(frozen=True)
+class EngineAddress:
+    """How a host reaches an engine to send it weights."""
+
+    name: str  # "engine0", used in messages
+    kind: Literal["local", "sglang"]
+    url: str
+    token: str  # bearer token of the admin verbs; never logged
+    tp_size: int = 1
+
+
+class Engine(Protocol):
+    address: EngineAddress
+
+    def generate(self, requests: Sequence[GenerateRequest], timeout_s: float) -> list[list[GeneratedSample]]:
+        """Per request its samples, in order. Raises EngineError; never returns fewer samples than asked for."""
+
+    def abort(self) -> None:
+        """End all running requests; they finish with reason "abort" and what they have so far."""
+
+    def pause(self) -> None:
+        """Stop decoding; requests wait."""
+
+    def resume(self) -> None:
+        """Undo `pause`."""
+
+    def begin_update(self, version: int) -> None:
+        """Open the weight-sync transaction. The engine is STALE and serves nothing until `commit_update`."""
+
+    def update_weights(self, manifest: BucketManifest) -> None:
+        """Load one bucket that lies in the transfer directory. Returns when the buffer may be overwritten."""
+
+    def commit_update(self, version: int) -> None:
+        """Close the transaction: flush the prefix cache, serve `version`."""
+
+    def weight_digests(self) -> dict[str, str] | None:
+        """Digest of what stands in the engine by Hugging Face tensor name; None where it cannot tell."""
+
+    def release_memory(self) -> None:
+        """Free weights and key-value cache (a colocated trainer needs the space)."""
+
+    def resume_memory(self) -> None:
+        """Undo `release_memory`; weights are undefined until the next sync."""
+
+    def health(self, timeout_s: float) -> None:
+        """Makes the scheduler do work, not only the HTTP thread. Raises EngineError when it does not answer in time."""
+
+    def version(self) -> int | None:
+        """policy_version that the engine serves; None: it has never been synced or is STALE."""

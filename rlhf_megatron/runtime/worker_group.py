@@ -1,0 +1,27 @@
+"""The controller's only view of a pool of ranks: two verbs, both returning futures."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from rlhf_megatron.data.batch import TokenBatch
+from rlhf_megatron.parallel.layout import Layout
+
+
+class WorkerGroup(Protocol):
+    """`method` is "role.method", e.g. "actor.update" or "reference.log_probs", or "host.method"."""
+
+    layout: Layout
+
+    def scatter(self, method: str, batch: TokenBatch, **arguments: Any) -> Future[Any]:
+        """Split `batch` by data-parallel replica (balanced), call everywhere, and put the results together in order.
+
+        A result that is a TokenBatch comes back as one batch in the order of `batch`; an UpdateResult as their sum.
+        """
+
+    def broadcast(self, method: str, **arguments: Any) -> Future[list[Any]]:
+        """The same call on every rank. One result a rank, in rank order."""
+
+    def close(self) -> None:
+        """End all hosts. Safe to call twice."""

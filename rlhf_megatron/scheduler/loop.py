@@ -1,0 +1,41 @@
+"""The loop: generate -> score -> annotate -> advantages -> update -> sync. Read this page first.
+
+Nothing here knows an algorithm, an engine, a launcher or a layout. Each stage is a method of `Stages`; what flows
+between them stands in `data/batch.py`.
+"""
+
+from __future__ import annotations
+
+from rlhf_megatron.scheduler.stages import Stages
+from rlhf_megatron.scheduler.tracker import Tracker
+
+
+def run(stages: Stages, tracker: Tracker, total_training_steps: int, test_freq: int, val_before_train: bool) -> None:
+    """All steps of a run. Stages raise what a user can fix as ValueError; `Tracker` owns what is shown and written."""
+    with tracker.stage("sync"):
+        stages.sync()
+    if val_before_train:
+        with tracker.stage("evaluate"):
+            tracker.evaluation(step=0, result=stages.evaluate())
+
+    for step in range(1, total_training_steps + 1):
+        with tracker.step(step):
+            with tracker.stage("next"):
+                prompts = stages.next_prompts(step)
+            with tracker.stage("generate"):
+                rollout = stages.generate(step, prompts)
+            with tracker.stage("score"):
+                scored = stages.score(rollout)
+            with tracker.stage("annotate"):
+                annotated = stages.annotate(scored)
+            with tracker.stage("advantages"):
+                train = stages.advantages(annotated)
+            with tracker.stage("update"):
+                metrics = stages.update(step, train)
+            with tracker.stage("sync"):
+                stages.sync()
+            tracker.batch(train, metrics)
+
+        if test_freq and step % test_freq == 0 or step == total_training_steps:
+            with tracker.stage("evaluate"):
+                tracker.evaluation(step, stages.evaluate(is_final=step == total_training_steps))
