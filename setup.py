@@ -1,5 +1,41 @@
-"""Installation. torch is pinned to what the tests ran on; a GPU machine may bring its own (see docs/install.md)."""
+"""Installation. The ranges here are what the code supports; `constraints.txt` pins what the tests ran on.
+
+torch is not pinned here, so that a GPU machine keeps the build it brings; `make` installs with the constraints.
+"""
 
 from setuptools import find_packages, setup
 
-setup(name="rlhf-megatron", version="0.1.0", packages=find_packages(include=["rlhf_megatron*", "tools*"]))
+REQUIRES = [
+    "torch>=2.6",
+    "megatron-core>=0.16.1,<0.20",
+    "psutil>=5.9",  # an undeclared need of megatron-core's checkpoint writer
+    "packaging>=24.2",
+    "numpy>=1.26",
+    "pyyaml>=6",
+    "safetensors>=0.4.3",
+    "tokenizers>=0.21",
+    "transformers>=5.3,<6",  # the bundled engine
+    "aiohttp>=3.9",
+    "urllib3>=2",
+    "rich>=13",
+    "tensorboard>=2.14",
+]
+EXTRAS = {
+    # NVIDIA's Apex is not on PyPI (the package of that name there is another project): docs/install.md.
+    "gpu": ["transformer-engine[pytorch]>=2.0"],
+    "sglang": ["sglang>=0.5.21"],
+    "demo": ["matplotlib>=3.8", "gguf>=0.10"],
+    "dev": ["pytest>=8", "hypothesis>=6", "ruff>=0.6", "mypy>=1.11", "types-PyYAML", "pre-commit>=3"],
+}
+
+setup(
+    name="rlhf-megatron",
+    version="0.1.0",
+    description="Megatron-centric 3D-parallel reinforcement learning for very large language models",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["rlhf_megatron", "rlhf_megatron.*"]),
+    install_requires=REQUIRES,
+    extras_require=EXTRAS,
+    entry_points={"console_scripts": ["rlhf-megatron = rlhf_megatron.cli.main:main"]},
+)

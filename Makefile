@@ -1,0 +1,61 @@
+# Every target makes the virtual environment that it needs. Variables: PYTHON (interpreter that makes it), VENV (its place).
+PYTHON ?= python3
+VENV ?= .venv
+PIP_ARGS ?=
+BIN := $(VENV)/bin
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM = false
+export HF_HUB_OFFLINE = 1
+
+.PHONY: help install quickstart quickstart-seeds smollm2 test check format test-dist parity bench gpu-check sglang-cpu sglang-smoke clean
+
+help:
+	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 20
+
+$(VENV)/.installed: setup.py constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed; set PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev,demo]'
+	@touch $@
+
+install: $(VENV)/.installed  ## make the virtual environment
+
+quickstart: $(VENV)/.installed  ## train a tiny model: warm-up, then GRPO on addition at tp2 pp2 (4 processes)
+	$(BIN)/rlhf-megatron train configs/quickstart.yaml $(ARGS)
+
+quickstart-seeds: $(VENV)/.installed  ## the quickstart with three seeds, and the mean gain with its interval
+	$(BIN)/python benchmarks/quickstart_seeds.py
+
+smollm2: $(VENV)/.installed  ## GRPO on the real SmolLM2-135M-Instruct at pp2
+	$(BIN)/rlhf-megatron fetch smollm2
+	$(BIN)/rlhf-megatron train configs/smollm2_grpo.yaml $(ARGS)
+
+test: $(VENV)/.installed  ## all tests that need no GPU
+	$(BIN)/python -m pytest tests -m "not gpu" $(ARGS)
+
+check: $(VENV)/.installed  ## format, lint, types, layering, fast tests: before each commit
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests -q -m "not dist and not gpu and not smollm2 and not sglang" $(ARGS)
+
+format: $(VENV)/.installed  ## format and sort imports
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+test-dist: $(VENV)/.installed  ## only the tests with several processes
+	$(BIN)/python -m pytest tests -m "dist and not gpu" $(ARGS)
+
+parity: $(VENV)/.installed  ## every layout against transformers in float64; benchmarks/results/parity.json
+	$(BIN)/python -m benchmarks.parity $(ARGS)
+
+bench: $(VENV)/.installed  ## all benchmarks; JSON under benchmarks/results/
+	$(BIN)/python -m benchmarks.run_all $(ARGS)
+
+gpu-check:  ## GPU tests and benchmarks with the system's Python and torch
+	$(PYTHON) -m benchmarks.gpu_check $(ARGS)
+
+clean:  ## remove the virtual environment, caches and runs
+	rm -rf $(VENV) .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis runs .cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

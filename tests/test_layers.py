@@ -1,0 +1,70 @@
+"""Imports go down the list of layers only: the whole package is read, nothing is imported."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "rlhf_megatron"
+LAYERS = [
+    ("registry", "config"),
+    ("data", "algorithms", "rewards"),
+    ("parallel", "kernels"),
+    ("models",),
+    ("checkpoint", "workers"),
+    ("resharding",),
+    ("rollout", "reward_service"),
+    ("runtime",),
+    ("scheduler",),
+    ("cli",),
+]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+MEGATRON = ("parallel", "models", "checkpoint", "workers")
+MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p.parent != PACKAGE or p.stem == "registry")
+
+
+def imported(path: Path) -> set[str]:
+    """Dotted names of all modules that a file imports, also inside functions."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}: relative imports hide the layer"
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
+
+
+def top(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_go_down(path: Path) -> None:
+    here = LEVEL[top(path)]
+    for name in imported(path):
+        parts = name.split(".")
+        if parts[0] == "rlhf_megatron" and len(parts) > 1 and parts[1] in LEVEL:
+            assert LEVEL[parts[1]] <= here, f"{path.name} (layer {here}) imports {name} (layer {LEVEL[parts[1]]})"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_heavy_packages_stay_where_they_belong(path: Path) -> None:
+    roots = {name.split(".")[0] for name in imported(path)}
+    if "megatron" in roots:
+        assert top(path) in MEGATRON, "megatron is imported in parallel/, models/, checkpoint/ and workers/ only"
+    if "triton" in roots:
+        assert top(path) == "kernels" and path.stem.endswith("_triton")
+    if "ray" in roots:
+        assert path.relative_to(PACKAGE).as_posix() == "runtime/ray.py"
+    if "sglang" in roots:
+        assert path.relative_to(PACKAGE).parts[:2] == ("rollout", "sglang_server")
+    if "transformers" in roots:
+        assert path.relative_to(PACKAGE).parts[:2] == ("rollout", "local"), "trainers know no transformers"
+    if LEVEL[top(path)] == 0:
+        assert "torch" not in roots, "configuration must load without torch"
+
+
+def test_every_top_level_package_has_a_layer() -> None:
+    found = {p.name for p in PACKAGE.iterdir() if p.is_dir() and p.name != "__pycache__"}
+    assert found <= set(LEVEL), f"add {found - set(LEVEL)} to the list of layers"
