@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from rlhf_megatron.data import codec
+
 Batch = TypeVar("Batch", bound="TokenBatch")
 
 
@@ -33,6 +35,7 @@ def per_token(**kwargs: Any) -> Any:
     return field(metadata={"axis": "token"}, **kwargs)
 
 
+@codec.register
 @dataclass(frozen=True)
 class PromptBatch:
     """P prompts drawn for one step. Made by `data.prompts`."""
@@ -47,6 +50,7 @@ class PromptBatch:
         return len(self.prompt_ids)
 
 
+@codec.register
 @dataclass(frozen=True)
 class TokenBatch:
     """B samples as ragged token columns: what a forward pass needs."""
@@ -68,6 +72,7 @@ class TokenBatch:
         return self.offsets.diff()
 
 
+@codec.register
 @dataclass(frozen=True)
 class RolloutBatch(TokenBatch):
     """After `generate`."""
@@ -83,15 +88,17 @@ class RolloutBatch(TokenBatch):
     sources: tuple[str, ...] = per_sample()
 
 
+@codec.register
 @dataclass(frozen=True)
 class ScoredBatch(RolloutBatch):
     """After `score`."""
 
     rewards: Tensor = per_sample()  # [B] float32; what a masked status has here is never read
-    reward_statuses: tuple[str, ...] = per_sample()  # see rewards.base: "ok", "malformed", ... ; "masked:<why>" is left out
+    reward_statuses: tuple[str, ...] = per_sample()  # see rewards.base; a "masked:<why>" sample is left out
     reward_parts: dict[str, Tensor] = field(default_factory=dict, metadata={"axis": "sample"})  # name -> [B] float32
 
 
+@codec.register
 @dataclass(frozen=True)
 class AnnotatedBatch(ScoredBatch):
     """After `annotate`: only what the estimator and the loss declare that they need is not None."""
@@ -102,6 +109,7 @@ class AnnotatedBatch(ScoredBatch):
     entropies: Tensor | None = per_token(default=None)  # [T] float32, nats
 
 
+@codec.register
 @dataclass(frozen=True)
 class TrainBatch(AnnotatedBatch):
     """After `advantages`."""
@@ -110,6 +118,7 @@ class TrainBatch(AnnotatedBatch):
     returns: Tensor | None = per_token(default=None)  # [T] float32
 
 
+@codec.register
 @dataclass(frozen=True)
 class MiniBatch(TokenBatch):
     """The samples of one optimizer step, with the loss weights already divided by the global denominator.
@@ -126,6 +135,7 @@ class MiniBatch(TokenBatch):
     rollout_log_probs: Tensor | None = per_token(default=None)
 
 
+@codec.register
 @dataclass(frozen=True)
 class LogProbs(TokenBatch):
     """What a forward-only pass returns. Zero where `response_mask` is False."""
@@ -136,8 +146,10 @@ class LogProbs(TokenBatch):
 
 def token_index(offsets: Tensor, samples: Sequence[int]) -> Tensor:
     """[T'] int64: the token positions of `samples`, in that order."""
-    parts = [torch.arange(int(offsets[i]), int(offsets[i + 1])) for i in samples]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+    rows = torch.as_tensor(list(samples), dtype=torch.int64)
+    lengths = offsets.diff()[rows]
+    shifts = offsets[rows] - offsets_from_lengths(lengths)[:-1]  # from a token's new position to its old one
+    return torch.arange(int(lengths.sum())) + torch.repeat_interleave(shifts, lengths)
 
 
 def offsets_from_lengths(lengths: Tensor) -> Tensor:

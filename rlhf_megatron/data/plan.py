@@ -1,28 +1,205 @@
-"""How the samples of a call are spread over replicas and packed into micro-batches. Pure integers, made on the controller."""
+"""How the samples of a call are spread over replicas and packed into micro-batches. Pure integers, on the controller.
+
+    plan_replicas(lengths=[5, 3, 4], num_replicas=2, token_budget=6)
+        replica 0: samples (0, 1)    micro_batches ((0,), (1,))    packed_length 5
+        replica 1: samples (2, -1)   micro_batches ((0,), (1,))    packed_length 5      -1: a no-op sample
+
+The caller sends `take(batch, plan)` to each replica and puts what comes back together with `restore`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron.data import codec
+from rlhf_megatron.data.batch import Batch, concat, select
+
+NO_OP = -1
+NO_OP_LENGTH = 2  # one prompt token, one response token that is not in the mask
+
+
+@codec.register
+@dataclass(frozen=True)
+class ReplicaPlan:
+    """One replica's share of a call.
+
+    A micro-batch shorter than `packed_length` is filled by one masked tail document; one that is as long has none.
+    """
+
+    samples: tuple[int, ...]  # indices into the whole batch, in the order of the shard; no-op samples (-1) come last
+    micro_batches: tuple[tuple[int, ...], ...]  # indices into the shard; as many for every replica; none is empty
+    packed_length: int  # tokens that every micro-batch of this call, on every replica, is packed to
 
 
 @dataclass(frozen=True)
-class ReplicaPlan:
-    """One replica's share of a call."""
+class _Bin:
+    """A micro-batch in the making. Compares by nothing; `samples` are indices into the whole batch."""
 
-    samples: tuple[int, ...]  # indices into the whole batch, in the order in which the shard holds them
-    micro_batches: tuple[tuple[int, ...], ...]  # indices into the shard; as many for every replica; none is empty
-    packed_length: int  # tokens that every micro-batch of this call is packed to (a masked tail document fills it)
+    samples: list[int]
+    cost: int
+    length: int
 
 
 def plan_replicas(
-    lengths: list[int], num_replicas: int, token_budget: int, alignment: int = 1
+    lengths: Sequence[int], num_replicas: int, token_budget: int, alignment: int = 1, attention_length: int = 24576
 ) -> tuple[ReplicaPlan, ...]:
-    """Spread samples of the given lengths over replicas.
+    """Spread samples of the given lengths (tokens) over replicas. The same input gives the same plan.
 
-    Replicas get loads balanced by cost (tokens and attention), the same number of micro-batches of at most
-    `token_budget` tokens each, and one packed length. `alignment`: each document is padded to a multiple of it.
-    A replica that gets no sample has the index -1 as its only sample: the caller gives it a no-op sample of zero weight.
+    Replicas get the same number of micro-batches of at most `token_budget` tokens each (as few as the packing finds)
+    and loads balanced by cost. Each document is padded to a multiple of `alignment`. A document of
+    `attention_length` tokens spends as much on attention scores as on everything else (12 x hidden size, about).
+    Where there are fewer samples than micro-batches, the rest hold a no-op sample each: index -1, two tokens,
+    masked out, of zero weight.
 
     Raises ValueError when a sample alone is over the budget.
     """
-    raise NotImplementedError
+    assert num_replicas >= 1 and alignment >= 1, f"num_replicas {num_replicas}, alignment {alignment}"
+    aligned = [_align(length, alignment) for length in lengths]
+    _check_budget(lengths, aligned, token_budget, alignment)
+    costs = [length * (attention_length + length) for length in aligned]
+
+    num_micro_batches = max(1, -(-sum(aligned) // (num_replicas * token_budget)))
+    while (bins := _fill_bins(aligned, costs, num_replicas * num_micro_batches, token_budget)) is None:
+        num_micro_batches += 1
+
+    no_op_length = _align(NO_OP_LENGTH, alignment)
+    packed_length = max(micro_batch.length or no_op_length for micro_batch in bins)
+    return tuple(_replica_plan(share, packed_length) for share in _deal(bins, num_replicas, num_micro_batches))
+
+
+def take(batch: Batch, plan: ReplicaPlan) -> Batch:
+    """The shard of one replica: the samples of `plan.samples`, in that order, no-op samples included.
+
+    Every column of a no-op sample is zero, False or "".
+    """
+    real = [sample for sample in plan.samples if sample != NO_OP]
+    num_no_ops = len(plan.samples) - len(real)
+    assert all(sample == NO_OP for sample in plan.samples[len(real) :]), "no-op samples must come last"
+    shard = select(batch, real)
+    return concat([shard, *[_no_op_sample(batch)] * num_no_ops]) if num_no_ops else shard
+
+
+def restore(parts: Sequence[Batch], plans: Sequence[ReplicaPlan]) -> Batch:
+    """Undo `take` on the results of all replicas: no-op samples are dropped, the order is that of the whole batch."""
+    samples: list[int] = []
+    for part, plan in zip(parts, plans, strict=True):
+        assert len(part) == len(plan.samples), f"{len(part)} results for {len(plan.samples)} samples of a replica"
+        samples += plan.samples
+    position_of = {sample: position for position, sample in enumerate(samples) if sample != NO_OP}
+    return select(concat(parts), [position_of[sample] for sample in range(len(position_of))])
+
+
+def _align(length: int, alignment: int) -> int:
+    return -(-length // alignment) * alignment
+
+
+def _check_budget(lengths: Sequence[int], aligned: list[int], token_budget: int, alignment: int) -> None:
+    for index, (length, needed) in enumerate(zip(lengths, aligned, strict=True)):
+        assert length >= 1, f"sample {index} has {length} tokens"
+        if needed > token_budget:
+            padded = f" ({needed} after padding to a multiple of {alignment})" if needed != length else ""
+            raise ValueError(
+                f"sample {index} has {length} tokens{padded}, over the budget of {token_budget} tokens a micro-batch; "
+                f"raise actor.ppo_max_token_len_per_gpu to {max(aligned)} or more, "
+                "or lower data.max_prompt_length or data.max_response_length."
+            )
+    if token_budget < _align(NO_OP_LENGTH, alignment):
+        raise ValueError(
+            f"the budget of {token_budget} tokens a micro-batch (actor.ppo_max_token_len_per_gpu) must be at least "
+            f"{_align(NO_OP_LENGTH, alignment)}."
+        )
+
+
+def _fill_bins(lengths: list[int], costs: list[int], num_bins: int, token_budget: int) -> list[_Bin] | None:
+    """`num_bins` micro-batches within the budget, some empty when samples are too few; None when they do not fit."""
+    largest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    contents = _balanced(largest_first, lengths, costs, num_bins, token_budget)
+    if contents is None:
+        contents = _tight(largest_first, lengths, num_bins, token_budget)
+    if contents is None:
+        return None
+    return [_Bin(sorted(c), sum(costs[i] for i in c), sum(lengths[i] for i in c)) for c in contents]
+
+
+def _balanced(
+    order: list[int], lengths: list[int], costs: list[int], num_bins: int, token_budget: int
+) -> list[list[int]] | None:
+    """Each sample goes to the cheapest bin that has room for it. Even, but may miss a packing that exists."""
+    contents: list[list[int]] = [[] for _ in range(num_bins)]
+    heap = [(0, 0, index) for index in range(num_bins)]  # cost, length, bin
+    for sample in order:
+        full = []
+        while heap and heap[0][1] + lengths[sample] > token_budget:
+            full.append(heapq.heappop(heap))
+        if not heap:
+            return None
+        cost, length, index = heap[0]
+        contents[index].append(sample)
+        heapq.heapreplace(heap, (cost + costs[sample], length + lengths[sample], index))
+        for entry in full:
+            heapq.heappush(heap, entry)
+    return contents
+
+
+def _tight(order: list[int], lengths: list[int], num_bins: int, token_budget: int) -> list[list[int]] | None:
+    """First fit, largest first: fills bins up. A bin left empty then gets a sample of the bin with most samples."""
+    contents: list[list[int]] = [[] for _ in range(num_bins)]
+    room = [token_budget] * num_bins
+    for sample in order:
+        index = next((i for i in range(num_bins) if room[i] >= lengths[sample]), None)
+        if index is None:
+            return None
+        contents[index].append(sample)
+        room[index] -= lengths[sample]
+    for empty in (c for c in contents if not c):
+        most = max(contents, key=len)
+        if len(most) > 1:
+            empty.append(most.pop())
+    return contents
+
+
+def _deal(bins: list[_Bin], num_replicas: int, num_micro_batches: int) -> list[list[_Bin]]:
+    """`num_micro_batches` bins for each replica: the dearest bin left goes to the cheapest replica that has room."""
+    shares: list[list[_Bin]] = [[] for _ in range(num_replicas)]
+    heap = [(0, index) for index in range(num_replicas)]  # cost, replica
+    for micro_batch in sorted(bins, key=lambda b: (-b.cost, b.samples)):
+        cost, index = heapq.heappop(heap)
+        shares[index].append(micro_batch)
+        if len(shares[index]) < num_micro_batches:
+            heapq.heappush(heap, (cost + micro_batch.cost, index))
+    return shares
+
+
+def _replica_plan(share: list[_Bin], packed_length: int) -> ReplicaPlan:
+    """`share` comes dearest first, so empty bins, which become no-op samples, come last."""
+    samples: list[int] = []
+    micro_batches = []
+    for micro_batch in share:
+        held = micro_batch.samples or [NO_OP]
+        micro_batches.append(tuple(range(len(samples), len(samples) + len(held))))
+        samples += held
+    return ReplicaPlan(tuple(samples), tuple(micro_batches), packed_length)
+
+
+def _no_op_sample(batch: Batch) -> Batch:
+    """One sample of `batch`'s type and columns that trains nothing."""
+    new: dict[str, Any] = {"offsets": torch.tensor([0, NO_OP_LENGTH], dtype=torch.int64)}
+    for f in fields(batch):
+        value = getattr(batch, f.name)
+        axis = f.metadata.get("axis")
+        if value is None or axis is None:
+            continue
+        count = NO_OP_LENGTH if axis == "token" else 1
+        if isinstance(value, Tensor):
+            new[f.name] = value.new_zeros((count, *value.shape[1:]))
+        elif isinstance(value, dict):
+            new[f.name] = {key: column.new_zeros((count, *column.shape[1:])) for key, column in value.items()}
+        else:
+            new[f.name] = ("",) * count
+    return replace(batch, **new)

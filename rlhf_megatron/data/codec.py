@@ -1,0 +1,254 @@
+"""Objects as bytes, for the control channel, recorded steps and the broadcast inside a replica. Never a pickle.
+
+A message is a small JSON header and raw buffers:
+
+    b"RLM1" | header length, u32 little endian | header | padding | buffer 0 | padding | buffer 1 | ...
+
+The header holds the object's tree and the sizes of the buffers. Tensors and bytes take the buffers in the order of the
+tree; buffers start at multiples of 64 bytes. Only classes that registered themselves are decoded; nothing is imported
+by a name that arrived in a message.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+MAGIC = b"RLM1"
+ALIGNMENT = 64  # bytes
+DTYPES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+        *(torch.int64, torch.int32, torch.int16, torch.int8),
+        *(torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool),
+    )
+}
+_PLAIN = {type(None), bool, int, str}  # what JSON keeps as it is; floats too, when they are finite
+_PLAIN_NODES = _PLAIN | {float}
+_REGISTERED: dict[str, type] = {}
+
+Class = TypeVar("Class", bound=type)
+Buffer = bytes | bytearray | memoryview
+
+
+def register(cls: Class) -> Class:
+    """Class decorator: lets a frozen dataclass travel, under its qualified name. Raises ValueError on a taken name."""
+    name = cls.__qualname__
+    if not is_dataclass(cls) or not cls.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        raise ValueError(f"{name} cannot be registered: it must be a frozen dataclass.")
+    other = _REGISTERED.setdefault(name, cls)
+    if other.__module__ != cls.__module__:
+        raise ValueError(
+            f"{name} of {cls.__module__} is registered already by {other.__module__}; choose another name."
+        )
+    _REGISTERED[name] = cls
+    return cls
+
+
+def encode(obj: Any) -> bytes:
+    """One message. Tensors are copied once, from whatever device they are on; gradients are not kept.
+
+    Takes None, bool, int, float, str, bytes, list, tuple, dict with str keys, Path, dense real tensors and registered
+    dataclasses, nested at will. Raises ValueError for anything else (subclasses such as numpy.float64 included).
+    """
+    return b"".join(encode_parts(obj))
+
+
+def encode_parts(obj: Any) -> list[Buffer]:
+    """`encode` without the last copy: the pieces to write one after the other."""
+    buffers: list[Buffer] = []
+    try:
+        tree = _pack(obj, buffers)
+        header = json.dumps({"tree": tree, "sizes": [len(b) for b in buffers]}, separators=(",", ":"), allow_nan=False)
+    except RecursionError:
+        raise ValueError("cannot encode an object that is nested too deeply or contains itself.") from None
+    parts: list[Buffer] = [MAGIC + len(header).to_bytes(4, "little") + header.encode("ascii")]
+    position = len(parts[0])
+    for buffer in buffers:
+        padding = -position % ALIGNMENT
+        parts += [bytes(padding), buffer]
+        position += padding + len(buffer)
+    return parts
+
+
+def decode(data: Buffer) -> Any:
+    """Undo `encode`. Raises ValueError when `data` is malformed, cut, too long or names an unregistered class.
+
+    Tensors are views into `data` when it is writable (a bytearray), else into one copy of it; they keep it alive.
+    """
+    view = memoryview(data).cast("B")
+    if view.readonly:
+        view = memoryview(bytearray(view))
+    if len(view) < 8 or view[:4] != MAGIC:
+        raise ValueError(f"malformed message: {len(view)} bytes that do not start with {MAGIC!r} and a length.")
+    end = 8 + int.from_bytes(view[4:8], "little")
+    if end > len(view):
+        raise ValueError(f"malformed message: a header of {end - 8} bytes is announced, {len(view) - 8} bytes follow.")
+    try:
+        header = json.loads(str(view[8:end], "ascii"), parse_constant=_reject_constant)
+        if type(header) is not dict or set(header) != {"tree", "sizes"}:
+            raise ValueError("the header must hold tree and sizes")
+        buffers = _slices(view, end, header["sizes"])
+        obj = _unpack(header["tree"], buffers)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"malformed message: {error}.") from error
+    if next(buffers, None) is not None:
+        raise ValueError("malformed message: it has more buffers than its tree uses.")
+    return obj
+
+
+def write_file(path: Path, obj: Any) -> None:
+    """Write `encode(obj)`; at any moment `path` is the old file or the whole new one. Makes parent directories."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with open(aside, "wb") as file:
+            for part in encode_parts(obj):
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def read_file(path: Path) -> Any:
+    """Undo `write_file`. Raises ValueError naming the file when it is missing or malformed."""
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist or is not a file.")
+    with open(path, "rb") as file:
+        data = bytearray(os.fstat(file.fileno()).st_size)
+        count = file.readinto(data)
+    try:
+        return decode(memoryview(data)[:count])
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _pack(obj: Any, buffers: list[Buffer]) -> Any:
+    """The tree node of `obj`: JSON's own types for plain values and lists, else an object of one key, the kind."""
+    kind = type(obj)
+    if kind in _PLAIN:
+        return obj
+    if kind is float:
+        return obj if math.isfinite(obj) else {"float": repr(obj)}
+    if kind in (list, tuple):
+        nodes = list(obj) if set(map(type, obj)) <= _PLAIN else [_pack(item, buffers) for item in obj]
+        return nodes if kind is list else {"tuple": nodes}
+    if kind is dict:
+        if any(type(key) is not str for key in obj):
+            raise ValueError(f"cannot encode a dict with keys that are not str: {list(obj)[:3]!r}.")
+        return {"dict": {key: _pack(value, buffers) for key, value in obj.items()}}
+    if kind in (bytes, bytearray):
+        buffers.append(obj)
+        return {"bytes": len(obj)}
+    if isinstance(obj, Tensor):
+        return {"tensor": _pack_tensor(obj, buffers)}
+    if isinstance(obj, Path):
+        return {"path": str(obj)}
+    if _REGISTERED.get(kind.__qualname__) is kind:
+        return {"data": [kind.__qualname__, {f.name: _pack(getattr(obj, f.name), buffers) for f in fields(obj)}]}
+    fix = "register the class with data.codec.register" if is_dataclass(obj) else "convert it to a plain type"
+    raise ValueError(f"cannot encode a {kind.__module__}.{kind.__qualname__}; {fix}.")
+
+
+def _pack_tensor(tensor: Tensor, buffers: list[Buffer]) -> list[Any]:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in DTYPES or tensor.layout != torch.strided:
+        raise ValueError(f"cannot encode a tensor of {tensor.dtype} and {tensor.layout}; known: {', '.join(DTYPES)}.")
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    buffers.append(memoryview(flat.view(torch.uint8).numpy()))
+    return [dtype, list(tensor.shape)]
+
+
+def _unpack(node: Any, buffers: Iterator[memoryview]) -> Any:
+    kind = type(node)
+    if kind in _PLAIN_NODES:
+        return node
+    if kind is list:
+        return node if set(map(type, node)) <= _PLAIN_NODES else [_unpack(item, buffers) for item in node]
+    if len(node) != 1:
+        raise ValueError(f"a node must have one key, not {sorted(node)}")
+    ((tag, value),) = node.items()
+    if tag == "tuple" and type(value) is list:
+        return tuple(_unpack(value, buffers))
+    if tag == "dict" and type(value) is dict:
+        return {key: _unpack(item, buffers) for key, item in value.items()}
+    if tag == "float" and value in ("nan", "inf", "-inf"):
+        return float(value)
+    if tag == "path" and type(value) is str:
+        return Path(value)
+    if tag == "bytes" and type(value) is int:
+        return bytes(_take(buffers, value))
+    if tag == "tensor":
+        return _unpack_tensor(value, buffers)
+    if tag == "data":
+        return _unpack_dataclass(value, buffers)
+    raise ValueError(f"unknown node {tag!r}")
+
+
+def _unpack_tensor(value: Any, buffers: Iterator[memoryview]) -> Tensor:
+    if type(value) is not list or len(value) != 2 or value[0] not in list(DTYPES) or type(value[1]) is not list:
+        raise ValueError("a tensor needs a known dtype and a shape")
+    dtype, shape = DTYPES[value[0]], value[1]
+    if any(type(size) is not int or size < 0 for size in shape):
+        raise ValueError(f"{shape} is not a shape")
+    count = math.prod(shape)
+    buffer = _take(buffers, count * dtype.itemsize)
+    if count == 0:
+        return torch.empty(shape, dtype=dtype)
+    if dtype is torch.bool and int(torch.frombuffer(buffer, dtype=torch.uint8).max()) > 1:
+        raise ValueError("a bool tensor holds bytes other than 0 and 1")
+    return torch.frombuffer(buffer, dtype=dtype).reshape(shape)
+
+
+def _unpack_dataclass(value: Any, buffers: Iterator[memoryview]) -> Any:
+    if type(value) is not list or len(value) != 2 or type(value[0]) is not str or type(value[1]) is not dict:
+        raise ValueError("a dataclass needs a name and its fields")
+    name, columns = value
+    if name not in _REGISTERED:
+        raise ValueError(f"class {name!r} is not registered here; import the module that registers it")
+    cls = _REGISTERED[name]
+    known = {f.name for f in fields(cls)}
+    if set(columns) != known:
+        raise ValueError(f"{name} was written with other fields (differing: {', '.join(sorted(known ^ set(columns)))})")
+    return cls(**{key: _unpack(node, buffers) for key, node in columns.items()})
+
+
+def _slices(view: memoryview, position: int, sizes: Any) -> Iterator[memoryview]:
+    """The buffers, after checking that they fill `view` from `position` to its end exactly."""
+    if type(sizes) is not list or any(type(size) is not int or size < 0 for size in sizes):
+        raise ValueError("sizes must be a list of byte counts")
+    starts = []
+    for size in sizes:
+        position += -position % ALIGNMENT
+        starts.append(position)
+        position += size
+    if position != len(view):
+        raise ValueError(f"{position} bytes are announced, {len(view)} bytes are there")
+    return iter([view[start : start + size] for start, size in zip(starts, sizes, strict=True)])
+
+
+def _take(buffers: Iterator[memoryview], size: int) -> memoryview:
+    buffer = next(buffers, None)
+    if buffer is None or len(buffer) != size:
+        raise ValueError(f"a buffer of {size} bytes is missing")
+    return buffer
+
+
+def _reject_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not a number here")
