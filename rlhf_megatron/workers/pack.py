@@ -1,0 +1,139 @@
+"""A replica's shard as packed micro-batches, and the results back. Pack once, unpack once; no Python per document.
+
+    two documents  a b c d | e f g     response tokens c d | g         packed to 9 tokens
+    token_ids      a b c d e f g 0 0   cu_seqlens 0 4 7 9: the last document is filler that nothing reads
+    positions      0 1 2 3 0 1 2 0 1
+    rows             ^ ^     ^         positions that predict a response token: the head runs on these only
+    targets          c d     g
+
+Legend: T tokens of the shard, S packed length, D documents, R rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron.data.batch import TokenBatch
+from rlhf_megatron.data.plan import ReplicaPlan
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward pass reads. Columns are gathered at the target tokens."""
+
+    token_ids: Tensor  # [1, S] int64
+    position_ids: Tensor  # [1, S] int64, from 0 in each document
+    cu_seqlens: Tensor  # [D + 1] int32, filler documents included
+    max_seqlen: int  # tokens of the longest document
+    rows: Tensor  # [R] int64, positions in 0 .. S - 1 whose next token is in response_mask
+    targets: Tensor  # [R] int64, the token after each row
+    columns: dict[str, Tensor]  # column name -> [R]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """All micro-batches of a call, and where their rows belong."""
+
+    micro_batches: tuple[MicroBatch, ...]
+    token_index: Tensor  # [sum of R] int64: the shard's token that each row of each micro-batch, in order, predicts
+    num_tokens: int  # T
+    seq_length: int  # S where the micro-batches share one length; else the largest
+
+    def unpack(self, rows: Sequence[Tensor]) -> Tensor:
+        """Per-row results of each micro-batch, [R] each -> one token column [T] float32 on the CPU, zero elsewhere."""
+        values = torch.cat([part.detach() for part in rows]).to(device="cpu", dtype=torch.float32)
+        return torch.zeros(self.num_tokens).index_put_((self.token_index,), values)
+
+
+def pack(
+    batch: TokenBatch,
+    plan: ReplicaPlan,
+    columns: Sequence[str] = (),
+    fill: bool = True,
+    device: str | torch.device = "cpu",
+) -> Packed:
+    """Pack the shard `batch` (on the CPU) as `plan` says and move the result to `device`.
+
+    `columns`: token columns of `batch` to gather; a column that is None there is left out. `fill`: every micro-batch
+    gets plan.packed_length tokens, as pipeline stages need that agree on one length.
+
+    Raises ValueError when the plan and the shard do not belong together.
+    """
+    order = torch.tensor([sample for group in plan.micro_batches for sample in group], dtype=torch.int64)
+    _check(batch, plan, order)
+    lengths = batch.lengths[order]
+    starts = lengths.cumsum(0) - lengths  # of each document in the concatenation of all micro-batches
+    positions = torch.arange(int(lengths.sum())) - torch.repeat_interleave(starts, lengths)
+    source = torch.repeat_interleave(batch.offsets[order], lengths) + positions  # packed token -> token of the shard
+    token_ids = batch.token_ids[source]
+    predicted = batch.response_mask[source].nonzero().flatten()  # packed tokens that a row predicts
+    gathered = {name: getattr(batch, name)[source[predicted]] for name in columns if getattr(batch, name) is not None}
+
+    documents = torch.tensor([0] + [len(group) for group in plan.micro_batches]).cumsum(0).tolist()
+    token_ends = torch.cat([starts, lengths.sum().view(1)])[documents].tolist()
+    row_ends = torch.searchsorted(predicted, torch.tensor(token_ends)).tolist()
+    longest = int(lengths.max())
+    micro_batches = []
+    for i in range(len(plan.micro_batches)):
+        tokens, rows = slice(token_ends[i], token_ends[i + 1]), slice(row_ends[i], row_ends[i + 1])
+        if tokens.stop - tokens.start > plan.packed_length:
+            raise ValueError(
+                f"micro-batch {i} has {tokens.stop - tokens.start} tokens but the plan's packed_length is"
+                f" {plan.packed_length}; make the plan with the lengths of these samples."
+            )
+        num_filler = plan.packed_length - (tokens.stop - tokens.start) if fill else 0
+        filler = _filler_lengths(num_filler, longest)
+        micro_batches.append(
+            MicroBatch(
+                token_ids=torch.nn.functional.pad(token_ids[tokens], (0, num_filler))[None].to(device),
+                position_ids=torch.cat([positions[tokens], *(torch.arange(n) for n in filler)])[None].to(device),
+                cu_seqlens=_cu_seqlens(lengths[documents[i] : documents[i + 1]], filler).to(device),
+                max_seqlen=max([int(lengths[documents[i] : documents[i + 1]].max()), *filler]),
+                rows=(predicted[rows] - tokens.start - 1).to(device),
+                targets=token_ids[predicted[rows]].to(device),
+                columns={name: column[rows].to(device) for name, column in gathered.items()},
+            )
+        )
+    return Packed(
+        micro_batches=tuple(micro_batches),
+        token_index=source[predicted],
+        num_tokens=batch.num_tokens,
+        seq_length=max(micro.token_ids.numel() for micro in micro_batches),
+    )
+
+
+def token_columns(kind: type[TokenBatch]) -> tuple[str, ...]:
+    """Names of the token columns that `kind` has beside those of a TokenBatch."""
+    base = {f.name for f in fields(TokenBatch)}
+    return tuple(f.name for f in fields(kind) if f.metadata.get("axis") == "token" and f.name not in base)
+
+
+def _filler_lengths(num_tokens: int, longest: int) -> list[int]:
+    """Filler documents no longer than the longest real one, so that attention over filler is never the costlier."""
+    if num_tokens == 0:
+        return []
+    whole, rest = divmod(num_tokens, longest)
+    return [longest] * whole + [rest] * (rest > 0)
+
+
+def _cu_seqlens(lengths: Tensor, filler: list[int]) -> Tensor:
+    """[D + 1] int32: the borders of documents of these lengths."""
+    return torch.cat([torch.zeros(1, dtype=torch.int64), lengths, torch.tensor(filler, dtype=torch.int64)]).cumsum(
+        0, dtype=torch.int32
+    )
+
+
+def _check(batch: TokenBatch, plan: ReplicaPlan, order: Tensor) -> None:
+    if not torch.equal(order.sort().values, torch.arange(len(batch))):
+        raise ValueError(
+            f"the plan's micro-batches name {order.numel()} samples but the shard has {len(batch)}: every sample must"
+            " be in exactly one micro-batch. Make the plan with plan_replicas and the shard with its samples."
+        )
+    if bool((batch.lengths < 1).any()):
+        raise ValueError("a sample has no tokens; every sample needs at least one.")
+    if bool(batch.response_mask[batch.offsets[:-1]].any()):
+        raise ValueError("response_mask is True on the first token of a sample, which nothing predicts; make it False.")
