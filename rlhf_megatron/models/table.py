@@ -6,7 +6,7 @@ no process group, no Megatron. `to_megatron(to_hf(w)) == w` and `join(split(w)) 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +15,9 @@ from torch import Tensor
 
 Split = Literal["replicated", "rows", "columns", "gated_rows"]
 """How tp shards a full Megatron tensor: not at all; dim 0; dim 1; dim 0 of each half (gate, up) apart."""
+
+Owner = Literal["embedding", "layer", "head"]
+"""Which pipeline stage has the tensor: the first, the one of its layer, the last."""
 
 
 @dataclass(frozen=True)
@@ -29,15 +32,53 @@ class HFTensor:
 class Rule:
     """One Megatron tensor and the Hugging Face tensors that it is made of."""
 
-    megatron_name: str  # global name, layers counted over the whole model: "decoder.layers.3.self_attention.linear_qkv.weight"
+    megatron_name: (
+        str  # global name, layers counted over the whole model: "decoder.layers.3.self_attention.linear_qkv.weight"
+    )
     megatron_shape: tuple[int, ...]  # full, not sharded; vocabulary padded
     hf: tuple[HFTensor, ...]
     to_megatron: Callable[..., Tensor]  # (*hf tensors) -> full Megatron tensor
     to_hf: Callable[[Tensor], tuple[Tensor, ...]]  # full Megatron tensor -> hf tensors, in the order of `hf`
     split: Split
-    owner: Literal["embedding", "layer", "head"]  # which pipeline stage has it
+    owner: Owner
     layer: int | None  # global layer number for owner "layer"
     fusion_group: str  # tensors that an engine loads together: one bucket must hold the whole group
+    num_blocks: int | None = None  # indivisible blocks along the split dimension (KV groups); None: as its size divides
+
+
+def check_tensor_parallel(table: Sequence[Rule], tp_size: int) -> None:
+    """Raises ValueError, naming the tensors, when some rule cannot be split over `tp_size` ranks."""
+    bad = []
+    for rule in table:
+        if rule.split == "replicated":
+            continue
+        size = rule.megatron_shape[1 if rule.split == "columns" else 0]
+        blocks = rule.num_blocks or (size // 2 if rule.split == "gated_rows" else size)
+        if blocks % tp_size != 0:
+            bad.append((rule, blocks))
+    if bad:
+        rule, blocks = bad[0]
+        raise ValueError(
+            f"tensor parallel size {tp_size} does not divide {len(bad)} tensors, first {rule.megatron_name}"
+            f" {rule.megatron_shape} with {blocks} blocks (key-value groups, or rows); it must divide {blocks}."
+        )
+
+
+def rules_of_stage(table: Sequence[Rule], stage: int, num_stages: int) -> tuple[Rule, ...]:
+    """The rules whose tensors stand on pipeline stage `stage` when the layers are spread evenly.
+
+    Raises ValueError when the number of layers is not a multiple of `num_stages`.
+    """
+    num_layers = 1 + max((rule.layer for rule in table if rule.layer is not None), default=-1)
+    if num_layers % num_stages != 0:
+        raise ValueError(
+            f"the number of layers ({num_layers}) must be a multiple of the pipeline parallel size ({num_stages})."
+        )
+    per_stage = num_layers // num_stages
+    owners = {"embedding": 0, "head": num_stages - 1}
+    return tuple(
+        rule for rule in table if (owners[rule.owner] if rule.layer is None else rule.layer // per_stage) == stage
+    )
 
 
 def split(rule_split: Split, full: Tensor, num_shards: int) -> list[Tensor]:

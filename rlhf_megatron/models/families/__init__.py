@@ -1,0 +1,1 @@
+"""Model families: one file an architecture, found by `base.family_for`."""

@@ -1,0 +1,91 @@
+"""What a model family is, how one is found, and how families read config.json.
+
+A family is one file in this package that registers itself under the `model_type` of config.json.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_megatron.models.table import Rule
+from rlhf_megatron.registry import Registry
+
+HFConfig = Mapping[str, Any]
+"""The parsed config.json of a model in Hugging Face layout."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Everything that is particular to one architecture. All functions raise ValueError for what is not supported."""
+
+    name: str  # model_type in config.json
+    transformer_arguments: Callable[[HFConfig], dict[str, Any]]
+    """Keyword arguments of megatron-core's TransformerConfig, plain values; `activation_func` is a name ("silu")."""
+    gpt_arguments: Callable[[HFConfig], dict[str, Any]]
+    """Keyword arguments of megatron-core's GPTModel, apart from config, spec, vocab_size and the stage flags."""
+    table: Callable[[HFConfig, int], tuple[Rule, ...]]
+    """(hf_config, padded_vocab_size) -> the weight table, in the order in which a forward pass meets the tensors."""
+
+
+families: Registry[Family] = Registry("model family")
+
+
+def family_for(hf_config: HFConfig) -> Family:
+    """The family of a config.json. Raises ValueError when model_type is missing or unknown."""
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        importlib.import_module(f"{__package__}.{module.name}")
+    if not hf_config.get("model_type"):
+        raise ValueError("config.json has no model_type; is this a model in Hugging Face layout?")
+    return families.get(str(hf_config["model_type"])).build
+
+
+def table_for(hf_config: HFConfig, tp_size: int = 1) -> tuple[Rule, ...]:
+    """The weight table of a model whose vocabulary is padded for `tp_size` ranks."""
+    return family_for(hf_config).table(hf_config, padded_vocab_size(int(hf_config["vocab_size"]), tp_size))
+
+
+def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
+    """The smallest multiple of `tp_size` that holds the vocabulary: each rank gets as many rows."""
+    return -(-vocab_size // tp_size) * tp_size
+
+
+def require_int(hf_config: HFConfig, key: str, default: int | None = None) -> int:
+    """A positive integer of config.json; a missing or null key takes `default`. Raises ValueError."""
+    value = hf_config.get(key)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise ValueError(f"config.json: {key} is {value!r}; it must be a positive integer.")
+    return value
+
+
+def rope_base(hf_config: HFConfig, default: float = 10000.0) -> float:
+    """The base of rotary embeddings, from `rope_theta` or `rope_parameters`. Raises ValueError for scaled RoPE."""
+    parameters = dict(hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {})
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind != "default":
+        raise ValueError(
+            f"config.json: RoPE of type {kind!r} is not supported; only unscaled RoPE is ('default'). Within the"
+            " original context length, set rope_scaling to null and max_position_embeddings to that length."
+        )
+    partial = parameters.get("partial_rotary_factor", hf_config.get("partial_rotary_factor"))
+    if partial not in (None, 1, 1.0):
+        raise ValueError(f"config.json: partial_rotary_factor {partial!r} is not supported; it must be 1.")
+    theta = parameters.get("rope_theta", hf_config.get("rope_theta"))
+    return float(default if theta is None else theta)
+
+
+def refuse(hf_config: HFConfig, **supported: Any) -> None:
+    """Raises ValueError listing every key of config.json whose value is not the supported one (absent and null are)."""
+    bad = [
+        f"{key} is {hf_config[key]!r}, only {value!r} is supported"
+        for key, value in supported.items()
+        if hf_config.get(key) is not None and hf_config[key] != value
+    ]
+    if bad:
+        model_type = hf_config.get("model_type")
+        raise ValueError(f"config.json ({model_type}): " + "; ".join(bad) + ". Use a model without it.")

@@ -1,0 +1,229 @@
+"""What dense decoders with grouped-query attention, RMSNorm and gated MLP share: dimensions, arguments, rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron.models.families.base import HFConfig, require_int, rope_base
+from rlhf_megatron.models.table import HFTensor, Owner, Rule, Split
+
+
+@dataclass(frozen=True)
+class DenseModel:
+    """The dimensions of a dense decoder."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_heads: int
+    num_groups: int  # key-value heads
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    norm_epsilon: float
+    rotary_base: float
+    is_tied: bool
+    has_qk_norm: bool
+
+
+def read_dense_model(hf_config: HFConfig, has_qk_norm: bool, head_dim: int | None, max_positions: int) -> DenseModel:
+    """Dimensions from config.json. The arguments are the family's defaults for keys that are missing or null;
+    head_dim None means hidden_size / heads. Raises ValueError."""
+    num_heads = require_int(hf_config, "num_attention_heads")
+    hidden_size = require_int(hf_config, "hidden_size")
+    groups = require_int(hf_config, "num_key_value_heads", num_heads)
+    if num_heads % groups != 0:
+        raise ValueError(
+            f"config.json: num_attention_heads ({num_heads}) must be a multiple of num_key_value_heads ({groups})."
+        )
+    return DenseModel(
+        num_layers=require_int(hf_config, "num_hidden_layers"),
+        hidden_size=hidden_size,
+        ffn_hidden_size=require_int(hf_config, "intermediate_size"),
+        num_heads=num_heads,
+        num_groups=groups,
+        head_dim=require_int(hf_config, "head_dim", head_dim or hidden_size // num_heads),
+        vocab_size=require_int(hf_config, "vocab_size"),
+        max_positions=require_int(hf_config, "max_position_embeddings", max_positions),
+        norm_epsilon=float(hf_config.get("rms_norm_eps", 1e-6)),
+        rotary_base=rope_base(hf_config),
+        is_tied=bool(hf_config.get("tie_word_embeddings", False)),
+        has_qk_norm=has_qk_norm,
+    )
+
+
+def transformer_arguments(model: DenseModel) -> dict[str, Any]:
+    """Keyword arguments of TransformerConfig."""
+    return {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "num_attention_heads": model.num_heads,
+        "num_query_groups": model.num_groups,
+        "kv_channels": model.head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": model.norm_epsilon,
+        "qk_layernorm": model.has_qk_norm,
+        "gated_linear_unit": True,
+        "activation_func": "silu",
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+    }
+
+
+def gpt_arguments(model: DenseModel) -> dict[str, Any]:
+    """Keyword arguments of GPTModel."""
+    return {
+        "max_sequence_length": model.max_positions,
+        "position_embedding_type": "rope",
+        "rotary_base": model.rotary_base,
+        "share_embeddings_and_output_weights": model.is_tied,
+    }
+
+
+def table(model: DenseModel, padded_vocab_size: int) -> tuple[Rule, ...]:
+    """The rules of the whole model. Raises ValueError when the padded vocabulary is smaller than the vocabulary."""
+    if padded_vocab_size < model.vocab_size:
+        raise ValueError(f"padded vocabulary ({padded_vocab_size}) is smaller than vocab_size ({model.vocab_size}).")
+    hidden, padded = model.hidden_size, padded_vocab_size
+    vocab_shape = (model.vocab_size, hidden)
+    embedding = HFTensor("model.embed_tokens.weight", vocab_shape)
+    rules = [_vocab_rule("embedding.word_embeddings.weight", embedding, padded, "embedding")]
+    for layer in range(model.num_layers):
+        rules += _layer_rules(model, layer)
+    final_norm = HFTensor("model.norm.weight", (hidden,))
+    rules.append(_plain_rule("decoder.final_layernorm.weight", final_norm, "replicated", None))
+    if not model.is_tied:
+        rules.append(_vocab_rule("output_layer.weight", HFTensor("lm_head.weight", vocab_shape), padded, "head"))
+    return tuple(rules)
+
+
+def _layer_rules(model: DenseModel, layer: int) -> list[Rule]:
+    hidden, heads, groups, dim = model.hidden_size, model.num_heads, model.num_groups, model.head_dim
+    ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
+
+    def plain(megatron_name: str, hf_name: str, shape: tuple[int, ...], split: Split, num_blocks: int | None) -> Rule:
+        tensor = HFTensor(f"{theirs}.{hf_name}", shape)
+        return _plain_rule(f"{ours}.{megatron_name}", tensor, split, layer, num_blocks)
+
+    norms = []
+    if model.has_qk_norm:
+        norms = [
+            plain("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", (dim,), "replicated", None),
+            plain("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", (dim,), "replicated", None),
+        ]
+    proj, down = (hidden, heads * dim), (hidden, model.ffn_hidden_size)
+    return [
+        plain("input_layernorm.weight", "input_layernorm.weight", (hidden,), "replicated", None),
+        _qkv_rule(model, layer),
+        *norms,
+        plain("self_attention.linear_proj.weight", "self_attn.o_proj.weight", proj, "columns", groups),
+        plain("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", (hidden,), "replicated", None),
+        _gate_up_rule(model, layer),
+        plain("mlp.linear_fc2.weight", "mlp.down_proj.weight", down, "columns", None),
+    ]
+
+
+def _plain_rule(name: str, tensor: HFTensor, split: Split, layer: int | None, num_blocks: int | None = None) -> Rule:
+    return Rule(
+        megatron_name=name,
+        megatron_shape=tensor.shape,
+        hf=(tensor,),
+        to_megatron=_same,
+        to_hf=_same_tuple,
+        split=split,
+        owner="head" if layer is None else "layer",
+        layer=layer,
+        fusion_group=tensor.name,
+        num_blocks=num_blocks,
+    )
+
+
+def _vocab_rule(name: str, tensor: HFTensor, padded_vocab_size: int, owner: Owner) -> Rule:
+    return Rule(
+        megatron_name=name,
+        megatron_shape=(padded_vocab_size, tensor.shape[1]),
+        hf=(tensor,),
+        to_megatron=partial(_pad_rows, padded_vocab_size),
+        to_hf=partial(_drop_rows, tensor.shape[0]),
+        split="rows",
+        owner=owner,
+        layer=None,
+        fusion_group=tensor.name,
+    )
+
+
+def _qkv_rule(model: DenseModel, layer: int) -> Rule:
+    hidden, dim, theirs = model.hidden_size, model.head_dim, f"model.layers.{layer}.self_attn"
+    rows = {"q": model.num_heads * dim, "k": model.num_groups * dim, "v": model.num_groups * dim}
+    return Rule(
+        megatron_name=f"decoder.layers.{layer}.self_attention.linear_qkv.weight",
+        megatron_shape=(sum(rows.values()), hidden),
+        hf=tuple(HFTensor(f"{theirs}.{part}_proj.weight", (size, hidden)) for part, size in rows.items()),
+        to_megatron=partial(_interleave_qkv, model.num_groups),
+        to_hf=partial(_separate_qkv, model.num_groups, model.num_heads // model.num_groups, dim),
+        split="rows",
+        owner="layer",
+        layer=layer,
+        fusion_group=f"{theirs}.qkv",
+        num_blocks=model.num_groups,
+    )
+
+
+def _gate_up_rule(model: DenseModel, layer: int) -> Rule:
+    hidden, ffn, theirs = model.hidden_size, model.ffn_hidden_size, f"model.layers.{layer}.mlp"
+    return Rule(
+        megatron_name=f"decoder.layers.{layer}.mlp.linear_fc1.weight",
+        megatron_shape=(2 * ffn, hidden),
+        hf=tuple(HFTensor(f"{theirs}.{part}_proj.weight", (ffn, hidden)) for part in ("gate", "up")),
+        to_megatron=_concatenate,
+        to_hf=_halves,
+        split="gated_rows",
+        owner="layer",
+        layer=layer,
+        fusion_group=f"{theirs}.gate_up",
+    )
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _same_tuple(tensor: Tensor) -> tuple[Tensor, ...]:
+    return (tensor,)
+
+
+def _concatenate(*tensors: Tensor) -> Tensor:
+    return torch.cat(tensors)
+
+
+def _halves(tensor: Tensor) -> tuple[Tensor, ...]:
+    return tuple(tensor.chunk(2))
+
+
+def _pad_rows(padded_vocab_size: int, tensor: Tensor) -> Tensor:
+    """Zero rows are added; they are never a label and the output layer masks them."""
+    missing = padded_vocab_size - tensor.shape[0]
+    return torch.cat([tensor, tensor.new_zeros(missing, tensor.shape[1])]) if missing else tensor
+
+
+def _drop_rows(vocab_size: int, tensor: Tensor) -> tuple[Tensor, ...]:
+    return (tensor[:vocab_size],)
+
+
+def _interleave_qkv(num_groups: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Megatron keeps a key-value group together: its queries, its key, its value; then the next group."""
+    hidden = q.shape[1]
+    parts = [part.reshape(num_groups, -1, hidden) for part in (q, k, v)]
+    return torch.cat(parts, 1).reshape(-1, hidden)
+
+
+def _separate_qkv(num_groups: int, queries_per_group: int, head_dim: int, qkv: Tensor) -> tuple[Tensor, ...]:
+    hidden = qkv.shape[1]
+    sizes = [queries_per_group * head_dim, head_dim, head_dim]
+    return tuple(part.reshape(-1, hidden) for part in qkv.view(num_groups, -1, hidden).split(sizes, 1))

@@ -1,0 +1,165 @@
+"""The weight table: conversions are inverse, shards join, and names and shapes are those of transformers."""
+
+import pytest
+import torch
+
+from rlhf_megatron.models.families.base import family_for, padded_vocab_size, rope_base, table_for
+from rlhf_megatron.models.table import check_tensor_parallel, join, rules_of_stage, split
+
+QWEN3 = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 4,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 6,
+    "vocab_size": 21,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 5000.0,
+    "tie_word_embeddings": False,
+}
+LLAMA = {**QWEN3, "model_type": "llama", "head_dim": None, "tie_word_embeddings": True}
+
+
+def distinct(shape: tuple[int, ...], start: int) -> torch.Tensor:
+    count = torch.Size(shape).numel()
+    return torch.arange(start, start + count, dtype=torch.float32).view(shape)
+
+
+@pytest.mark.parametrize("hf_config", [QWEN3, LLAMA, {**QWEN3, "tie_word_embeddings": True}])
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_round_trips_are_bitwise(hf_config: dict, tp_size: int) -> None:
+    table = table_for(hf_config, tp_size)
+    check_tensor_parallel(table, tp_size)
+    for rule in table:
+        hf = tuple(distinct(h.shape, 1 + 10_000 * i) for i, h in enumerate(rule.hf))
+        full = rule.to_megatron(*hf)
+        assert tuple(full.shape) == rule.megatron_shape
+        shards = split(rule.split, full, tp_size)
+        assert len(shards) == tp_size and len({s.shape for s in shards}) == 1
+        assert torch.equal(join(rule.split, shards), full)
+        for mine, theirs in zip(rule.to_hf(full), hf, strict=True):
+            assert torch.equal(mine, theirs), rule.megatron_name
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_names_and_shapes_are_those_of_transformers(kind: str, tied: bool) -> None:
+    import transformers
+
+    hf_config = {**(QWEN3 if kind == "qwen3" else {**LLAMA, "head_dim": 3}), "tie_word_embeddings": tied}
+    config_class = {"qwen3": transformers.Qwen3Config, "llama": transformers.LlamaConfig}[kind]
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config_class(**hf_config))
+    theirs = {n: tuple(t.shape) for n, t in model.named_parameters()}
+    ours = {hf.name: hf.shape for rule in table_for(hf_config) for hf in rule.hf}
+    assert ours == theirs
+    assert family_for(model.config.to_dict()).gpt_arguments(model.config.to_dict())["rotary_base"] == 5000.0
+
+
+def test_qkv_keeps_a_key_value_group_together() -> None:
+    """Two groups of two queries, head_dim 1, hidden 1: q0 q1 k0 v0, q2 q3 k1 v1."""
+    hf_config = {**QWEN3, "hidden_size": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 1}
+    rule = next(
+        r for r in table_for(hf_config) if r.megatron_name.endswith("layers.0.self_attention.linear_qkv.weight")
+    )
+    q, k, v = (torch.tensor(x).view(-1, 1) for x in ([1.0, 2.0, 3.0, 4.0], [10.0, 20.0], [100.0, 200.0]))
+    full = rule.to_megatron(q, k, v)
+    assert full.flatten().tolist() == [1, 2, 10, 100, 3, 4, 20, 200]
+    assert split(rule.split, full, 2)[1].flatten().tolist() == [3, 4, 20, 200]
+
+
+def test_gate_and_up_are_split_apart() -> None:
+    rule = next(r for r in table_for(QWEN3) if r.megatron_name.endswith("layers.0.mlp.linear_fc1.weight"))
+    full = rule.to_megatron(torch.full((40, 24), 1.0), torch.full((40, 24), 2.0))
+    shard = split(rule.split, full, 4)[3]
+    assert shard[:, 0].tolist() == [1.0] * 10 + [2.0] * 10
+
+
+def test_vocabulary_padding_is_zero_and_dropped() -> None:
+    assert [padded_vocab_size(21, n) for n in (1, 2, 4)] == [21, 22, 24]
+    rule = table_for(QWEN3, 4)[0]
+    full = rule.to_megatron(torch.ones(21, 24))
+    assert full[21:].eq(0).all() and full[:21].eq(1).all() and full.shape[0] == 24
+    assert rule.to_hf(full)[0].shape == (21, 24)
+
+
+def test_tied_model_has_no_head_rule_and_stages_cover_the_table() -> None:
+    names = [rule.megatron_name for rule in table_for(LLAMA)]
+    assert "output_layer.weight" not in names and len(set(names)) == len(names)
+    table = table_for(QWEN3)
+    stages = [rules_of_stage(table, stage, 2) for stage in range(2)]
+    assert stages[0] + stages[1] == table
+    assert stages[0][-1].layer == 1 and stages[1][0].layer == 2
+    assert stages[1][-1].megatron_name == "output_layer.weight"
+    with pytest.raises(ValueError, match=r"number of layers \(4\) must be a multiple .* \(3\)"):
+        rules_of_stage(table, 0, 3)
+
+
+def test_tensor_parallel_size_must_divide_the_key_value_groups() -> None:
+    """9 heads in 3 groups of 64: the 960 rows of qkv would divide by 2, the groups do not."""
+    smollm = {
+        **LLAMA,
+        "hidden_size": 576,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+    }
+    check_tensor_parallel(table_for(smollm, 3), 3)
+    with pytest.raises(ValueError, match=r"tensor parallel size 2 .*linear_qkv.* must divide 3"):
+        check_tensor_parallel(table_for(smollm, 2), 2)
+
+
+def test_transformer_arguments() -> None:
+    arguments = family_for(QWEN3).transformer_arguments(QWEN3)
+    assert arguments["kv_channels"] == 6 and arguments["num_query_groups"] == 4 and arguments["qk_layernorm"] is True
+    llama = family_for(LLAMA).transformer_arguments(LLAMA)
+    assert llama["kv_channels"] == 3 and llama["qk_layernorm"] is False
+    assert family_for(LLAMA).gpt_arguments(LLAMA)["share_embeddings_and_output_weights"] is True
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention_bias": True}, "attention_bias is True, only False is supported"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', only 'silu'"),
+        ({"use_sliding_window": True}, "use_sliding_window is True"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "RoPE of type 'yarn' is not supported"),
+        ({"num_key_value_heads": 3}, "num_attention_heads .8. must be a multiple of num_key_value_heads .3."),
+        ({"hidden_size": None}, "hidden_size is None"),
+        ({"model_type": "qwen2"}, "unknown model family 'qwen2'. Did you mean 'qwen3'"),
+        ({"model_type": None}, "no model_type"),
+    ],
+)
+def test_what_is_not_supported_is_refused(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        table_for({**QWEN3, **change})
+
+
+def test_llama_with_mlp_bias_is_refused() -> None:
+    with pytest.raises(ValueError, match="mlp_bias is True, only False is supported"):
+        table_for({**LLAMA, "mlp_bias": True})
+
+
+def test_rope_base_of_both_spellings() -> None:
+    assert rope_base({"rope_theta": 1e6, "rope_scaling": None}) == 1e6
+    assert rope_base({"rope_parameters": {"rope_type": "default", "rope_theta": 2e4}}) == 2e4
+    assert rope_base({}) == 1e4
+
+
+def test_random_weights_depend_on_name_and_seed_only() -> None:
+    from rlhf_megatron.checkpoint.random_init import random_hf_tensors, random_source
+
+    hf_config = {**QWEN3, "initializer_range": 0.5}
+    first = dict(random_hf_tensors(hf_config, 7))
+    source = random_source(hf_config, 7)
+    for rule in reversed(table_for(hf_config, 2)):
+        for hf, tensor in zip(rule.hf, source.hf_tensors(rule), strict=True):
+            assert torch.equal(tensor, first[hf.name])
+    assert first["model.norm.weight"].eq(1).all()
+    assert abs(float(first["model.layers.0.mlp.up_proj.weight"].std()) - 0.5) < 0.05
+    assert not torch.equal(first["model.layers.0.mlp.up_proj.weight"], first["model.layers.0.mlp.gate_proj.weight"])
+    assert not torch.equal(first["lm_head.weight"], dict(random_hf_tensors(hf_config, 8))["lm_head.weight"])
