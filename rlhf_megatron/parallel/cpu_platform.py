@@ -1,0 +1,230 @@
+"""Makes stock megatron-core run without CUDA, over gloo. Applied only there. `PATCHES` is the whole list.
+
+Inside every loaded megatron.core module the name `torch` is bound to a proxy that forwards to torch, so that torch
+itself stays as it is: wrapping torch.zeros or torch.cuda in place breaks `import torch._dynamo`, which every torch
+optimizer needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlhf_megatron.parallel.mcore_patch import Patch, apply_all
+
+CPU = torch.device("cpu")
+FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like", "ones_like")
+MODULES = (  # loaded before the names in them are bound; megatron imports some of these late
+    "megatron.core.models.gpt",
+    "megatron.core.optimizer",
+    "megatron.core.distributed",
+    "megatron.core.pipeline_parallel",
+    "megatron.core.dist_checkpointing",
+    "megatron.core.dist_checkpointing.exchange_utils",
+    "megatron.core.dist_checkpointing.strategies.torch",
+    "megatron.core.dist_checkpointing.strategies.fully_parallel",
+    "megatron.core.dist_checkpointing.strategies.async_utils",
+)
+
+
+class _Event:
+    """Stands for torch.cuda.Event: CPU work is done when the call returns."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def elapsed_time(self, other: Any) -> float:
+        return 0.0
+
+    def query(self) -> bool:
+        return True
+
+    def record(self, *args: Any) -> None: ...
+
+    wait = synchronize = record
+
+
+class _Stream:
+    """Stands for torch.cuda.Stream."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        return event or _Event()
+
+    def wait_stream(self, *args: Any) -> None: ...
+
+    wait_event = synchronize = wait_stream
+
+
+class _Proxy(types.ModuleType):
+    """A module with some names replaced; all others are those of `target`."""
+
+    def __init__(self, target: types.ModuleType, **replaced: Any) -> None:
+        super().__init__(target.__name__)
+        self.__dict__.update(replaced, _target=target)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_target"], name)
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return factory(*args, **kwargs)
+
+    return wrapped
+
+
+def _all_gather(outputs: list[Any], tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+    if len({output.shape for output in outputs}) == 1:
+        return dist.all_gather(outputs, tensor, group=group, async_op=async_op)
+    rows = max(output.size(0) for output in outputs)
+    padded = torch.cat([tensor, tensor.new_zeros(rows - tensor.size(0), *tensor.shape[1:])])
+    gathered = [torch.empty_like(padded) for _ in outputs]
+    dist.all_gather(gathered, padded, group=group)
+    for output, part in zip(outputs, gathered, strict=True):
+        output.copy_(part[: output.size(0)])
+    return None
+
+
+def _reduce_scatter(
+    output: Any, inputs: list[Any], op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> Any:
+    if len({part.shape for part in inputs}) == 1:
+        return dist.reduce_scatter(output, inputs, op=op, group=group, async_op=async_op)
+    whole = torch.cat(inputs)
+    dist.all_reduce(whole, op=op, group=group)
+    output.copy_(whole.split([part.size(0) for part in inputs])[dist.get_rank(group)])
+    return None
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None: ...
+
+
+def _make_proxy() -> _Proxy:
+    stream = _Stream()
+    cuda = _Proxy(
+        torch.cuda,
+        current_device=lambda: CPU,
+        synchronize=_do_nothing,
+        empty_cache=_do_nothing,
+        set_device=_do_nothing,
+        Stream=_Stream,
+        Event=_Event,
+        current_stream=lambda *args: stream,
+        default_stream=lambda *args: stream,
+        stream=lambda stream: contextlib.nullcontext(),
+        get_rng_state=lambda *args, **kwargs: torch.get_rng_state(),
+        manual_seed=torch.manual_seed,
+    )
+    distributed = _Proxy(dist, all_gather=_all_gather, reduce_scatter=_reduce_scatter)
+    factories = {name: _on_cpu(getattr(torch, name)) for name in FACTORIES}
+    return _Proxy(torch, cuda=cuda, distributed=distributed, **factories)
+
+
+_PROXY = _make_proxy()
+
+
+def rebind() -> None:
+    """Bind `torch` in all loaded megatron.core modules. Call again after importing another one."""
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("megatron.core"):
+            continue
+        if getattr(module, "torch", None) is torch:
+            module.torch = _PROXY  # type: ignore[attr-defined]
+        _uncompile(module)
+        for value in list(vars(module).values()):
+            if inspect.isclass(value) and value.__module__ == name:
+                _uncompile(value)
+
+
+def _uncompile(owner: Any) -> None:
+    for name, value in list(vars(owner).items()):
+        original = getattr(value, "_torchdynamo_orig_callable", None)
+        if original is not None and inspect.isfunction(value):
+            setattr(owner, name, original)
+
+
+def _tensor_cuda() -> None:
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign, assignment]
+
+
+def _tensor_type() -> None:
+    real = torch.Tensor.type
+
+    def tensor_type(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return real(self, *args, **kwargs)
+        return real(self).replace("torch.", "torch.cuda.", 1)
+
+    torch.Tensor.type = tensor_type  # type: ignore[method-assign, assignment]
+
+
+def _rng_state() -> None:
+    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+
+
+def _moe_split_sizes() -> None:
+    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+
+    def to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    dispatcher.maybe_move_tensor_to_cpu = to_numpy
+
+
+PATCHES = (
+    Patch(
+        "torch in megatron.core.*: cuda.{current_device, synchronize, empty_cache, set_device, Stream, Event, stream,"
+        " current_stream, default_stream, get_rng_state, manual_seed}; tensor factories with device='cuda' or"
+        " pin_memory=True; distributed.{all_gather, reduce_scatter} of uneven parts; functions under torch.compile",
+        "about 175 uses of torch.cuda.current_device() and 60 of 'cuda' literals; gloo takes equal parts only;"
+        " torch.compile of small fused functions would run a C++ compiler at the first call",
+        rebind,
+    ),
+    Patch(
+        "torch.Tensor.cuda", "tied embeddings, RoPE under CP and checkpoint exchange call tensor.cuda()", _tensor_cuda
+    ),
+    Patch(
+        "torch.Tensor.type",
+        "optimizers and gradient clipping compare type() with 'torch.cuda.FloatTensor'",
+        _tensor_type,
+    ),
+    Patch(
+        "tensor_parallel.random.{_get,_set}_cuda_rng_state",
+        "the CPU generator stands for the CUDA one in the RNG tracker and in recompute",
+        _rng_state,
+    ),
+    Patch(
+        "transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
+        "split sizes become numbers only for CUDA tensors; all_to_all_single refuses a tensor",
+        _moe_split_sizes,
+    ),
+)
+
+_state = {"is_applied": False}
+
+
+def apply() -> None:
+    """Replace once in this process; a no-op where CUDA is available. Imports megatron-core."""
+    if _state["is_applied"] or torch.cuda.is_available():
+        return
+    _state["is_applied"] = True
+    for name in MODULES:
+        importlib.import_module(name)
+    apply_all(PATCHES)

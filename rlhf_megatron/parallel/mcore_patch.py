@@ -1,0 +1,72 @@
+"""What the two patch modules share: the form of an entry, the version check, the warnings that are known."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+OLDEST, NEWEST = (0, 16, 1), (0, 19)  # megatron-core versions that were run: from OLDEST, any patch release of NEWEST
+
+KNOWN_WARNINGS = (
+    ("(Apex|Transformer Engine|TransformerEngine|transformer_engine).*(not|Falling back|fall back)", UserWarning),
+    ("Apex is not installed", UserWarning),
+    (".*all_gather_into_tensor.*deprecated", FutureWarning),
+    (".*reduce_scatter_tensor.*deprecated", FutureWarning),
+    (".*_(all_gather_base|reduce_scatter_base).*", FutureWarning),
+    (".*torch.jit.script_method.*", DeprecationWarning),
+    (".*dynamic_context.py.*", DeprecationWarning),
+    (".*GPTModel is deprecated.*", Warning),
+)
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One replaced symbol of megatron-core (or, where megatron leaves no other way, of torch)."""
+
+    symbol: str
+    reason: str
+    apply: Callable[[], None]
+
+
+def apply_all(patches: Sequence[Patch]) -> None:
+    """Apply in order. A failure names the symbol."""
+    for patch in patches:
+        try:
+            patch.apply()
+        except (AttributeError, ImportError, KeyError) as error:
+            raise RuntimeError(
+                f"megatron-core {importlib.metadata.version('megatron-core')}: cannot replace {patch.symbol}"
+                f" ({patch.reason}): {error}. Install a version from {_text(OLDEST)} to {_text(NEWEST)}.x."
+            ) from error
+
+
+def check_version(installed: str | None = None) -> None:
+    """Raises RuntimeError naming the installed and the supported versions of megatron-core. None: look it up."""
+    try:
+        version = importlib.metadata.version("megatron-core") if installed is None else installed
+    except importlib.metadata.PackageNotFoundError:
+        version = "none"
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdigit())
+    if numbers < OLDEST or numbers[:2] > NEWEST:
+        raise RuntimeError(
+            f"megatron-core {version} is installed, supported are {_text(OLDEST)} to {_text(NEWEST)}.x;"
+            f" run: pip install --no-deps 'megatron-core>={_text(OLDEST)},<{NEWEST[0]}.{NEWEST[1] + 1}'"
+        )
+
+
+def quiet_known_warnings() -> None:
+    """Hide what megatron-core says on every start without Transformer Engine or Apex, and nothing else."""
+    for message, category in KNOWN_WARNINGS:
+        warnings.filterwarnings("ignore", message=message, category=category)
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_is_not_rng_note)
+
+
+def _is_not_rng_note(record: logging.LogRecord) -> bool:
+    return "CPU RNG state changed" not in record.getMessage()
+
+
+def _text(version: tuple[int, ...]) -> str:
+    return ".".join(str(number) for number in version)

@@ -1,0 +1,159 @@
+"""One Megatron world: the process groups of a layout. Nothing outside parallel/ reads a global group."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from rlhf_megatron.parallel.device import backend
+from rlhf_megatron.parallel.layout import Coordinates, Layout
+from rlhf_megatron.parallel.prepare import prepare_megatron
+
+
+@dataclass(frozen=True)
+class World:
+    """A rank's place, and the groups that it communicates in."""
+
+    layout: Layout
+    rank: int
+    coordinates: Coordinates
+    device: torch.device
+    tp_group: ProcessGroup  # ranks that split each layer
+    pp_group: ProcessGroup  # ranks that split the stack, in stage order
+    dp_group: ProcessGroup  # ranks that hold the same shard
+    model_parallel_group: ProcessGroup  # tp x pp: all ranks of this replica
+    replica_group: ProcessGroup  # the same ranks over gloo, for bytes in host memory
+    leader: int  # rank of this replica's leader
+    pg_collection: Any  # megatron's ProcessGroupCollection, to be handed to its functions
+
+    @property
+    def is_leader(self) -> bool:
+        return self.rank == self.leader
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.coordinates.pp == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.coordinates.pp == self.layout.pp - 1
+
+    def __str__(self) -> str:
+        return str(self.coordinates)
+
+
+def create_world(layout: Layout, device: torch.device, seed: int = 1, timeout_s: float = 1800.0) -> World:
+    """Make all groups of `layout`. Called on every rank; one world at a time in a process.
+
+    Uses torch's default process group; where there is none, it is made from the launcher's environment (RANK,
+    WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or in memory for a layout of one rank. `seed`: of megatron's random states.
+    `timeout_s`: deadline of a collective, seconds.
+
+    Raises ValueError when the number of processes is not the layout's or a world exists already.
+    """
+    prepare_megatron()
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    if parallel_state.model_parallel_is_initialized():
+        raise ValueError("this process has a world already; call destroy_world() before making another.")
+    if not dist.is_initialized():
+        _init_process_group(layout, device, timeout_s)
+    if dist.get_world_size() != layout.world_size:
+        raise ValueError(
+            f"layout {layout} is for {layout.world_size} ranks but {dist.get_world_size()} processes run;"
+            f" start {layout.world_size}, or change the parallel sizes."
+        )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        create_gloo_process_groups=False,
+        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    rank = dist.get_rank()
+    coordinates = layout.coordinates(rank)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return World(
+        layout=layout,
+        rank=rank,
+        coordinates=coordinates,
+        device=device,
+        tp_group=groups.tp,
+        pp_group=groups.pp,
+        dp_group=groups.dp,
+        model_parallel_group=groups.mp,
+        replica_group=_make_replica_group(layout, coordinates.dp, timeout_s),
+        leader=layout.leader(coordinates.dp),
+        pg_collection=groups,
+    )
+
+
+def destroy_world(is_default_group_ended: bool = True) -> None:
+    """End the world of this process, so that another layout can follow. Called on every rank; safe without a world.
+
+    `is_default_group_ended` False keeps torch's default process group, for a next world of as many ranks.
+    """
+    from megatron.core import parallel_state
+
+    groups = [group for group in parallel_state._global_process_group_list or [] if group is not None]
+    groups += _replica_groups
+    _replica_groups.clear()
+    parallel_state.destroy_model_parallel()
+    if not dist.is_initialized():
+        return
+    if is_default_group_ended:
+        dist.destroy_process_group()
+        return
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
+def broadcast_bytes(world: World, data: bytes | bytearray | memoryview | None) -> bytes:
+    """The leader's `data` on every rank of its replica. All of its ranks call; those that do not lead give None."""
+    if world.layout.tp * world.layout.pp == 1:
+        assert data is not None, "the leader must have data to broadcast"
+        return bytes(data)
+    if world.is_leader:
+        assert data is not None, "the leader must have data to broadcast"
+        size = torch.tensor([len(data)])
+    else:
+        size = torch.zeros(1, dtype=torch.int64)
+    dist.broadcast(size, src=world.leader, group=world.replica_group)
+    buffer = bytearray(data) if world.is_leader and data is not None else bytearray(int(size))
+    if buffer:
+        dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), src=world.leader, group=world.replica_group)
+    return bytes(buffer)
+
+
+_replica_groups: list[ProcessGroup] = []
+
+
+def _make_replica_group(layout: Layout, dp: int, timeout_s: float) -> ProcessGroup:
+    mine: ProcessGroup | None = None
+    for other in range(layout.dp):
+        group = dist.new_group(list(layout.replica(other)), backend="gloo", timeout=timedelta(seconds=timeout_s))
+        if other == dp:
+            mine = group
+    assert mine is not None, "every rank belongs to one replica"
+    _replica_groups.append(mine)
+    return mine
+
+
+def _init_process_group(layout: Layout, device: torch.device, timeout_s: float) -> None:
+    timeout = timedelta(seconds=timeout_s)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend(device), timeout=timeout)
+    elif layout.world_size == 1:
+        dist.init_process_group(backend(device), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    else:
+        raise ValueError(
+            f"layout {layout} needs {layout.world_size} processes but RANK and WORLD_SIZE are not set; start it with"
+            " trainer.runtime torchrun, or use one rank."
+        )
