@@ -1,0 +1,180 @@
+"""One connection between the controller and a host: mutual authentication, then length-prefixed messages.
+
+Handshake, before anything is decoded, on a secret that is drawn for each run:
+
+    host -> controller   32 random bytes a
+    controller -> host   32 random bytes b, HMAC-SHA256(secret, "controller" a b)
+    host -> controller   HMAC-SHA256(secret, "host" a b)
+
+Messages are neither encrypted nor signed one by one: the connection belongs on a private network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import socket
+import stat
+import struct
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_megatron.data import codec
+
+MAX_FRAME_BYTES = 1 << 33
+SEND_TIMEOUT_S = 60  # without progress; then the peer counts as lost
+NONCE_BYTES = 32
+SECRET_ENV = "RLHF_MEGATRON_SECRET"
+SECRET_FILE_ENV = "RLHF_MEGATRON_SECRET_FILE"
+_HEADER = struct.Struct("<Q")
+
+
+class AuthenticationError(ConnectionError):
+    """The peer does not hold this run's secret, or did not finish the handshake in time."""
+
+
+class FrameError(ConnectionError):
+    """The peer announced a message over the limit, or sent something that is none."""
+
+
+class Channel:
+    """Messages over a connected socket. `send` may be called from several threads, `receive` from one."""
+
+    def __init__(self, sock: socket.socket, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+        self.max_frame_bytes = max_frame_bytes
+        self._socket = sock
+        self._send_lock = threading.Lock()
+        sock.settimeout(None)
+        _detect_dead_peers(sock)
+
+    def send(self, message: Any, lock_timeout_s: float = SEND_TIMEOUT_S) -> None:
+        """Raises ConnectionError when the peer is gone or takes nothing, ValueError for what cannot be encoded."""
+        parts = codec.encode_parts(message)
+        size = sum(len(part) for part in parts)
+        if size > self.max_frame_bytes:
+            raise ValueError(
+                f"a message of {size} bytes is over the limit of {self.max_frame_bytes}; send less at once."
+            )
+        if not self._send_lock.acquire(timeout=lock_timeout_s):
+            raise ConnectionError("the peer takes no data.")
+        try:
+            self._socket.sendall(_HEADER.pack(size))
+            for part in parts:
+                self._socket.sendall(part)
+        except BlockingIOError as error:
+            raise ConnectionError(f"the peer took no data for {SEND_TIMEOUT_S} s.") from error
+        except OSError as error:
+            raise ConnectionError(f"the connection broke: {error}") from error
+        finally:
+            self._send_lock.release()
+
+    def receive(self) -> Any:
+        """The next message; waits for it. Raises EOFError when the peer is gone, FrameError for a bad message."""
+        (size,) = _HEADER.unpack(_receive_exactly(self._socket, _HEADER.size))
+        if size > self.max_frame_bytes:
+            raise FrameError(f"a message of {size} bytes was announced; the limit is {self.max_frame_bytes}.")
+        data = _receive_exactly(self._socket, size)
+        try:
+            return codec.decode(data)
+        except ValueError as error:
+            raise FrameError(str(error)) from error
+
+    def close(self) -> None:
+        """End the connection in both directions; a blocked `receive` raises EOFError. Safe to call twice."""
+        with contextlib.suppress(OSError):  # not connected any more
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def accept(sock: socket.socket, secret: bytes, timeout_s: float) -> Channel:
+    """The controller's side of the handshake on an accepted socket. Raises AuthenticationError."""
+    sock.settimeout(timeout_s)
+    try:
+        theirs = _receive_exactly(sock, NONCE_BYTES)
+        ours = secrets.token_bytes(NONCE_BYTES)
+        sock.sendall(ours + _proof(secret, b"controller", theirs, ours))
+        proof = _receive_exactly(sock, NONCE_BYTES)
+    except (OSError, EOFError) as error:
+        raise AuthenticationError(f"the handshake was not finished: {error}") from error
+    if not hmac.compare_digest(proof, _proof(secret, b"host", theirs, ours)):
+        raise AuthenticationError("the peer does not hold the secret of this run.")
+    return Channel(sock)
+
+
+def connect(sock: socket.socket, secret: bytes, timeout_s: float) -> Channel:
+    """The host's side of the handshake on a connected socket. Raises AuthenticationError."""
+    sock.settimeout(timeout_s)
+    ours = secrets.token_bytes(NONCE_BYTES)
+    try:
+        sock.sendall(ours)
+        theirs = _receive_exactly(sock, NONCE_BYTES)
+        proof = _receive_exactly(sock, NONCE_BYTES)
+        if not hmac.compare_digest(proof, _proof(secret, b"controller", ours, theirs)):
+            raise AuthenticationError("the controller does not hold the secret of this run.")
+        sock.sendall(_proof(secret, b"host", ours, theirs))
+    except (OSError, EOFError) as error:
+        if isinstance(error, AuthenticationError):
+            raise
+        raise AuthenticationError(f"the handshake was not finished: {error}") from error
+    return Channel(sock)
+
+
+def given_secret(environment: Mapping[str, str]) -> bytes | None:
+    """The run's secret from the environment or from a file that only its owner can read; None when none is given.
+
+    Raises ValueError when the file is open to others or the secret is short.
+    """
+    text = environment.get(SECRET_ENV)
+    if path := environment.get(SECRET_FILE_ENV):
+        with open(path, encoding="ascii") as file:
+            info = os.fstat(file.fileno())
+            if stat.S_IMODE(info.st_mode) & 0o077 or info.st_uid != os.getuid():
+                raise ValueError(
+                    f"{SECRET_FILE_ENV}: {Path(path).name} must belong to you and have mode 0600; run chmod 600."
+                )
+            text = file.read().strip()
+    if text is None:
+        return None
+    if len(text) < 32:
+        raise ValueError(f"the secret in {SECRET_ENV} or {SECRET_FILE_ENV} must have at least 32 characters.")
+    return text.encode("ascii")
+
+
+def new_secret() -> str:
+    """64 hex digits."""
+    return secrets.token_hex(32)
+
+
+def _proof(secret: bytes, side: bytes, host_nonce: codec.Buffer, controller_nonce: codec.Buffer) -> bytes:
+    return hmac.digest(secret, b"".join((side, host_nonce, controller_nonce)), "sha256")
+
+
+def _receive_exactly(sock: socket.socket, size: int) -> bytearray:
+    data = bytearray(size)
+    view = memoryview(data)
+    position = 0
+    while position < size:
+        try:
+            count = sock.recv_into(view[position:])
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise EOFError(f"the connection broke: {error}") from error
+        if count == 0:
+            raise EOFError("the connection was closed.")
+        position += count
+    return data
+
+
+def _detect_dead_peers(sock: socket.socket) -> None:
+    """A machine that vanished is noticed within about a minute; a peer that takes no data, by the send timeout."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_TIMEOUT_S, 0))
+    if sock.family in (socket.AF_INET, socket.AF_INET6):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for option, value in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)

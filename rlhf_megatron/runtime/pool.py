@@ -1,0 +1,62 @@
+"""A pool on one rank: its layout, its torch world, and the broadcast inside a replica."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from rlhf_megatron.parallel.layout import Layout
+
+
+@dataclass(frozen=True)
+class Pool:
+    """What `build_roles` gets. The default process group stands; Megatron's groups are the roles' own business."""
+
+    name: str
+    layout: Layout
+    rank: int
+    replica_group: dist.ProcessGroup  # gloo, the ranks of this replica
+
+    @property
+    def where(self) -> str:
+        """ "[actor dp1 pp0 tp3]"."""
+        return where(self.name, self.layout, self.rank)
+
+    @property
+    def leader(self) -> int:
+        """The rank that receives and returns this replica's data."""
+        return self.layout.leader(self.layout.coordinates(self.rank).dp)
+
+    @property
+    def is_leader(self) -> bool:
+        return self.rank == self.leader
+
+    def broadcast_in_replica(self, data: bytes | None) -> bytes | bytearray:
+        """The leader's `data` on all ranks of the replica. All of them must call it; None elsewhere."""
+        assert (data is not None) == self.is_leader, f"{self.where}: the leader, and only it, has the data"
+        if data is not None and self.replica_group.size() == 1:
+            return data
+        size = torch.tensor([len(data) if data is not None else 0])
+        dist.broadcast(size, src=self.leader, group=self.replica_group)
+        buffer = bytearray(int(size)) if data is None else bytearray(data)
+        dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), src=self.leader, group=self.replica_group)
+        return buffer
+
+
+def where(name: str, layout: Layout, rank: int) -> str:
+    """A rank's coordinates as messages name it: "[actor dp1 pp0 tp3]"."""
+    return f"[{name} {layout.coordinates(rank)}]"
+
+
+def join_pool(name: str, layout: Layout, rank: int, store: dist.Store, backend: str, timeout_s: float) -> Pool:
+    """Make the torch world of a pool. All its ranks must call it; `store` is shared by them and by nothing else.
+
+    `backend`: "gloo", or "cpu:gloo,cuda:nccl" on GPUs. `timeout_s`: of a collective.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=layout.world_size, timeout=timeout)
+    groups = [dist.new_group(list(layout.replica(dp)), timeout=timeout, backend="gloo") for dp in range(layout.dp)]
+    return Pool(name, layout, rank, groups[layout.coordinates(rank).dp])

@@ -1,0 +1,102 @@
+"""A WorkerGroup of one rank in this process, and the dispatch that all launchers share."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf_megatron.data import codec
+from rlhf_megatron.data.batch import LogProbs, TokenBatch, gain
+from rlhf_megatron.data.plan import NO_OP, ReplicaPlan
+from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.runtime.dispatch import join, scatter_calls, sum_updates
+from rlhf_megatron.runtime.inline import InlineGroup
+from rlhf_megatron.runtime.pool import Pool
+from rlhf_megatron.workers.contract import UpdateResult
+
+
+def batch_of(*samples: list[int]) -> TokenBatch:
+    lengths = torch.tensor([0] + [len(s) for s in samples])
+    tokens = torch.tensor([t for s in samples for t in s])
+    return TokenBatch(offsets=lengths.cumsum(0), token_ids=tokens, response_mask=tokens > 4)
+
+
+class Doubler:
+    """log_probs = token / 2; every update has the loss 3 x the number of tokens."""
+
+    def __init__(self) -> None:
+        self.is_closed = False
+
+    def log_probs(self, batch: TokenBatch, plan: ReplicaPlan, scale: float = 0.5) -> LogProbs:
+        return gain(LogProbs, batch, log_probs=batch.token_ids * scale)
+
+    def update(self, batch: TokenBatch, plan: ReplicaPlan) -> UpdateResult:
+        return UpdateResult({"loss": 3.0 * batch.num_tokens}, grad_norm=2.0, lr=0.1, is_skipped=False)
+
+    def count(self, batch: TokenBatch, plan: ReplicaPlan) -> int:
+        return len(batch)
+
+    def fail(self, path: Path) -> None:
+        raise ValueError(f"{path} is missing.")
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_inline_group_runs_both_verbs_and_closes_its_roles() -> None:
+    role = Doubler()
+    group = InlineGroup(lambda pool: {"actor": role})
+    try:
+        batch = batch_of([1, 2, 7], [3, 9], [4, 5, 6, 8])
+        result = group.scatter("actor.log_probs", batch, token_budget=4, scale=2.0).result()
+        assert result.log_probs.tolist() == [2, 4, 14, 6, 18, 8, 10, 12, 16]
+        assert result.offsets.tolist() == [0, 3, 5, 9]
+        assert group.scatter("actor.update", batch, token_budget=9).result().sums == {"loss": 27.0}
+        with pytest.raises(ValueError, match=r"weights\.bin is missing"):
+            group.broadcast("actor.fail", path=Path("weights.bin")).result()
+        with pytest.raises(LookupError, match=r"no role 'critic'.*\['actor'\]"):
+            group.broadcast("critic.save").result()
+        with pytest.raises(LookupError, match="no method '__class__'"):
+            group.broadcast("actor.__class__").result()
+        with pytest.raises(TypeError, match=r"actor\.count returned a int"):
+            group.scatter("actor.count", batch, token_budget=9).result()
+    finally:
+        group.close()
+        group.close()
+    assert role.is_closed
+
+
+def test_a_failed_build_leaves_no_process_group_behind() -> None:
+    def explode(pool: Pool) -> dict[str, object]:
+        raise ValueError(f"{pool.where} no weights")
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"\[actor dp0 pp0 tp0\] no weights"):
+            InlineGroup(explode)
+
+
+def test_scatter_gives_shards_to_leaders_and_plans_to_all() -> None:
+    layout = Layout(world_size=8, tp=2, pp=2)  # dp 2; leaders are the last stage's tp 0: ranks 4 and 6
+    batch = batch_of([1, 2, 7], [3, 9], [4, 5, 6, 8])
+    scattered = scatter_calls(7, "actor.log_probs", batch, layout, token_budget=8, arguments={"temperature": 0.5})
+    assert scattered.leaders == (4, 6)
+    assert [rank for rank, call in enumerate(scattered.calls) if call.shard is not None] == [4, 6]
+    assert all(call.id == 7 and call.arguments["temperature"] == 0.5 for call in scattered.calls)
+    for rank, call in enumerate(scattered.calls):
+        assert call.arguments["plan"] == scattered.plans[layout.coordinates(rank).dp]
+    assert sorted(s for plan in scattered.plans for s in plan.samples if s != NO_OP) == [0, 1, 2]
+    shards = [codec.decode(scattered.calls[rank].shard) for rank in scattered.leaders]
+    results = [gain(LogProbs, shard, log_probs=shard.token_ids / 2) for shard in shards]
+    whole = join("actor.log_probs", results, scattered.plans)
+    assert torch.equal(whole.token_ids, batch.token_ids) and torch.equal(whole.log_probs, batch.token_ids / 2)
+
+
+def test_updates_add_up_and_global_values_must_agree() -> None:
+    nan = float("nan")
+    one = UpdateResult({"loss": 1.0, "kl": 0.25}, grad_norm=nan, lr=0.1, is_skipped=True)
+    two = UpdateResult({"loss": 2.5, "kl": 0.5}, grad_norm=nan, lr=0.1, is_skipped=True)
+    total = sum_updates("actor.update", [one, two])
+    assert total.sums == {"loss": 3.5, "kl": 0.75} and total.is_skipped
+    other = UpdateResult({"loss": 2.5, "kl": 0.5}, grad_norm=1.0, lr=0.1, is_skipped=True)
+    with pytest.raises(AssertionError, match="grad_norm differs"):
+        sum_updates("actor.update", [one, other])
