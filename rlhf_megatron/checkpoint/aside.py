@@ -1,0 +1,48 @@
+"""Directories that appear complete or not at all: written aside, flushed to disk, renamed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def refuse_existing(directory: Path) -> None:
+    """Raises ValueError when `directory` exists and is not an empty directory."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ValueError(f"{directory} exists already; remove it or choose another directory.")
+
+
+@contextmanager
+def written_aside(directory: Path) -> Iterator[Path]:
+    """A new directory beside `directory` that takes its name at the end; it is removed when the block raises.
+
+    Raises ValueError when `directory` exists and is not empty.
+    """
+    directory = Path(directory).absolute()
+    refuse_existing(directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    aside = directory.with_name(f".{directory.name}.partial-{os.getpid()}")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    try:
+        yield aside
+        for path in [*aside.rglob("*"), aside]:
+            fsync(path)
+        refuse_existing(directory)
+        os.rename(aside, directory)
+        fsync(directory.parent)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def fsync(path: Path) -> None:
+    """Flush a file or directory to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,154 @@
+"""Streaming reader of a directory in Hugging Face layout: memory-mapped safetensors, checked against the table."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from rlhf_megatron.models.families.base import family_for
+from rlhf_megatron.models.table import HFTensor, Rule
+
+logger = logging.getLogger(__name__)
+
+INDEX = "model.safetensors.index.json"
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""Types that weights may have in a file, by their safetensors name."""
+_MAX_LISTED = 8  # problems named in one message
+
+
+def read_hf_config(directory: Path) -> dict[str, Any]:
+    """config.json of a model directory. Raises ValueError when it is missing, no JSON, or of an unknown family."""
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; model.path must be a directory in Hugging Face layout.")
+    config = _read_json(path)
+    family_for(config)
+    return config
+
+
+class HFReader:
+    """Implements `WeightSource`. Files are opened when a tensor of theirs is first asked for, and mapped, not read."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises ValueError when the directory has no safetensors or its index is broken."""
+        self.directory = Path(directory)
+        self._open_files: dict[str, Any] = {}
+        self._file_of = self._find_tensors()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All tensors of the directory."""
+        return tuple(self._file_of)
+
+    def check(self, table: Sequence[Rule], strict: bool = False) -> None:
+        """Raises one ValueError that lists the missing and mis-shaped tensors, and broken files.
+
+        Tensors that the table does not know are a warning, or an error when `strict`.
+        """
+        wanted = [hf for rule in table for hf in rule.hf]
+        problems = [problem for hf in wanted if (problem := self._problem(hf)) is not None]
+        unexpected = sorted(set(self._file_of) - {hf.name for hf in wanted})
+        if unexpected and strict:
+            problems.append(f"not part of this model: {_listing(unexpected)}")
+        elif unexpected:
+            logger.warning(
+                "%s: tensors that this model does not have are ignored: %s", self.directory, _listing(unexpected)
+            )
+        if problems:
+            raise ValueError(
+                f"{self.directory} does not fit its config.json: {_listing(problems, '; ')}."
+                " Fetch the directory again, or correct config.json."
+            )
+
+    def dtype(self, name: str) -> str:
+        """ "float32", "bfloat16" or "float16"; nothing is read but the file's header. Raises ValueError."""
+        return DTYPES[self._slice(name)[1]]
+
+    def hf_tensors(self, rule: Rule) -> tuple[Tensor, ...]:
+        """Views of the mapped file. Raises ValueError naming file, tensor and shapes."""
+        for hf in rule.hf:
+            problem = self._problem(hf)
+            if problem is not None:
+                raise ValueError(f"{self.directory}: {problem}. Fetch the directory again, or correct config.json.")
+        return tuple(self._file(self._file_of[hf.name]).get_tensor(hf.name) for hf in rule.hf)
+
+    def _find_tensors(self) -> dict[str, str]:
+        """Tensor name -> file name."""
+        index = self.directory / INDEX
+        if index.is_file():
+            weight_map = _read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise ValueError(f"{index} has no weight_map; fetch it again.")
+            for file in set(weight_map.values()):
+                if not isinstance(file, str) or PurePosixPath(file).name != file:
+                    raise ValueError(f"{index} names the file {file!r}; it must be a plain name in the same directory.")
+            return weight_map
+        files = sorted(path.name for path in self.directory.glob("*.safetensors"))
+        if not files:
+            raise ValueError(
+                f"{self.directory} has no *.safetensors; other weight formats are not read. Save the model with"
+                " transformers' save_pretrained(safe_serialization=True)."
+            )
+        if len(files) > 1 and "model.safetensors" not in files:
+            raise ValueError(f"{self.directory} has {len(files)} safetensors files but no {INDEX}; fetch the index.")
+        file = "model.safetensors" if "model.safetensors" in files else files[0]
+        return dict.fromkeys(self._file(file).keys(), file)
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open_files:
+            path = self.directory / name
+            if not path.is_file():
+                raise ValueError(f"{path} is missing, though {INDEX} names it; fetch the directory again.")
+            try:
+                self._open_files[name] = safe_open(str(path), framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ValueError(
+                    f"{path} ({path.stat().st_size} bytes) is truncated or corrupt: {error}. Fetch it again."
+                ) from error
+        return self._open_files[name]
+
+    def _slice(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Shape and safetensors type name from the header. Raises ValueError."""
+        file = self._file_of[name]
+        try:
+            view = self._file(file).get_slice(name)
+        except SafetensorError as error:
+            raise ValueError(f"{name} is not in {file}, though {INDEX} says so") from error
+        return tuple(view.get_shape()), view.get_dtype()
+
+    def _problem(self, hf: HFTensor) -> str | None:
+        """What is wrong with a tensor, or None."""
+        if hf.name not in self._file_of:
+            return f"tensor {hf.name} {hf.shape} is missing"
+        file = self._file_of[hf.name]
+        try:
+            shape, dtype = self._slice(hf.name)
+        except ValueError as error:
+            return str(error).rstrip(".")
+        if shape != hf.shape:
+            return f"tensor {hf.name} in {file} has shape {shape}, expected {hf.shape}"
+        if dtype not in DTYPES:
+            return f"tensor {hf.name} in {file} has type {dtype}, supported are {', '.join(DTYPES)} (not quantised)"
+        return None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}. Fetch it again.") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object.")
+    return value
+
+
+def _listing(items: Iterable[str], separator: str = ", ") -> str:
+    unique = list(dict.fromkeys(items))
+    more = f"{separator}and {len(unique) - _MAX_LISTED} more" if len(unique) > _MAX_LISTED else ""
+    return separator.join(unique[:_MAX_LISTED]) + more

@@ -1,0 +1,129 @@
+"""Writes a directory in Hugging Face layout: sharded safetensors with index, config.json, tokenizer files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rlhf_megatron.checkpoint.aside import written_aside
+from rlhf_megatron.checkpoint.hf_reader import INDEX
+from rlhf_megatron.checkpoint.safetensors_writer import SafetensorsWriter, TensorSpec
+
+MAX_SHARD_BYTES = 4 << 30
+_COMPANIONS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "generation_config.json",
+    "LICENSE*",
+)
+
+
+def plan_files(
+    specs: Sequence[TensorSpec], max_shard_bytes: int = MAX_SHARD_BYTES
+) -> dict[str, tuple[TensorSpec, ...]]:
+    """File name -> its tensors, filled in order. A tensor over the limit gets a file of its own."""
+    shards: list[list[TensorSpec]] = []
+    num_bytes = 0
+    for spec in specs:
+        if not shards or num_bytes + spec.num_bytes > max_shard_bytes:
+            shards.append([])
+            num_bytes = 0
+        shards[-1].append(spec)
+        num_bytes += spec.num_bytes
+    if len(shards) == 1:
+        return {"model.safetensors": tuple(shards[0])}
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": tuple(s) for i, s in enumerate(shards, 1)}
+
+
+class HFWriter:
+    """Takes tensors by name, in any order. Made by `hf_directory_writer`."""
+
+    def __init__(self, directory: Path, specs: Sequence[TensorSpec], max_shard_bytes: int) -> None:
+        self._directory = directory
+        self._files = plan_files(specs, max_shard_bytes)
+        self._file_of = {spec.name: file for file, members in self._files.items() for spec in members}
+        self._remaining = {file: len(members) for file, members in self._files.items()}
+        self._writers: dict[str, SafetensorsWriter] = {}
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Put one tensor into its file; a file is closed when its last tensor arrives."""
+        file = self._file_of[name]
+        if file not in self._writers:
+            self._writers[file] = SafetensorsWriter(self._directory / file, self._files[file])
+        self._writers[file].write(name, tensor)
+        self._remaining[file] -= 1
+        if self._remaining[file] == 0:
+            self._writers.pop(file).close()
+
+    def finish(self) -> None:
+        """Checks that every tensor was written, and writes the index of more than one file."""
+        missing = [file for file, count in self._remaining.items() if count]
+        assert not missing, f"tensors of {missing} were never written"
+        if len(self._files) > 1:
+            write_index(self._directory, self._files)
+
+    def abandon(self) -> None:
+        """Close what is open, after an error."""
+        for writer in self._writers.values():
+            writer.close(is_complete=False)
+
+
+@contextmanager
+def hf_directory_writer(
+    directory: Path,
+    specs: Sequence[TensorSpec],
+    hf_config: Mapping[str, Any],
+    companions_from: Path | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Iterator[HFWriter]:
+    """`directory` appears, complete, when the block ends. Raises ValueError when it exists and is not empty.
+
+    `companions_from`: directory whose tokenizer and licence files are copied.
+    """
+    with written_aside(directory) as aside:
+        writer = HFWriter(aside, specs, max_shard_bytes)
+        try:
+            yield writer
+            writer.finish()
+        except BaseException:
+            writer.abandon()
+            raise
+        write_companions(aside, hf_config, {spec.dtype for spec in specs}, companions_from)
+
+
+def write_index(directory: Path, files: Mapping[str, Sequence[TensorSpec]]) -> None:
+    """The index that maps tensors to files."""
+    index = {
+        "metadata": {"total_size": sum(spec.num_bytes for specs in files.values() for spec in specs)},
+        "weight_map": {spec.name: file for file, specs in files.items() for spec in specs},
+    }
+    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def write_companions(
+    directory: Path, hf_config: Mapping[str, Any], dtypes: set[str], companions_from: Path | None
+) -> None:
+    """config.json, naming the type of the weights where they share one, and copies of the tokenizer's files."""
+    config = dict(hf_config)
+    if len(dtypes) == 1:
+        config["dtype" if "dtype" in config else "torch_dtype"] = next(iter(dtypes))
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if companions_from is not None:
+        for path in companion_files(companions_from):
+            shutil.copyfile(path, directory / path.name)
+
+
+def companion_files(directory: Path) -> list[Path]:
+    """Files of a model directory that go along with its weights, config.json apart."""
+    found = {path for pattern in _COMPANIONS for path in Path(directory).glob(pattern) if path.is_file()}
+    return sorted(found)
