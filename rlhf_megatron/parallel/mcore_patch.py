@@ -18,6 +18,7 @@ KNOWN_WARNINGS = (
     (".*_(all_gather_base|reduce_scatter_base).*", FutureWarning),
     (".*torch.jit.script_method.*", DeprecationWarning),
     (".*dynamic_context.py.*", DeprecationWarning),
+    ("full scope is deprecated", UserWarning),
     (".*GPTModel is deprecated.*", Warning),
 )
 

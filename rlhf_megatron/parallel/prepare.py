@@ -1,18 +1,17 @@
-"""One call that readies megatron-core in a process: version, warnings, fixes, and the CPU platform where needed."""
+"""One call that readies megatron-core in a process: version, fixes, and the CPU platform where needed."""
 
 from __future__ import annotations
 
 from rlhf_megatron.parallel import cpu_platform, mcore_fixes
-from rlhf_megatron.parallel.mcore_patch import check_version, quiet_known_warnings
+from rlhf_megatron.parallel.mcore_patch import check_version
 
 
 def prepare_megatron() -> None:
     """Call before the first use of megatron-core; `create_world` does. Safe to call again. Takes seconds (imports).
 
-    Importing megatron beforehand is harmless, but its known warnings are then shown.
+    Importing megatron beforehand is harmless.
     Raises RuntimeError for an unsupported version of megatron-core.
     """
     check_version()
-    quiet_known_warnings()
     cpu_platform.apply()
     mcore_fixes.apply()

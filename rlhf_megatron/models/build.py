@@ -1,0 +1,93 @@
+"""The one place that builds a GPTModel."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+from rlhf_megatron.models.attention import PackedAttention
+from rlhf_megatron.models.families.base import family_for, padded_vocab_size
+from rlhf_megatron.models.head import expose_hidden_states
+from rlhf_megatron.models.norm import RMSNorm
+from rlhf_megatron.models.transformer_config import make_transformer_config
+from rlhf_megatron.parallel.prepare import prepare_megatron
+from rlhf_megatron.parallel.world import World
+
+
+@dataclass
+class MegatronModel:
+    """This rank's part of a model. `chunks` may be replaced by their wrapped forms (DDP)."""
+
+    chunks: list[torch.nn.Module]  # one a pipeline stage that this rank has
+    transformer_config: TransformerConfig
+    hf_config: Mapping[str, Any]
+    vocab_size: int  # of the tokenizer's model: tokens that can be sampled
+    padded_vocab_size: int  # rows of embedding and head over all tp ranks
+    vocab_start: int  # token id of the first row that this tp rank has
+
+
+def build_model(hf_config: Mapping[str, Any], world: World, dtype: torch.dtype) -> MegatronModel:
+    """A model on `world.device`, its parameters not initialised: load weights next. Called on all ranks of a replica.
+
+    The last stage returns hidden states [1, T, h] (see `head_weight`); every stage takes packed documents:
+    `chunk(token_ids [1, T], position_ids [1, T], None, packed_seq_params=packed_documents(...))`.
+
+    Raises ValueError for an architecture or layout that is not supported.
+    """
+    prepare_megatron()
+    family = family_for(hf_config)
+    config = make_transformer_config(family.transformer_arguments(hf_config), world, dtype)
+    gpt_arguments = dict(family.gpt_arguments(hf_config))
+    rotary_base = _take_rotary_base(gpt_arguments)
+    vocab_size = int(hf_config["vocab_size"])
+    padded = padded_vocab_size(vocab_size, world.layout.tp)
+    model = GPTModel(
+        config,
+        _layer_spec(config),
+        vocab_size=padded,
+        pre_process=world.is_first_stage,
+        post_process=world.is_last_stage,
+        position_embedding_type="none",  # PackedAttention turns queries and keys
+        pg_collection=world.pg_collection,
+        **gpt_arguments,
+    )
+    for module in model.modules():
+        if isinstance(module, PackedAttention):
+            module.rotary_base = rotary_base
+    if world.is_last_stage:
+        expose_hidden_states(model)
+    return MegatronModel(
+        chunks=[model.to(world.device)],
+        transformer_config=config,
+        hf_config=hf_config,
+        vocab_size=vocab_size,
+        padded_vocab_size=padded,
+        vocab_start=world.coordinates.tp * (padded // world.layout.tp),
+    )
+
+
+def _take_rotary_base(gpt_arguments: dict[str, Any]) -> float:
+    """The arguments about positions are for our attention, not for GPTModel."""
+    kind = gpt_arguments.pop("position_embedding_type")
+    if kind != "rope":
+        raise ValueError(f"position embeddings of type {kind!r} are not supported; only 'rope' is.")
+    return float(gpt_arguments.pop("rotary_base"))
+
+
+def _layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """megatron's own layers with our norm and attention. The final norm comes from the block's submodules."""
+    layer = copy.deepcopy(get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm"))
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
