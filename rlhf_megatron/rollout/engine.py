@@ -11,6 +11,9 @@ from typing import Literal, Protocol
 
 from rlhf_megatron.resharding.manifest import BucketManifest
 
+FinishReason = Literal["stop", "length", "abort"]
+UNSYNCED = -1  # policy_version of samples from the weights that an engine loaded itself
+
 
 class EngineError(RuntimeError):
     """An engine failed or answered with an error. The message names the engine and what it said."""
@@ -18,6 +21,10 @@ class EngineError(RuntimeError):
 
 class EngineTimeoutError(EngineError):
     """No answer before the deadline."""
+
+
+class EngineRequestError(EngineError):
+    """The engine refused the request itself (HTTP 4xx): sending it elsewhere would not help."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,7 @@ class GenerateRequest:
     """One group: `seeds` has one entry a sample."""
 
     prompt_ids: tuple[int, ...]
-    seeds: tuple[int, ...]  # a group's samples need a seed each
+    seeds: tuple[int, ...]  # a group's samples need a seed each; in [0, 2^31), which every engine takes
     params: SamplingParams
 
 
@@ -42,8 +49,8 @@ class GenerateRequest:
 class GeneratedSample:
     token_ids: tuple[int, ...]  # the response, stop token included
     log_probs: tuple[float, ...]  # one a token
-    finish_reason: Literal["stop", "length", "abort"]
-    policy_version: int  # of the weights at dispatch
+    finish_reason: FinishReason
+    policy_version: int  # of the weights that its first token was sampled from; UNSYNCED before the first sync
 
 
 @dataclass(frozen=True)
@@ -72,8 +79,12 @@ class Engine(Protocol):
     def resume(self) -> None:
         """Undo `pause`."""
 
-    def begin_update(self, version: int) -> None:
-        """Open the weight-sync transaction. The engine is STALE and serves nothing until `commit_update`."""
+    def begin_update(self, version: int, full_resync: bool = False) -> None:
+        """Open the weight-sync transaction. The engine is STALE and serves nothing until `commit_update`.
+
+        `version` must be above the one served; with `full_resync` it may be the same (all weights are sent again).
+        Requests in flight wait and go on with the new weights.
+        """
 
     def update_weights(self, manifest: BucketManifest) -> None:
         """Load one bucket that lies in the transfer directory. Returns when the buffer may be overwritten."""
@@ -95,3 +106,6 @@ class Engine(Protocol):
 
     def version(self) -> int | None:
         """policy_version that the engine serves; None: it has never been synced or is STALE."""
+
+    def close(self) -> None:
+        """Drop the connections. The server keeps running; who started it stops it."""

@@ -1,0 +1,336 @@
+"""Continuous batching over a `LocalModel`: a group's prompt is read once, finished samples leave, waiting ones join."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron.rollout.engine import UNSYNCED, FinishReason, GeneratedSample, GenerateRequest, SamplingParams
+from rlhf_megatron.rollout.local.attention import Decode
+from rlhf_megatron.rollout.local.model import LocalModel
+from rlhf_megatron.rollout.local.sampling import sample
+from rlhf_megatron.rollout.local.slots import Slots, padded_columns
+
+_PREFILL_TOKENS = 8192  # padded prompt tokens of one forward pass, unless one prompt alone is longer
+_LOOKAHEAD_TOKENS = 1024  # prompts are read ahead of free rows, so that passes are not tiny: so many tokens ...
+_LOOKAHEAD_GROUPS = 64  # ... and groups, whose logits are kept
+
+
+@dataclass(eq=False)
+class Member:
+    """A sample on its way."""
+
+    prompt_ids: tuple[int, ...]
+    seed: int
+    params: SamplingParams
+    token_ids: list[int] = field(default_factory=list)  # response; brought up to date when it leaves its row
+    log_probs: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None  # None: not finished
+    policy_version: int = UNSYNCED  # set by the generator at the first token
+
+    @property
+    def context(self) -> list[int]:
+        return [*self.prompt_ids, *self.token_ids]
+
+    @property
+    def limit(self) -> int:
+        """Tokens, prompt included, at which it ends."""
+        return len(self.prompt_ids) + self.params.max_new_tokens
+
+    def result(self) -> GeneratedSample:
+        """Raises FloatingPointError when the model gave no finite log-prob."""
+        assert self.finish_reason is not None, "the sample has not finished"
+        if not all(value > float("-inf") for value in self.log_probs):
+            raise FloatingPointError("the model's logits are not finite: a sampled token has no finite log-prob.")
+        return GeneratedSample(tuple(self.token_ids), tuple(self.log_probs), self.finish_reason, self.policy_version)
+
+
+@dataclass(eq=False)
+class _Group:
+    """Samples that share all tokens so far and wait for a row."""
+
+    context: list[int]
+    waiting: deque[Member]
+
+
+@dataclass(eq=False)
+class _Prefilled:
+    """Groups whose contexts were read in one pass: kept until their last samples have joined."""
+
+    groups: deque[tuple[int, _Group]]  # (row of the tensors below, group)
+    keys_values: Tensor  # [2, layers, rows, columns, heads, head size]
+    logits: Tensor  # [rows, V], of the last position
+
+    @property
+    def num_tokens(self) -> int:
+        return self.keys_values.shape[2] * self.keys_values.shape[3]
+
+
+class Generator:
+    """Not thread-safe: one thread calls it. Rows times columns of the cache never pass `max_num_batched_tokens`."""
+
+    def __init__(self, model: LocalModel, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self.model = model
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.policy_version = UNSYNCED  # stamped on samples when their first token is drawn
+        self._waiting: deque[_Group] = deque()
+        self._prefilled: deque[_Prefilled] = deque()
+        self._rows: list[Member] = []
+        self._slots = Slots(model, 0, 0)
+        self._temperatures: Tensor | None = None  # of the running rows; None: all 1
+        self._greedy: Tensor | None = None  # of the running rows; None: none is
+
+    def check(self, request: GenerateRequest) -> None:
+        """Raises ValueError naming what this engine cannot do."""
+        params, num_prompt = request.params, len(request.prompt_ids)
+        if num_prompt == 0 or not request.seeds or params.max_new_tokens < 1:
+            raise ValueError("a request needs at least one prompt token, one seed and max_new_tokens >= 1.")
+        total, room = num_prompt + params.max_new_tokens, min(self.model.max_positions, self.max_num_batched_tokens)
+        if total > room:
+            name = "max_position_embeddings" if room == self.model.max_positions else "max_num_batched_tokens"
+            raise ValueError(
+                f"a prompt of {num_prompt} tokens and max_new_tokens {params.max_new_tokens} make {total}, but"
+                f" {name} is {room}; shorten the prompt or the response."
+            )
+        if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= self.model.vocab_size:
+            raise ValueError(f"prompt_ids must lie in [0, {self.model.vocab_size}), the model's vocabulary.")
+        if min(request.seeds) < 0 or max(request.seeds) >= 1 << 63:
+            raise ValueError("seeds must lie in [0, 2^63).")
+        if not 0 <= params.temperature < float("inf"):
+            raise ValueError(f"temperature ({params.temperature}) must be finite and 0 (greedy) or above.")
+
+    def add(self, request: GenerateRequest) -> list[Member]:
+        """Queue a group. Each member is handed out by `step` when it has finished."""
+        self.check(request)
+        members = [Member(request.prompt_ids, seed, request.params) for seed in request.seeds]
+        self._waiting.append(_Group(list(request.prompt_ids), deque(members)))
+        return members
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._rows or self._waiting or self._prefilled)
+
+    @torch.inference_mode()
+    def step(self) -> list[Member]:
+        """Let waiting samples join, give each running one a token; returns those that finished."""
+        finished = self._admit()
+        if self._rows:
+            finished += self._decode()
+        return finished
+
+    @torch.inference_mode()
+    def abort(self, members: Sequence[Member] | None = None) -> list[Member]:
+        """End the given (None: all) unfinished samples with reason "abort" and what they have so far."""
+        chosen = None if members is None else set(map(id, members))
+        rows = [row for row, member in enumerate(self._rows) if chosen is None or id(member) in chosen]
+        aborted = self._leave(rows, ["abort"] * len(rows))
+        for group in self._queued_groups():
+            ended = [member for member in group.waiting if chosen is None or id(member) in chosen]
+            group.waiting = deque(member for member in group.waiting if member not in ended)
+            aborted += ended
+        for member in aborted:
+            member.finish_reason = "abort"
+        self._drop_empty_groups()
+        return aborted
+
+    @torch.inference_mode()
+    def retract(self) -> None:
+        """Put all samples back into the queue with the tokens they have; the cache is read anew when they go on."""
+        running = self._leave(list(range(len(self._rows))), [None] * len(self._rows))
+        restarted = [_Group(member.context, deque([member])) for member in running]
+        self._waiting = deque([*restarted, *self._queued_groups()])
+        self._prefilled.clear()
+
+    def release_memory(self) -> None:
+        """`retract`, and free the cache."""
+        self.retract()
+        self._slots = Slots(self.model, 0, 0)
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[list[GeneratedSample]]:
+        """All samples of `requests`, in order. For use without a server."""
+        groups = [self.add(request) for request in requests]
+        while self.has_work:
+            self.step()
+        return [[member.result() for member in group] for group in groups]
+
+    def _queued_groups(self) -> list[_Group]:
+        return [group for batch in self._prefilled for _, group in batch.groups] + list(self._waiting)
+
+    def _drop_empty_groups(self) -> None:
+        self._waiting = deque(group for group in self._waiting if group.waiting)
+        for batch in self._prefilled:
+            batch.groups = deque((row, group) for row, group in batch.groups if group.waiting)
+        self._prefilled = deque(batch for batch in self._prefilled if batch.groups)
+
+    def _admit(self) -> list[Member]:
+        """Fill free rows from the queue. Returns those that finished at once (a first token that ends them)."""
+        finished: list[Member] = []
+        while len(self._rows) < self.max_num_seqs and (self._prefilled or self._waiting):
+            if not self._prefilled:
+                self._prefill()
+            batch = self._prefilled[0]
+            picked = self._pick(batch)
+            if not picked:
+                break
+            self._join(batch, picked)
+            first = len(self._rows) - len(picked)
+            self._refresh_sampling()
+            sources = torch.tensor([source for source, _ in picked], device=self.model.device)
+            finished += self._record(first, batch.logits[sources])
+            self._drop_empty_groups()
+        return finished
+
+    def _prefill(self) -> None:
+        """Read the contexts of the next groups in one pass."""
+        free = self.max_num_seqs - len(self._rows)
+        chosen: list[_Group] = []
+        longest = num_samples = num_tokens = 0
+        while self._waiting and len(chosen) < self.max_num_seqs:
+            group = self._waiting[0]
+            length = len(group.context)
+            is_lookahead = num_samples >= free
+            if chosen and (len(chosen) + 1) * max(longest, length) > _PREFILL_TOKENS:
+                break
+            if is_lookahead and (num_tokens + length > _LOOKAHEAD_TOKENS or len(chosen) >= _LOOKAHEAD_GROUPS):
+                break
+            chosen.append(self._waiting.popleft())
+            longest, num_tokens = max(longest, length), num_tokens + length
+            num_samples += len(group.waiting)
+        device = self.model.device
+        padded = [group.context + [0] * (longest - len(group.context)) for group in chosen]
+        lengths = torch.tensor([len(group.context) for group in chosen], device=device)
+        logits, keys_values = self.model.prefill(torch.tensor(padded, device=device), lengths)
+        self._prefilled.append(_Prefilled(deque(enumerate(chosen)), keys_values, logits))
+
+    def _pick(self, batch: _Prefilled) -> list[tuple[int, Member]]:
+        """The waiting samples of `batch` that get a row now, in order, with their prefilled row."""
+        num_running = len(self._rows)
+        columns = int(self._slots.host_limits[:num_running].max()) if num_running else 0
+        held = sum(other.num_tokens for other in self._prefilled)
+        picked: list[tuple[int, Member]] = []
+        for source, group in batch.groups:
+            while group.waiting and num_running + len(picked) < self.max_num_seqs:
+                columns = max(columns, group.waiting[0].limit)
+                num_rows = num_running + len(picked) + 1
+                if num_rows > 1 and num_rows * columns + held > self.max_num_batched_tokens:
+                    return picked
+                picked.append((source, group.waiting.popleft()))
+        return picked
+
+    def _join(self, batch: _Prefilled, picked: list[tuple[int, Member]]) -> None:
+        members = [member for _, member in picked]
+        first = len(self._rows)
+        ages = [len(member.context) for member in members]
+        num_stop_ids = max(len(member.params.stop_token_ids) for member in members)
+        self._reserve(first + len(members), max(ages) + 1, num_stop_ids)
+        self._slots.join(
+            first,
+            batch.keys_values,
+            sources=[source for source, _ in picked],
+            ages=[age - 1 for age in ages],  # `_record` counts the last context token in
+            prompt_lengths=[len(member.prompt_ids) for member in members],
+            limits=[member.limit for member in members],
+            seeds=[member.seed for member in members],
+            temperatures=[member.params.temperature for member in members],
+            stop_ids=[member.params.stop_token_ids for member in members],
+        )
+        for member in members:
+            if not member.token_ids:
+                member.policy_version = self.policy_version
+        self._rows += members
+
+    def _reserve(self, num_rows: int, num_columns: int, num_stop_ids: int = 0) -> None:
+        """Grow the slots, by half at least, within the token budget."""
+        slots = self._slots
+        if num_rows <= slots.num_rows and num_columns <= slots.num_columns and num_stop_ids <= slots.num_stop_ids:
+            return
+        if num_columns > slots.num_columns:
+            num_columns = padded_columns(max(num_columns, slots.num_columns * 3 // 2))
+        num_columns = max(num_columns, slots.num_columns)
+        if num_rows > slots.num_rows:
+            num_rows = min(self.max_num_seqs, max(num_rows, slots.num_rows * 3 // 2))
+        num_rows = max(num_rows, slots.num_rows)
+        used = len(self._rows)
+        num_rows = max(used, min(num_rows, max(1, self.max_num_batched_tokens // num_columns)))
+        self._slots = slots.resized(used, num_rows, num_columns, max(num_stop_ids, slots.num_stop_ids))
+
+    def _refresh_sampling(self) -> None:
+        """After rows came or went: the tensors that `sample` takes, or None where they would change nothing."""
+        temperatures = [member.params.temperature for member in self._rows]
+        self._greedy = self._temperatures = None
+        rows = self._slots.temperatures[: len(self._rows)]
+        if any(value == 0 for value in temperatures):
+            self._greedy = rows == 0
+        if any(value not in (0, 1) for value in temperatures):
+            self._temperatures = torch.where(rows == 0, 1.0, rows)
+
+    def _decode(self) -> list[Member]:
+        num_rows = len(self._rows)
+        columns = int(self._slots.host_ages[:num_rows].max()) + 1
+        self._reserve(num_rows, columns)
+        slots = self._slots
+        columns = min(padded_columns(columns), slots.num_columns)
+        rows, ages = slots.row_numbers[:num_rows], slots.ages[:num_rows]
+        is_hidden = slots.column_numbers[:columns] > ages.unsqueeze(1)
+        mask = torch.zeros(num_rows, 1, 1, columns, dtype=self.model.dtype, device=self.model.device)
+        mask.masked_fill_(is_hidden.view(mask.shape), float("-inf"))
+        state = Decode(slots.cache[:, :, :num_rows, :columns], rows, ages, mask)
+        logits = self.model.decode(slots.tokens[rows, ages], state)
+        return self._record(0, logits)
+
+    def _record(self, first: int, logits: Tensor) -> list[Member]:
+        """Draw a token for rows `first` and on, keep it, and let those leave that it ends."""
+        slots, last = self._slots, len(self._rows)
+        span = slice(first, last)
+        slots.ages[span] += 1
+        slots.host_ages[span] += 1
+        rows, ages = slots.row_numbers[span], slots.ages[span]
+        tokens, log_probs = sample(
+            logits,
+            None if self._temperatures is None else self._temperatures[span],
+            None if self._greedy is None else self._greedy[span],
+            slots.seeds[span],
+            ages - slots.prompt_lengths[span],
+        )
+        slots.tokens[rows, ages] = tokens
+        slots.log_probs[rows, ages] = log_probs
+        is_full = slots.host_ages[span] + 1 >= slots.host_limits[span]
+        is_stop = (tokens.unsqueeze(1) == slots.stop_ids[span]).any(1).cpu().numpy()  # the step's one transfer
+        ended = (is_full | is_stop).nonzero()[0]
+        if len(ended) == 0:
+            return []
+        reasons: list[FinishReason] = ["stop" if is_stop[row] else "length" for row in ended]
+        left = self._leave([first + int(row) for row in ended], reasons)
+        self._refresh_sampling()
+        return left
+
+    def _leave(self, rows: list[int], reasons: Sequence[FinishReason | None]) -> list[Member]:
+        """Take rows out: their samples get their tokens, and the last running rows move into the gaps."""
+        if not rows:
+            return []
+        slots = self._slots
+        columns = int(slots.host_ages[: len(self._rows)].max()) + 1
+        index = torch.tensor(rows, device=self.model.device)
+        tokens = slots.tokens[index, :columns].tolist()
+        log_probs = slots.log_probs[index, :columns].tolist()
+        left = [self._rows[row] for row in rows]
+        for k, (row, member, reason) in enumerate(zip(rows, left, reasons, strict=True)):
+            new = slice(int(slots.host_joined[row]) + 1, int(slots.host_ages[row]) + 1)
+            member.token_ids += tokens[k][new]
+            member.log_probs += log_probs[k][new]
+            member.finish_reason = reason
+        gone = set(rows)
+        num_left = len(self._rows) - len(rows)
+        sources = [row for row in range(num_left, len(self._rows)) if row not in gone]
+        targets = [row for row in rows if row < num_left]
+        if sources:
+            slots.move(sources, targets, min(columns, slots.num_columns))
+            for source, target in zip(sources, targets, strict=True):
+                self._rows[target] = self._rows[source]
+        del self._rows[num_left:]
+        return left

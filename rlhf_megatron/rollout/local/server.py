@@ -1,0 +1,263 @@
+"""The bundled inference server: HTTP in the main thread, decoding in another.
+
+    python -m rlhf_megatron.rollout.local.server --model DIR --port 0 --ready-file F --token-file T --transfer-dir D
+
+Every verb but GET /health and GET /info needs the bearer token of --token-file. Answers are JSON; an error is
+{"error": "..."} with 400 (the request is wrong), 401 (token), 503 (STALE, shutting down) or 500.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import hmac
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from rlhf_megatron.resharding.manifest import BucketManifest
+from rlhf_megatron.rollout.local import wire
+from rlhf_megatron.rollout.local.service import DecodeService, StaleError
+
+logger = logging.getLogger("rlhf_megatron.local_engine")
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_MAX_BODY_BYTES = 256 << 20
+_OPEN_PATHS = ("/health", "/info")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def read_token(path: Path) -> str:
+    """Raises ValueError when the file can be read by others or is empty."""
+    if path.stat().st_mode & 0o077:
+        raise ValueError(f"token file {path} has mode {path.stat().st_mode & 0o777:o}; it must be 600.")
+    token = path.read_text().strip()
+    if len(token) < 16:
+        raise ValueError(f"token file {path} must hold a token of at least 16 characters.")
+    return token
+
+
+def _error(status: int, message: str) -> web.Response:
+    return web.json_response({"error": message}, status=status)
+
+
+def _guard(token: str) -> Any:
+    """Middleware: the token, and exceptions as JSON answers."""
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if request.path not in _OPEN_PATHS and not hmac.compare_digest(given.encode(), token.encode()):
+            return _error(401, "a bearer token is needed (the engine's token file has it).")
+        try:
+            return await handler(request)
+        except web.HTTPException as error:
+            return _error(error.status, error.reason)
+        except (ValueError, json.JSONDecodeError) as error:
+            return _error(400, str(error))
+        except StaleError as error:
+            return _error(503, f"STALE: {error}")
+        except Exception as error:
+            logger.exception("%s failed", request.path)
+            return _error(500, f"{type(error).__name__}: {error}")
+
+    return guard
+
+
+async def _body(request: web.Request) -> dict[str, Any]:
+    body = json.loads(await request.text() or "{}")
+    if not isinstance(body, dict):
+        raise ValueError("the body must be a JSON object.")
+    return body
+
+
+def _integer(body: dict[str, Any], key: str) -> int:
+    if type(body.get(key)) is not int:
+        raise ValueError(f"{key} must be an integer, not {body.get(key)!r}.")
+    return body[key]
+
+
+class Handlers:
+    """One method a verb."""
+
+    def __init__(self, service: DecodeService, description: dict[str, Any]) -> None:
+        self.service = service
+        self.description = description
+
+    def routes(self) -> list[web.RouteDef]:
+        service = self.service
+        plain = {"abort": service.abort, "pause": service.pause, "resume": service.resume}
+        plain |= {"release_memory": service.release_memory, "resume_memory": service.weights.resume}
+        return [
+            web.get("/health", self.health),
+            web.get("/info", self.info),
+            web.post("/generate", self.generate),
+            web.post("/begin_weight_update", self.begin),
+            web.post("/update_weights", self.update),
+            web.post("/commit_weight_update", self.commit),
+            web.post("/weight_digests", self.digests),
+            *(web.post(f"/{verb}", self._plain(function)) for verb, function in plain.items()),
+        ]
+
+    def _plain(self, function: Callable[[], None]) -> Handler:
+        async def handler(request: web.Request) -> web.Response:
+            return await self._call(function)
+
+        return handler
+
+    async def _call(self, function: Callable[[], Any]) -> web.Response:
+        result = await asyncio.wrap_future(self.service.call(function))
+        return web.json_response({"ok": True} if result is None else result)
+
+    async def generate(self, request: web.Request) -> web.Response:
+        requests = wire.requests_from_json(await _body(request))
+        job, admitted = self.service.generate(requests)
+        try:
+            await asyncio.wrap_future(admitted)
+            groups = await asyncio.shield(asyncio.wrap_future(job.future))
+        except asyncio.CancelledError:  # the client went away
+            self.service.call(lambda: self.service.drop(job))
+            raise
+        text = await asyncio.to_thread(json.dumps, wire.samples_to_json(groups))
+        return web.Response(text=text, content_type="application/json")
+
+    async def begin(self, request: web.Request) -> web.Response:
+        body = await _body(request)
+        version, full_resync = _integer(body, "version"), body.get("full_resync") is True
+        return await self._call(lambda: self.service.begin_update(version, full_resync))
+
+    async def update(self, request: web.Request) -> web.Response:
+        manifest = BucketManifest.from_json(await request.text())
+        return await self._call(lambda: self.service.update_weights(manifest))
+
+    async def commit(self, request: web.Request) -> web.Response:
+        version = _integer(await _body(request), "version")
+        return await self._call(lambda: self.service.commit_update(version))
+
+    async def digests(self, request: web.Request) -> web.Response:
+        return await self._call(self.service.weights.digests)
+
+    async def health(self, request: web.Request) -> web.Response:
+        return await self._call(lambda: None)
+
+    async def info(self, request: web.Request) -> web.Response:
+        weights = self.service.weights
+        state = {
+            "version": None if weights.stale_reason else weights.version,
+            "stale": weights.stale_reason is not None,
+            "stale_reason": weights.stale_reason,
+            "is_paused": self.service.is_paused,
+        }
+        return web.json_response({**self.description, **state})
+
+
+def _die_with_parent(parent_pid: int) -> None:
+    """SIGUSR2 when the thread that started us ends; we exit if the whole process did."""
+
+    def on_signal(number: int, frame: Any) -> None:
+        if os.getppid() != parent_pid:
+            os._exit(1)
+
+    signal.signal(signal.SIGUSR2, on_signal)
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGUSR2)  # PR_SET_PDEATHSIG
+    on_signal(signal.SIGUSR2, None)  # the parent may have gone before
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="rlhf_megatron.rollout.local.server", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True, help="directory in Hugging Face layout")
+    parser.add_argument("--token-file", type=Path, required=True, help="file of mode 600 with the bearer token")
+    parser.add_argument("--transfer-dir", type=Path, help="directory of weight buckets; none: no weight sync")
+    parser.add_argument("--ready-file", type=Path, help='written when the server listens: {"port": N, "pid": N}')
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="0: any free port")
+    parser.add_argument(
+        "--allow-remote", action="store_true", help="needed to listen on another than the loopback address"
+    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--load-weights", choices=("true", "false"), default="true")
+    parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=131072)
+    parser.add_argument("--parent-pid", type=int, help="exit when this process, our parent, is gone")
+    args = parser.parse_args(argv)
+    if args.host not in _LOOPBACK and not args.allow_remote:
+        parser.error(f"--host {args.host} is reachable from other machines; add --allow-remote if that is meant.")
+    return args
+
+
+def _build(args: argparse.Namespace) -> tuple[DecodeService, dict[str, Any]]:
+    from rlhf_megatron.rollout.local.generator import Generator
+    from rlhf_megatron.rollout.local.model import load_model
+    from rlhf_megatron.rollout.local.weights import WeightReceiver
+
+    is_loaded = args.load_weights == "true"
+    model = load_model(args.model, args.dtype, args.device, is_loaded)
+    generator = Generator(model, args.max_num_seqs, args.max_num_batched_tokens)
+    weights = WeightReceiver(model.module, args.transfer_dir, is_loaded)
+    description = {
+        "kind": "local",
+        "dtype": args.dtype,
+        "device": args.device,
+        "max_num_seqs": args.max_num_seqs,
+        "max_positions": model.max_positions,
+        "vocab_size": model.vocab_size,
+        "capabilities": ["abort", "pause", "digests", "release_memory", "seeds"],
+    }
+    return DecodeService(generator, weights), description
+
+
+async def _serve(args: argparse.Namespace, token: str, service: DecodeService, description: dict[str, Any]) -> None:
+    app = web.Application(middlewares=[_guard(token)], client_max_size=_MAX_BODY_BYTES)
+    app.add_routes(Handlers(service, description).routes())
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    site = web.TCPSite(runner, args.host, args.port)
+    try:
+        await site.start()
+    except OSError as error:
+        raise ValueError(
+            f"cannot listen on {args.host}:{args.port} ({error.strerror}); --port 0 takes a free one."
+        ) from error
+    port = runner.addresses[0][1]
+    logger.info("listening on %s:%d", args.host, port)
+    if args.ready_file:
+        draft = args.ready_file.with_suffix(".draft")
+        draft.write_text(json.dumps({"port": port, "pid": os.getpid()}))
+        draft.rename(args.ready_file)
+    stopped = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    await stopped.wait()
+    logger.info("stopping")
+    await asyncio.to_thread(service.close)
+    await runner.cleanup()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until SIGTERM. Exit code 2 with one line where the settings or the model are wrong."""
+    args = _parse(sys.argv[1:] if argv is None else argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    if args.parent_pid is not None:
+        _die_with_parent(args.parent_pid)
+    try:
+        token = read_token(args.token_file)
+        service, description = _build(args)
+        logger.info("model %s is ready", args.model)
+        asyncio.run(_serve(args, token, service, description))
+    except (ValueError, OSError) as error:
+        logger.error("%s", error)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""The decode loop in its own thread. HTTP handlers hand it requests and calls and get futures back."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from rlhf_megatron.resharding.manifest import BucketManifest
+from rlhf_megatron.rollout.engine import GeneratedSample, GenerateRequest
+from rlhf_megatron.rollout.local.generator import Generator, Member
+from rlhf_megatron.rollout.local.weights import WeightReceiver
+
+logger = logging.getLogger(__name__)
+
+
+class StaleError(RuntimeError):
+    """The weights are not fit to serve. The message says why."""
+
+
+class _Job:
+    """The groups of one generate call."""
+
+    def __init__(self, requests: Sequence[GenerateRequest]) -> None:
+        self.requests = requests
+        self.groups: list[list[Member]] = []
+        self.unfinished = sum(len(request.seeds) for request in requests)
+        self.future: Future[list[list[GeneratedSample]]] = Future()
+
+
+class DecodeService:
+    """All methods but `generate`, `call` and `close` run in the loop's thread: reach them through `call`."""
+
+    def __init__(self, generator: Generator, weights: WeightReceiver) -> None:
+        self.generator = generator
+        self.weights = weights
+        self.is_paused = False
+        self._inbox: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._condition = threading.Condition()
+        self._is_closing = False
+        self._jobs: dict[int, _Job] = {}  # id of an unfinished member -> its job
+        self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
+        self._thread.start()
+
+    def call(self, function: Callable[[], Any]) -> Future[Any]:
+        """Run `function` in the loop's thread between two decoding steps."""
+        future: Future[Any] = Future()
+        with self._condition:
+            if self._is_closing:
+                raise StaleError("the engine is shutting down")
+            self._inbox.append((function, future))
+            self._condition.notify()
+        return future
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> tuple[_Job, Future[None]]:
+        """Returns the job, whose `future` has the samples, and the future of its admission (ValueError, StaleError)."""
+        job = _Job(requests)
+        return job, self.call(lambda: self._submit(job))
+
+    def close(self) -> None:
+        """End the loop; what is unfinished fails."""
+        with self._condition:
+            self._is_closing = True
+            self._condition.notify()
+        self._thread.join(timeout=10.0)
+
+    # In the loop's thread
+
+    def _submit(self, job: _Job) -> None:
+        if self.weights.stale_reason is not None:
+            raise StaleError(self.weights.stale_reason)
+        for request in job.requests:
+            self.generator.check(request)
+        job.groups = [self.generator.add(request) for request in job.requests]
+        for member in (member for group in job.groups for member in group):
+            self._jobs[id(member)] = job
+        if not job.unfinished:
+            job.future.set_result([])
+
+    def drop(self, job: _Job) -> None:
+        """The client is gone: take the rest of its samples out."""
+        members = [member for group in job.groups for member in group if id(member) in self._jobs]
+        self._deliver(self.generator.abort(members))
+
+    def abort(self) -> None:
+        self._deliver(self.generator.abort())
+
+    def pause(self) -> None:
+        self.is_paused = True
+
+    def resume(self) -> None:
+        self.is_paused = False
+
+    def begin_update(self, version: int, full_resync: bool) -> None:
+        self.weights.begin(version, full_resync)
+        self.generator.retract()
+
+    def update_weights(self, manifest: BucketManifest) -> None:
+        with _FailsWaiting(self):
+            self.weights.load(manifest)
+
+    def commit_update(self, version: int) -> None:
+        with _FailsWaiting(self):
+            self.weights.commit(version)
+        if self.weights.version is not None:
+            self.generator.policy_version = self.weights.version
+
+    def release_memory(self) -> None:
+        self.weights.release()
+        self._fail_all(StaleError(self.weights.stale_reason))
+        self.generator.release_memory()
+
+    def _fail_all(self, error: Exception) -> None:
+        jobs = {id(job): job for job in self._jobs.values()}
+        self._jobs.clear()
+        self.generator.abort()
+        for job in jobs.values():
+            job.future.set_exception(error)
+
+    def _deliver(self, finished: Sequence[Member]) -> None:
+        for member in finished:
+            job = self._jobs.pop(id(member), None)
+            if job is None:
+                continue
+            job.unfinished -= 1
+            if job.unfinished == 0:
+                try:
+                    job.future.set_result([[m.result() for m in group] for group in job.groups])
+                except FloatingPointError as error:
+                    job.future.set_exception(error)
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                while not self._inbox and not self._is_closing and not self._can_decode():
+                    self._condition.wait()
+                calls = list(self._inbox)
+                self._inbox.clear()
+                if self._is_closing:
+                    break
+            for function, future in calls:
+                if not future.set_running_or_notify_cancel():
+                    continue
+                try:
+                    future.set_result(function())
+                except Exception as error:  # goes to the caller, as its answer
+                    future.set_exception(error)
+            if self._can_decode():
+                try:
+                    self._deliver(self.generator.step())
+                except Exception as error:  # e.g. out of memory: the requests fail, the engine lives
+                    logger.exception("decoding failed")
+                    self._fail_all(error)
+        self._fail_all(StaleError("the engine is shutting down"))
+        for _, future in calls:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(StaleError("the engine is shutting down"))
+
+    def _can_decode(self) -> bool:
+        return not self.is_paused and self.weights.stale_reason is None and self.generator.has_work
+
+
+class _FailsWaiting:
+    """When the block raises, requests that wait for its end fail with the reason."""
+
+    def __init__(self, service: DecodeService) -> None:
+        self.service = service
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            self.service._fail_all(StaleError(self.service.weights.stale_reason or str(error)))

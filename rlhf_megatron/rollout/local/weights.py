@@ -1,0 +1,161 @@
+"""The receiving side of a weight sync: a transaction over the parameters of the served model.
+
+A bucket is checked as a whole (file, names, shapes, dtypes, digests as received) before a single byte is written. From
+`begin` until a `commit` that saw every parameter the engine is STALE, and it stays so after any failure.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron.resharding.digest import as_hex, digest
+from rlhf_megatron.resharding.manifest import DTYPE_BYTES, BucketManifest, TensorEntry
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def open_bucket(directory: Path, manifest: BucketManifest) -> Tensor:
+    """[num_bytes] uint8, mapped from the bucket's file (privately: writing to it changes nothing outside).
+
+    Raises ValueError when the file is not a plain file of `num_bytes` or more in `directory` that is this user's own.
+    """
+    place = f"bucket {manifest.bucket} of {manifest.sender}, file {manifest.file!r} in {directory}"
+    try:
+        folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            file = os.open(manifest.file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        raise ValueError(f"{place}: {error.strerror}; the sender must write a plain file there first.") from error
+    try:
+        info = os.fstat(file)
+        if not stat.S_ISREG(info.st_mode) or info.st_uid != os.getuid():
+            raise ValueError(f"{place}: it must be a plain file of the user that runs the engine.")
+        if info.st_size < manifest.num_bytes:
+            raise ValueError(f"{place}: it has {info.st_size} bytes, the manifest says {manifest.num_bytes}.")
+        if manifest.num_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        mapped = mmap.mmap(file, manifest.num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        return torch.frombuffer(mapped, dtype=torch.uint8)
+    finally:
+        os.close(file)
+
+
+class WeightReceiver:
+    """Parameters by Hugging Face tensor name (a tied head is the embedding's, once) and their version.
+
+    They are fit to serve when `stale_reason` is None.
+    """
+
+    def __init__(self, module: torch.nn.Module, transfer_dir: Path | None, is_loaded: bool) -> None:
+        self.transfer_dir = transfer_dir
+        self.version: int | None = None
+        self.stale_reason = None if is_loaded else "it was started without weights and waits for the first sync"
+        self._parameters = dict(module.named_parameters())
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+        self._open_version: int | None = None  # of the transaction
+        self._received: dict[str, str] = {}  # name -> digest
+        self._is_released = False
+
+    def begin(self, version: int, full_resync: bool) -> None:
+        """Raises ValueError when `version` is not above the one that stands, or memory is released."""
+        lowest = -1 if self.version is None else self.version - int(full_resync)
+        if version <= lowest or version < 0:
+            raise ValueError(
+                f"version {version} must be above {lowest} (versions only rise); full_resync allows the same version"
+                " again."
+            )
+        if self._is_released:
+            raise ValueError("memory is released; resume_memory must come before a weight sync.")
+        self._open_version = version
+        self._received = {}
+        self.stale_reason = f"a weight sync to version {version} is under way"
+
+    def load(self, manifest: BucketManifest) -> None:
+        """Check a bucket and copy it into the parameters.
+
+        Raises ValueError (nothing was written then). The sync has failed, but for a bucket of another sync, which
+        changes nothing.
+        """
+        if manifest.version != self._open_version:
+            raise ValueError(f"bucket of version {manifest.version}, but the open sync is {self._open_version}.")
+        try:
+            if self.transfer_dir is None:
+                raise ValueError("the engine was started without --transfer-dir and takes no buckets.")
+            bucket = open_bucket(self.transfer_dir, manifest)
+            tensors = [(entry, self._checked(manifest, entry, bucket)) for entry in manifest.tensors]
+            with torch.no_grad():
+                for entry, tensor in tensors:
+                    self._parameters[entry.name].copy_(tensor)
+                    self._received[entry.name] = entry.digest
+        except Exception as error:
+            self._fail(str(error))
+            raise
+
+    def _checked(self, manifest: BucketManifest, entry: TensorEntry, bucket: Tensor) -> Tensor:
+        where = f"bucket {manifest.bucket} of {manifest.sender}, tensor {entry.name!r}"
+        parameter = self._parameters.get(entry.name)
+        if parameter is None:
+            raise ValueError(f"{where}: the engine's model has no parameter of that name (a tied head is not sent).")
+        if entry.shape != self._shapes[entry.name] or _DTYPES[entry.dtype] != parameter.dtype:
+            raise ValueError(
+                f"{where}: sent as {entry.dtype} {entry.shape}, but the engine holds"
+                f" {str(parameter.dtype).removeprefix('torch.')} {self._shapes[entry.name]}."
+            )
+        if entry.offset % DTYPE_BYTES[entry.dtype]:
+            raise ValueError(f"{where}: offset {entry.offset} is not a multiple of {DTYPE_BYTES[entry.dtype]} bytes.")
+        part = bucket[entry.offset : entry.offset + entry.num_bytes].view(parameter.dtype).view(entry.shape)
+        found = as_hex(digest(part))
+        if found != entry.digest:
+            raise ValueError(f"{where}: digest {found} of the bytes received, {entry.digest} in the manifest.")
+        if self._received.get(entry.name, entry.digest) != entry.digest:
+            raise ValueError(f"{where}: came before in this sync with digest {self._received[entry.name]}.")
+        return part
+
+    def commit(self, version: int) -> None:
+        """Raises ValueError when `version` is not the open one, or a parameter never came (the sync has failed then)."""
+        if self._open_version is None and self.stale_reason is None and version == self.version:
+            return  # the answer to the first call was lost
+        if version != self._open_version:
+            raise ValueError(f"commit of version {version}, but the open sync is {self._open_version}.")
+        missing = sorted(self._parameters.keys() - self._received.keys())
+        if missing:
+            names = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+            problem = f"{len(missing)} of {len(self._parameters)} tensors never came: {names}."
+            self._fail(problem)
+            raise ValueError(f"commit of version {version}: {problem}")
+        self.version, self._open_version, self.stale_reason = version, None, None
+
+    def _fail(self, reason: str) -> None:
+        self.stale_reason = f"the weight sync to version {self._open_version} failed ({reason.rstrip('.')})"
+        self._open_version = None
+
+    def digests(self) -> dict[str, str]:
+        """Of what stands in the model. Raises ValueError while memory is released."""
+        if self._is_released:
+            raise ValueError("memory is released; there are no weights to digest.")
+        return {name: as_hex(digest(parameter)) for name, parameter in self._parameters.items()}
+
+    def release(self) -> None:
+        """Free the parameters' memory."""
+        for parameter in self._parameters.values():
+            parameter.data = parameter.data.new_empty(0)
+        self._open_version = None
+        self._is_released = True
+        self.stale_reason = "its memory is released"
+
+    def resume(self) -> None:
+        """Allocate the parameters again; they are zero until the next sync."""
+        if not self._is_released:
+            return
+        for name, parameter in self._parameters.items():
+            parameter.data = parameter.data.new_zeros(self._shapes[name])
+        self._is_released = False
+        self.stale_reason = "its memory was released and the weights have not been sent again"

@@ -1,0 +1,75 @@
+"""The bundled server as an `Engine`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rlhf_megatron.resharding.manifest import BucketManifest
+from rlhf_megatron.rollout.engine import EngineAddress, EngineError, GeneratedSample, GenerateRequest
+from rlhf_megatron.rollout.http import HttpClient
+from rlhf_megatron.rollout.local import wire
+
+_HEALTH_S = 10.0
+
+
+class LocalEngine:
+    """Thread-safe client of `rollout.local.server`. `admin_timeout_s`: deadline of every verb but `generate`."""
+
+    def __init__(self, address: EngineAddress, admin_timeout_s: float = 120.0) -> None:
+        self.address = address
+        self._http = HttpClient(address)
+        self._admin_timeout_s = admin_timeout_s
+
+    def generate(self, requests: Sequence[GenerateRequest], timeout_s: float) -> list[list[GeneratedSample]]:
+        answer = self._http.post("/generate", wire.requests_to_json(requests), timeout_s)
+        try:
+            groups = wire.samples_from_json(answer)
+        except ValueError as error:
+            raise EngineError(f"{self.address.name}: {error}") from error
+        if [len(group) for group in groups] != [len(request.seeds) for request in requests]:
+            raise EngineError(f"{self.address.name} returned other numbers of samples than were asked for.")
+        return groups
+
+    def abort(self) -> None:
+        self._admin("/abort")
+
+    def pause(self) -> None:
+        self._admin("/pause")
+
+    def resume(self) -> None:
+        self._admin("/resume")
+
+    def begin_update(self, version: int, full_resync: bool = False) -> None:
+        self._admin("/begin_weight_update", {"version": version, "full_resync": full_resync})
+
+    def update_weights(self, manifest: BucketManifest) -> None:
+        self._http.post("/update_weights", manifest.to_json(), self._admin_timeout_s)
+
+    def commit_update(self, version: int) -> None:
+        self._admin("/commit_weight_update", {"version": version})
+
+    def weight_digests(self) -> dict[str, str] | None:
+        return self._admin("/weight_digests")
+
+    def release_memory(self) -> None:
+        self._admin("/release_memory")
+
+    def resume_memory(self) -> None:
+        self._admin("/resume_memory")
+
+    def health(self, timeout_s: float = _HEALTH_S) -> None:
+        self._http.get("/health", timeout_s)
+
+    def info(self) -> dict[str, Any]:
+        """What the server says of itself: kind, dtype, device, limits, capabilities, version, stale, stale_reason."""
+        return self._http.get("/info", self._admin_timeout_s)
+
+    def version(self) -> int | None:
+        return self.info()["version"]
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _admin(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        return self._http.post(path, body or {}, self._admin_timeout_s)
