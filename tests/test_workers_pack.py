@@ -23,24 +23,24 @@ def shard() -> MiniBatch:
 
 
 def test_pack_places_documents_filler_rows_and_columns() -> None:
-    plan = ReplicaPlan(samples=(0, 1, 2), micro_batches=((2, 0), (1,)), packed_length=11)
+    plan = ReplicaPlan(samples=(0, 1, 2), micro_batches=((0, 2), (1,)), packed_length=11)
     packed = pack(shard(), plan, ("loss_weights", "advantages", "old_log_probs"))
     first, second = packed.micro_batches
 
-    assert first.token_ids.tolist() == [[30, 31, 10, 11, 12, 13, 0, 0, 0, 0, 0]]
-    assert first.position_ids.tolist() == [[0, 1, 0, 1, 2, 3, 0, 1, 2, 3, 0]]
-    assert first.cu_seqlens.tolist() == [0, 2, 6, 10, 11]  # filler cut at the longest real document (4)
+    assert first.token_ids.tolist() == [[0, 0, 0, 0, 0, 30, 31, 10, 11, 12, 13]]  # filler, then by length
+    assert first.position_ids.tolist() == [[0, 0, 0, 0, 0, 0, 1, 0, 1, 2, 3]]
+    assert first.cu_seqlens.tolist() == [0, 1, 2, 3, 4, 5, 7, 11]
     assert first.cu_seqlens.dtype == torch.int32
     assert first.max_seqlen == 4
-    assert first.rows.tolist() == [3, 4]
+    assert first.rows.tolist() == [8, 9]
     assert first.targets.tolist() == [12, 13]
     assert first.columns["advantages"].tolist() == [2.0, 3.0]
     assert first.columns["loss_weights"].tolist() == pytest.approx([0.2, 0.3])
     assert set(first.columns) == {"loss_weights", "advantages"}
 
-    assert second.token_ids.tolist() == [[20, 21, 22] + [0] * 8]
-    assert second.cu_seqlens.tolist() == [0, 3, 7, 11]
-    assert second.rows.tolist() == [1]
+    assert second.token_ids.tolist() == [[0] * 8 + [20, 21, 22]]
+    assert second.cu_seqlens.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 11]
+    assert second.rows.tolist() == [9]
     assert second.targets.tolist() == [22]
     assert packed.seq_length == 11
 

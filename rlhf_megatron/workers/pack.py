@@ -1,10 +1,10 @@
 """A replica's shard as packed micro-batches, and the results back. Pack once, unpack once; no Python per document.
 
     two documents  a b c d | e f g     response tokens c d | g         packed to 9 tokens
-    token_ids      a b c d e f g 0 0   cu_seqlens 0 4 7 9: the last document is filler that nothing reads
-    positions      0 1 2 3 0 1 2 0 1
-    rows             ^ ^     ^         positions that predict a response token: the head runs on these only
-    targets          c d     g
+    token_ids      0 0 e f g a b c d   cu_seqlens 0 1 2 5 9: filler documents of one token, which nothing reads,
+    positions      0 0 0 1 2 0 1 2 3   then the documents by length, as attention wants them
+    rows                 ^     ^ ^     positions that predict a response token: the head runs on these only
+    targets              g     c d
 
 Legend: T tokens of the shard, S packed length, D documents, R rows.
 """
@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rlhf_megatron.data.batch import TokenBatch
 from rlhf_megatron.data.plan import ReplicaPlan
@@ -27,7 +28,7 @@ class MicroBatch:
 
     token_ids: Tensor  # [1, S] int64
     position_ids: Tensor  # [1, S] int64, from 0 in each document
-    cu_seqlens: Tensor  # [D + 1] int32, filler documents included
+    cu_seqlens: Tensor  # [D + 1] int32, filler documents included; lengths ascend
     max_seqlen: int  # tokens of the longest document
     rows: Tensor  # [R] int64, positions in 0 .. S - 1 whose next token is in response_mask
     targets: Tensor  # [R] int64, the token after each row
@@ -63,37 +64,31 @@ def pack(
 
     Raises ValueError when the plan and the shard do not belong together.
     """
+    sizes = torch.tensor([len(group) for group in plan.micro_batches])
     order = torch.tensor([sample for group in plan.micro_batches for sample in group], dtype=torch.int64)
-    _check(batch, plan, order)
+    _check(batch, order)
+    order = _by_length(order, batch.lengths, sizes)
     lengths = batch.lengths[order]
     starts = lengths.cumsum(0) - lengths  # of each document in the concatenation of all micro-batches
-    positions = torch.arange(int(lengths.sum())) - torch.repeat_interleave(starts, lengths)
+    positions = torch.arange(batch.num_tokens) - torch.repeat_interleave(starts, lengths)
     source = torch.repeat_interleave(batch.offsets[order], lengths) + positions  # packed token -> token of the shard
     token_ids = batch.token_ids[source]
     predicted = batch.response_mask[source].nonzero().flatten()  # packed tokens that a row predicts
     gathered = {name: getattr(batch, name)[source[predicted]] for name in columns if getattr(batch, name) is not None}
 
-    documents = torch.tensor([0] + [len(group) for group in plan.micro_batches]).cumsum(0).tolist()
-    token_ends = torch.cat([starts, lengths.sum().view(1)])[documents].tolist()
+    document_ends = sizes.cumsum(0).tolist()
+    token_ends = lengths.cumsum(0)[sizes.cumsum(0) - 1].tolist()
     row_ends = torch.searchsorted(predicted, torch.tensor(token_ends)).tolist()
-    longest = int(lengths.max())
     micro_batches = []
-    for i in range(len(plan.micro_batches)):
-        tokens, rows = slice(token_ends[i], token_ends[i + 1]), slice(row_ends[i], row_ends[i + 1])
-        if tokens.stop - tokens.start > plan.packed_length:
-            raise ValueError(
-                f"micro-batch {i} has {tokens.stop - tokens.start} tokens but the plan's packed_length is"
-                f" {plan.packed_length}; make the plan with the lengths of these samples."
-            )
-        num_filler = plan.packed_length - (tokens.stop - tokens.start) if fill else 0
-        filler = _filler_lengths(num_filler, longest)
+    for documents, tokens, rows in zip(_spans(document_ends), _spans(token_ends), _spans(row_ends), strict=True):
+        num_filler = _num_filler(tokens, plan.packed_length) if fill else 0
         micro_batches.append(
             MicroBatch(
-                token_ids=torch.nn.functional.pad(token_ids[tokens], (0, num_filler))[None].to(device),
-                position_ids=torch.cat([positions[tokens], *(torch.arange(n) for n in filler)])[None].to(device),
-                cu_seqlens=_cu_seqlens(lengths[documents[i] : documents[i + 1]], filler).to(device),
-                max_seqlen=max([int(lengths[documents[i] : documents[i + 1]].max()), *filler]),
-                rows=(predicted[rows] - tokens.start - 1).to(device),
+                token_ids=pad(token_ids[tokens], (num_filler, 0))[None].to(device),
+                position_ids=pad(positions[tokens], (num_filler, 0))[None].to(device),
+                cu_seqlens=_cu_seqlens(lengths[documents], num_filler).to(device),
+                max_seqlen=int(lengths[documents.stop - 1]),
+                rows=(predicted[rows] + (num_filler - tokens.start - 1)).to(device),
                 targets=token_ids[predicted[rows]].to(device),
                 columns={name: column[rows].to(device) for name, column in gathered.items()},
             )
@@ -112,22 +107,33 @@ def token_columns(kind: type[TokenBatch]) -> tuple[str, ...]:
     return tuple(f.name for f in fields(kind) if f.metadata.get("axis") == "token" and f.name not in base)
 
 
-def _filler_lengths(num_tokens: int, longest: int) -> list[int]:
-    """Filler documents no longer than the longest real one, so that attention over filler is never the costlier."""
-    if num_tokens == 0:
-        return []
-    whole, rest = divmod(num_tokens, longest)
-    return [longest] * whole + [rest] * (rest > 0)
+def _by_length(order: Tensor, lengths: Tensor, sizes: Tensor) -> Tensor:
+    """`order` with the documents of each micro-batch sorted by length."""
+    group = torch.repeat_interleave(torch.arange(sizes.numel()), sizes)
+    by_length = lengths[order].argsort(stable=True)
+    return order[by_length[group[by_length].argsort(stable=True)]]
 
 
-def _cu_seqlens(lengths: Tensor, filler: list[int]) -> Tensor:
-    """[D + 1] int32: the borders of documents of these lengths."""
-    return torch.cat([torch.zeros(1, dtype=torch.int64), lengths, torch.tensor(filler, dtype=torch.int64)]).cumsum(
-        0, dtype=torch.int32
-    )
+def _spans(ends: list[int]) -> list[slice]:
+    return [slice(start, stop) for start, stop in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-def _check(batch: TokenBatch, plan: ReplicaPlan, order: Tensor) -> None:
+def _num_filler(tokens: slice, packed_length: int) -> int:
+    num_tokens = tokens.stop - tokens.start
+    if num_tokens > packed_length:
+        raise ValueError(
+            f"a micro-batch has {num_tokens} tokens but the plan's packed_length is {packed_length}; make the plan with"
+            " the lengths of these samples."
+        )
+    return packed_length - num_tokens
+
+
+def _cu_seqlens(lengths: Tensor, num_filler: int) -> Tensor:
+    """[D + 1] int32: the borders of `num_filler` documents of one token and of documents of these lengths."""
+    return torch.cat([torch.arange(num_filler + 1), num_filler + lengths.cumsum(0)]).to(torch.int32)
+
+
+def _check(batch: TokenBatch, order: Tensor) -> None:
     if not torch.equal(order.sort().values, torch.arange(len(batch))):
         raise ValueError(
             f"the plan's micro-batches name {order.numel()} samples but the shard has {len(batch)}: every sample must"

@@ -1,0 +1,165 @@
+"""The policy on one rank: log-probs, updates, export, checkpoints. A `contract.TrainWorker` on Megatron-Core."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from torch import Tensor
+
+from rlhf_megatron.checkpoint.dist_checkpoint import load_sharded, save_sharded
+from rlhf_megatron.checkpoint.load_model import load_hf, local_shards
+from rlhf_megatron.checkpoint.source import WeightSource
+from rlhf_megatron.config.schema import ActorConfig, OptimConfig
+from rlhf_megatron.data.batch import LogProbs, MiniBatch, TokenBatch
+from rlhf_megatron.data.plan import ReplicaPlan
+from rlhf_megatron.models.build import build_model
+from rlhf_megatron.models.families.base import HFConfig, table_for
+from rlhf_megatron.models.table import Rule
+from rlhf_megatron.parallel.world import World
+from rlhf_megatron.workers.contract import UpdateResult
+from rlhf_megatron.workers.forward import RowLogProbs, forward_log_probs
+from rlhf_megatron.workers.losses import RowLoss, make_row_loss
+from rlhf_megatron.workers.memory import move_to_device, move_to_host
+from rlhf_megatron.workers.optimizer import Optimizer, reset
+from rlhf_megatron.workers.pack import MicroBatch, pack, token_columns
+from rlhf_megatron.workers.pipeline import run_micro_batches
+
+COLUMNS = token_columns(MiniBatch)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of training with an optimizer of its own."""
+
+    optim: OptimConfig
+    num_steps: int  # optimizer steps in all; the length of schedules that name none
+
+
+class MegatronActor:
+    """Made on all ranks of the pool at once, each with the same arguments but `world`.
+
+    `phases`: name -> optimizer and length ("warmup", "rl"); the first one is entered at once.
+
+    Raises ValueError for an architecture, layout, loss or schedule that is not supported.
+    """
+
+    def __init__(
+        self,
+        hf_config: HFConfig,
+        weights: WeightSource,
+        world: World,
+        dtype: torch.dtype,
+        config: ActorConfig,
+        phases: Mapping[str, Phase],
+    ) -> None:
+        self.world = world
+        self.dtype = dtype
+        self.config = config
+        self.phases = dict(phases)
+        self.table = table_for(hf_config, world.layout.tp)
+        self.model = build_model(hf_config, world, dtype)
+        load_hf(self.model.chunks, self.table, weights, world.coordinates.tp, world.layout.tp)
+        self.model.chunks = [_data_parallel(self.model.transformer_config, self.model.chunks[0], world)]
+        phase = next(iter(self.phases.values()))
+        self.optimizer = Optimizer(self.model.chunks, phase.optim, phase.num_steps, dtype, world)
+
+    @property
+    def chunk(self) -> DistributedDataParallel:
+        return self.model.chunks[0]
+
+    def log_probs(
+        self, batch: TokenBatch, plan: ReplicaPlan, temperature: float, with_entropy: bool = False
+    ) -> LogProbs | None:
+        """See `contract.ForwardWorker`."""
+        rows = RowLogProbs(self.model, self.world, temperature, with_entropy, self.config.log_prob_chunk_size)
+        return forward_log_probs(self.chunk, rows, self.world, batch, plan)
+
+    def update(
+        self, batch: MiniBatch, plan: ReplicaPlan, temperature: float, loss: str = "policy"
+    ) -> UpdateResult | None:
+        """See `contract.TrainWorker`. Raises ValueError for an unknown loss or a column that it needs and lacks."""
+        row_loss = make_row_loss(loss, self.config)
+        packed = pack(batch, plan, COLUMNS, fill=self.world.layout.pp > 1, device=self.world.device)
+        rows = RowLogProbs(self.model, self.world, temperature, row_loss.needs_entropy, self.config.log_prob_chunk_size)
+        names: list[str] = []
+
+        def on_rows(hidden_RH: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+            value, sums = _weighted(row_loss, *rows(hidden_RH, micro), micro)
+            names[:] = sums
+            return value, torch.stack(list(sums.values()))
+
+        self.chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        sums = run_micro_batches(self.chunk, self.world, packed, on_rows, forward_only=False)
+        step = self.optimizer.step()
+        if not self.world.is_leader:
+            return None
+        totals = torch.stack(sums).sum(0).tolist()
+        return UpdateResult(dict(zip(names, totals, strict=True)), step.grad_norm, step.lr, step.is_skipped)
+
+    def reset_optimizer(self, phase: str) -> None:
+        """See `contract.TrainWorker`."""
+        if phase not in self.phases:
+            raise ValueError(f"unknown phase {phase!r}; known: {', '.join(self.phases)}.")
+        new = self.phases[phase]
+        self.optimizer = reset(self.optimizer, self.model.chunks, new.optim, new.num_steps, self.dtype, self.world)
+
+    def export(self) -> Iterator[tuple[Rule, Tensor]]:
+        """See `contract.ForwardWorker`."""
+        return local_shards(self.model.chunks, self.table)
+
+    def offload(self) -> None:
+        """See `contract.ForwardWorker`. Weights, moments and main parameters; gradient buffers are dropped."""
+        if self.world.device.type != "cpu":
+            self.chunk.offload_grad_buffers()
+        move_to_host(self._tensors(), self.world.device)
+
+    def onload(self) -> None:
+        """See `contract.ForwardWorker`."""
+        move_to_device(self._tensors(), self.world.device)
+        if self.world.device.type != "cpu":
+            self.chunk.restore_grad_buffers()
+
+    def save(self, directory: Path) -> None:
+        """See `contract.TrainWorker`."""
+        save_sharded(directory, {**self._state(is_loading=False), "scheduler": self.optimizer.scheduler.state_dict()})
+
+    def load(self, directory: Path) -> None:
+        """See `contract.TrainWorker`."""
+        loaded = load_sharded(directory, self._state(is_loading=True))
+        self.chunk.module.load_state_dict(loaded["model"])
+        self.optimizer.load_state_dict(loaded["optimizer"], loaded["scheduler"])
+
+    def _state(self, is_loading: bool) -> dict[str, Any]:
+        model = self.chunk.module.sharded_state_dict(metadata={"dp_cp_group": self.world.dp_group})
+        return {"model": model, "optimizer": self.optimizer.sharded_state_dict(model, is_loading)}
+
+    def _tensors(self) -> list[Tensor]:
+        return [*self.chunk.parameters(), *self.optimizer.state_tensors()]
+
+
+def _data_parallel(config: Any, chunk: torch.nn.Module, world: World) -> DistributedDataParallel:
+    """Gradients in one float32 buffer, summed over replicas after the last micro-batch."""
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=False,
+        use_distributed_optimizer=False,
+        check_for_nan_in_grad=False,  # Optimizer.step sees it in the norm, and skips instead of ending the run
+    )
+    return DistributedDataParallel(config, settings, chunk, pg_collection=world.pg_collection)
+
+
+def _weighted(
+    row_loss: RowLoss, log_probs_R: Tensor, entropies_R: Tensor | None, micro: MicroBatch
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The micro-batch's share of the loss, with grad, and of every metric."""
+    terms = row_loss(log_probs_R, entropies_R, micro.columns)
+    value = (terms.loss_R * micro.columns["loss_weights"]).sum()
+    weights_R = micro.columns["metric_weights"]
+    sums = {name: (metric_R.detach() * weights_R).sum() for name, metric_R in terms.metrics.items()}
+    return value, {"actor/loss": value.detach(), **sums}

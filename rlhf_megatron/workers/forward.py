@@ -1,0 +1,71 @@
+"""The forward-only pass that actor and reference share, and the one place where rows become log-probs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_megatron.data.batch import LogProbs, TokenBatch
+from rlhf_megatron.data.plan import ReplicaPlan
+from rlhf_megatron.kernels.log_prob import linear_log_prob
+from rlhf_megatron.models.build import MegatronModel
+from rlhf_megatron.models.head import head_weight
+from rlhf_megatron.parallel.world import World
+from rlhf_megatron.workers.pack import MicroBatch, pack
+from rlhf_megatron.workers.pipeline import run_micro_batches
+
+
+class RowLogProbs:
+    """(hidden_RH, micro-batch) -> log-probs and entropies of the target tokens. Last stage, all tp ranks."""
+
+    def __init__(
+        self, model: MegatronModel, world: World, temperature: float, with_entropy: bool, chunk_size: int
+    ) -> None:
+        self.weight_VH = head_weight(model.chunks[-1]) if world.is_last_stage else None
+        self.vocab_size = model.vocab_size
+        self.vocab_start = model.vocab_start
+        self.world = world
+        self.temperature = temperature
+        self.with_entropy = with_entropy
+        self.chunk_size = chunk_size
+
+    def __call__(self, hidden_RH: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor | None]:
+        assert self.weight_VH is not None, "rows are on the last pipeline stage only"
+        return linear_log_prob(
+            hidden_RH,
+            self.weight_VH,
+            micro.targets,
+            temperature=self.temperature,
+            vocab_start=self.vocab_start,
+            vocab_size=self.vocab_size,
+            tp_group=self.world.tp_group,
+            chunk_size=self.chunk_size,
+            with_entropy=self.with_entropy,
+        )
+
+
+def forward_log_probs(
+    chunk: nn.Module,
+    rows_log_probs: RowLogProbs,
+    world: World,
+    batch: TokenBatch,
+    plan: ReplicaPlan,
+) -> LogProbs | None:
+    """Log-probs (and entropies) at response tokens, on the leader; None elsewhere. All ranks of a replica."""
+    packed = pack(batch, plan, fill=world.layout.pp > 1, device=world.device)
+
+    def on_rows(hidden_RH: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        log_probs_R, entropies_R = rows_log_probs(hidden_RH, micro)
+        return log_probs_R, log_probs_R[None] if entropies_R is None else torch.stack([log_probs_R, entropies_R])
+
+    with torch.no_grad():
+        rows = run_micro_batches(chunk, world, packed, on_rows, forward_only=True)
+    if not world.is_leader:
+        return None
+    return LogProbs(
+        offsets=batch.offsets,
+        token_ids=batch.token_ids,
+        response_mask=batch.response_mask,
+        log_probs=packed.unpack([part[0] for part in rows]),
+        entropies=packed.unpack([part[1] for part in rows]) if rows_log_probs.with_entropy else None,
+    )

@@ -1,0 +1,170 @@
+"""AdamW with its schedules, through Megatron's optimizer: global-norm clipping, float32 main parameters, skipped steps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import nn
+
+from rlhf_megatron.config.schema import OptimConfig
+from rlhf_megatron.parallel.world import World
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Of one optimizer step; the same on all ranks of a replica, and of all replicas."""
+
+    grad_norm: float  # global, before clipping
+    lr: float
+    is_skipped: bool
+
+
+class Optimizer:
+    """Megatron's optimizer and its learning-rate and weight-decay schedules.
+
+    Made on all ranks at once, of chunks that are wrapped for data parallelism and hold their weights already.
+    `num_steps`: optimizer steps of the run, the length of schedules that name none.
+
+    Raises ValueError when the schedules of `optim` cannot be met.
+    """
+
+    def __init__(
+        self, chunks: list[nn.Module], optim: OptimConfig, num_steps: int, dtype: torch.dtype, world: World
+    ) -> None:
+        self.megatron = _build(chunks, optim, dtype, world)
+        self.scheduler = _schedules(self.megatron, optim, num_steps)
+        _prepare_torch_adam(self.megatron)
+
+    def step(self) -> StepResult:
+        """One step with the gradients that stand in the main-gradient buffers. All ranks.
+
+        A gradient norm that is not finite changes nothing: neither parameters, nor moments, nor the schedules.
+        """
+        self.megatron.prepare_grads()
+        grad_norm = float(self.megatron.get_grad_norm())
+        if not math.isfinite(grad_norm):
+            return StepResult(grad_norm, self.lr, is_skipped=True)
+        self.scheduler.step(1)
+        max_norm = self.megatron.config.clip_grad
+        if max_norm > 0:
+            for part in self.megatron.chained_optimizers:
+                clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm, grad_norm)
+        self.megatron.step_with_ready_grads()
+        return StepResult(grad_norm, self.lr, is_skipped=False)
+
+    def zero_grad(self) -> None:
+        self.megatron.zero_grad()
+
+    @property
+    def lr(self) -> float:
+        return float(self.megatron.param_groups[0]["lr"])
+
+    def state_tensors(self) -> list[torch.Tensor]:
+        """Moments and main parameters that are not model parameters: what `offload` moves."""
+        tensors = []
+        for part in self.megatron.chained_optimizers:
+            for state in part.optimizer.state.values():
+                tensors += [value for value in state.values() if torch.is_tensor(value) and value.dim() > 0]
+            tensors += [main for group in getattr(part, "fp32_from_float16_groups", []) for main in group]
+        return tensors
+
+    def sharded_state_dict(self, model_state: dict[str, Any], is_loading: bool) -> dict[str, Any]:
+        """For megatron's distributed checkpoint: moments, main parameters and param groups."""
+        metadata = {"chained_optim_avoid_prefix": True}
+        return self.megatron.sharded_state_dict(model_state, is_loading, metadata=metadata)
+
+    def load_state_dict(self, optimizer: dict[str, Any], scheduler: dict[str, Any]) -> None:
+        """Undo `sharded_state_dict` and `scheduler.state_dict`."""
+        self.megatron.load_state_dict(optimizer)
+        self.scheduler.num_steps = 0
+        self.scheduler.load_state_dict(scheduler)
+        _prepare_torch_adam(self.megatron)
+
+
+def reset(
+    old: Optimizer, chunks: list[nn.Module], optim: OptimConfig, num_steps: int, dtype: torch.dtype, world: World
+) -> Optimizer:
+    """A fresh optimizer that keeps the float32 main parameters of `old`, which are finer than the model's."""
+    kept = {id(p): p.main_param for chunk in chunks for p in chunk.parameters() if hasattr(p, "main_param")}
+    new = Optimizer(chunks, optim, num_steps, dtype, world)
+    with torch.no_grad():
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                if id(parameter) in kept:
+                    parameter.main_param.copy_(kept[id(parameter)])
+    return new
+
+
+def _build(chunks: list[nn.Module], optim: OptimConfig, dtype: torch.dtype, world: World) -> Any:
+    config = OptimizerConfig(
+        optimizer=optim.optimizer,
+        lr=optim.lr,
+        min_lr=optim.min_lr,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.betas[0],
+        adam_beta2=optim.betas[1],
+        adam_eps=optim.eps,
+        clip_grad=optim.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+    )
+    return get_megatron_optimizer(
+        config,
+        chunks,
+        config_overrides=get_standard_config_overrides(config),  # norms and biases: wd_mult 0
+        use_gloo_process_groups=False,
+        pg_collection=world.pg_collection,
+    )
+
+
+def _schedules(optimizer: Any, optim: OptimConfig, num_steps: int) -> OptimizerParamScheduler:
+    decay_steps = optim.lr_decay_steps if optim.lr_decay_steps is not None else num_steps
+    if optim.lr_decay_style != "constant" and decay_steps <= optim.lr_warmup_steps:
+        raise ValueError(
+            f"lr_decay_steps ({decay_steps}) must be over lr_warmup_steps ({optim.lr_warmup_steps}) for lr_decay_style"
+            f" {optim.lr_decay_style!r}; warm up shorter or decay longer."
+        )
+    end = optim.weight_decay if optim.weight_decay_end is None else optim.weight_decay_end
+    if end < optim.weight_decay:
+        raise ValueError(
+            f"weight_decay_end ({end}) must be at least weight_decay ({optim.weight_decay}): the schedule only rises."
+        )
+    # The optimizer's groups get their weight decay here, not from their own default: wd_mult is applied by this schedule only.
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0 if optim.lr_warmup_steps > 0 else optim.lr,
+        max_lr=optim.lr,
+        min_lr=optim.min_lr,
+        lr_warmup_steps=optim.lr_warmup_steps,
+        lr_decay_steps=max(decay_steps, optim.lr_warmup_steps + 1),
+        lr_decay_style=optim.lr_decay_style,
+        start_wd=optim.weight_decay,
+        end_wd=end,
+        wd_incr_steps=max(num_steps, 1),
+        wd_incr_style="constant" if optim.weight_decay_end is None else "linear",
+    )
+
+
+def _prepare_torch_adam(optimizer: Any) -> None:
+    """Where torch's AdamW stands in for a fused one: its fused kernel, and a state that exists before the first step.
+
+    Megatron's own state initialisation for a checkpoint leaves out "step", which AdamW then misses when the checkpoint was
+    written before the first step.
+    """
+    for part in optimizer.chained_optimizers:
+        adam = part.optimizer
+        if not isinstance(adam, torch.optim.AdamW):
+            continue
+        for group in adam.param_groups:
+            group["fused"], group["foreach"] = True, False
+            for parameter in group["params"]:
+                state = adam.state[parameter]
+                state.setdefault("step", torch.zeros((), dtype=torch.float32, device=parameter.device))
+                state.setdefault("exp_avg", torch.zeros_like(parameter))
+                state.setdefault("exp_avg_sq", torch.zeros_like(parameter))

@@ -1,0 +1,55 @@
+"""Micro-batches through Megatron's schedules: one stage or many, with or without a backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from torch import Tensor, nn
+
+from rlhf_megatron.models.attention import packed_documents
+from rlhf_megatron.parallel.world import World
+from rlhf_megatron.workers.pack import MicroBatch, Packed
+
+RowsFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor]]
+"""(hidden_RH, micro-batch) -> (scalar loss, what to collect). Called on the last stage only, on all its tp ranks."""
+
+
+def run_micro_batches(
+    chunk: nn.Module, world: World, packed: Packed, on_rows: RowsFunction, forward_only: bool
+) -> list[Tensor]:
+    """Forward, and backward of the loss that `on_rows` returns, over all micro-batches. All ranks of a replica.
+
+    Gradients add up in the main-gradient buffers and are summed over replicas: the loss arrives divided by a global
+    count, and nothing divides after it (models.transformer_config). Returns what `on_rows` collected, in order, on the last stage; [] elsewhere.
+    """
+
+    def forward_step(micro_batches: Iterator[MicroBatch], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+        micro = next(micro_batches)
+        documents = packed_documents(micro.cu_seqlens, micro.max_seqlen, micro.position_ids)
+        hidden = model(micro.token_ids, micro.position_ids, None, packed_seq_params=documents)
+        return hidden, partial(loss, micro)
+
+    def loss(micro: MicroBatch, hidden: Tensor) -> tuple[Tensor, int, Tensor]:
+        value, collected = on_rows(hidden[0].index_select(0, micro.rows), micro)  # hidden: [1, s, h]
+        return value, 0, collected  # 0: the token count, by which nothing divides
+
+    config = chunk.config
+    pipeline: dict[str, Any] = {}
+    if world.layout.pp > 1:
+        pipeline["p2p_communicator"] = P2PCommunicator(world.pp_group, config)
+    run = get_forward_backward_func(pp_size=world.layout.pp, vp_size=None)
+    return run(
+        forward_step_func=forward_step,
+        data_iterator=iter(packed.micro_batches),
+        model=chunk,
+        num_microbatches=len(packed.micro_batches),
+        seq_length=packed.seq_length,
+        micro_batch_size=1,
+        forward_only=forward_only,
+        pg_collection=world.pg_collection,
+        **pipeline,
+    )

@@ -1,0 +1,147 @@
+"""The same three optimizer steps in plain transformers and torch, one unsharded process: what the workers are held to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron.data.batch import MiniBatch
+
+VOCAB = 131  # odd: tensor parallelism must pad it
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "attention_dropout": 0.0,
+}
+HF_CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3_tied": {**COMMON, "model_type": "qwen3", "tie_word_embeddings": True},
+    "llama": {**COMMON, "model_type": "llama", "tie_word_embeddings": False},
+}
+TEMPERATURE = 0.8
+LR, EPS, WEIGHT_DECAY, BETAS, CLIP = 1e-3, 1e-8, 0.1, (0.9, 0.95), 1.0
+CLIP_LOW, CLIP_HIGH, CLIP_C = 0.2, 0.28, 3.0
+KL_COEF, ENTROPY_COEFF = 0.05, 0.01
+STEPS = 3
+
+
+def make_model(name: str) -> torch.nn.Module:
+    """A random transformers model with weights large enough that no two tokens look alike. float32."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    raw = {key: value for key, value in HF_CONFIGS[name].items() if key != "model_type"}
+    kind, config = (Qwen3ForCausalLM, Qwen3Config) if name.startswith("qwen3") else (LlamaForCausalLM, LlamaConfig)
+    torch.manual_seed(0)
+    model = kind(config(**raw)).float()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.copy_(1 + 0.1 * torch.randn_like(parameter))
+            else:
+                parameter.copy_((0.2 if "embed" in key else 0.08) * torch.randn_like(parameter))
+    return model
+
+
+def make_batch(num_samples: int = 12, seed: int = 7) -> MiniBatch:
+    """Ragged samples of 3 to 14 tokens with prompts of 1 to 5; advantages, weights and a noisy past policy to fill in."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(3, 15, (num_samples,), generator=generator)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    num_tokens = int(offsets[-1])
+    mask = torch.zeros(num_tokens, dtype=torch.bool)
+    for i in range(num_samples):
+        prompt = 1 + i % min(5, int(lengths[i]) - 1)
+        mask[int(offsets[i]) + prompt : int(offsets[i + 1])] = True
+    weights = mask / mask.sum()
+    return MiniBatch(
+        offsets=offsets,
+        token_ids=torch.randint(0, VOCAB, (num_tokens,), generator=generator),
+        response_mask=mask,
+        loss_weights=weights,
+        metric_weights=weights,
+        advantages=torch.randn(num_tokens, generator=generator) * mask,
+    )
+
+
+def token_log_probs(model: torch.nn.Module, batch: MiniBatch) -> tuple[Tensor, Tensor]:
+    """(log-probs [T], entropies [T]) at response tokens, zero elsewhere; one sample at a time."""
+    log_probs, entropies = [], []
+    for i in range(len(batch)):
+        span = slice(int(batch.offsets[i]), int(batch.offsets[i + 1]))
+        ids = batch.token_ids[span]
+        logits = model(ids[None]).logits[0, :-1] / TEMPERATURE
+        log_p = logits.log_softmax(-1)
+        zero = log_p.new_zeros(1)
+        mask = batch.response_mask[span]
+        log_probs.append(torch.cat([zero, log_p.gather(1, ids[1:, None])[:, 0]]) * mask)
+        entropies.append(torch.cat([zero, -(log_p.exp() * log_p).sum(-1)]) * mask)
+    return torch.cat(log_probs), torch.cat(entropies)
+
+
+def with_past(batch: MiniBatch, log_probs: Tensor) -> MiniBatch:
+    """`batch` with an old policy and a reference that are `log_probs` and noise, so that some ratios are clipped."""
+    generator = torch.Generator().manual_seed(3)
+    noise = 0.3 * torch.randn(2, log_probs.numel(), generator=generator)
+    old, ref = (log_probs.float()[None] + noise) * batch.response_mask
+    return replace(batch, old_log_probs=old, ref_log_probs=ref, rollout_log_probs=old)
+
+
+def policy_token_loss(log_probs: Tensor, entropies: Tensor, batch: MiniBatch) -> Tensor:
+    """[T]: PPO with clip-higher and dual clip, k3 KL against the reference, entropy bonus; written out from the papers."""
+    old, ref, advantages = (
+        column.to(log_probs.dtype) for column in (batch.old_log_probs, batch.ref_log_probs, batch.advantages)
+    )
+    ratio = (log_probs - old).exp()
+    clipped = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH))
+    dual = torch.where(advantages < 0, torch.minimum(clipped, -advantages * CLIP_C), clipped)
+    k3 = (ref - log_probs).exp() - (ref - log_probs) - 1
+    return dual + KL_COEF * k3 - ENTROPY_COEFF * entropies
+
+
+@dataclass
+class Step:
+    """What stood after one optimizer step."""
+
+    loss: float
+    log_probs: Tensor  # [T], before the step
+    grads: dict[str, Tensor]  # by HF name, before clipping
+    grad_norm: float
+    weights: dict[str, Tensor]  # by HF name, after the step
+
+
+def run_steps(model: torch.nn.Module, batch: MiniBatch, loss: str) -> list[Step]:
+    """STEPS steps of AdamW on one mini-batch. `loss`: "policy" or "sft"."""
+    parameters = dict(model.named_parameters())
+    groups = [
+        {"params": [p for p in parameters.values() if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in parameters.values() if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
+    steps = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        log_probs, entropies = token_log_probs(model, batch)
+        per_token = policy_token_loss(log_probs, entropies, batch) if loss == "policy" else -log_probs
+        value = (per_token * batch.loss_weights.to(per_token.dtype)).sum()
+        value.backward()
+        grads = {key: p.grad.clone() for key, p in parameters.items()}
+        grad_norm = torch.nn.utils.clip_grad_norm_(parameters.values(), CLIP)
+        optimizer.step()
+        weights = {key: p.detach().clone() for key, p in parameters.items()}
+        steps.append(Step(float(value), log_probs.detach(), grads, float(grad_norm), weights))
+    return steps
+
+
+def relative_error(value: Tensor, truth: Tensor) -> float:
+    """L2 norm of the difference over the L2 norm of `truth`."""
+    truth = truth.double()
+    return float((value.double() - truth).norm() / truth.norm().clamp_min(1e-30))
