@@ -1,0 +1,63 @@
+"""Processes that end with the one that started them, and where their output goes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(signal_number: int, parent: int | None = None) -> None:
+    """Get `signal_number` when the parent process ends, however it ends. `parent`: its pid, to notice that it has."""
+    expected = os.getppid() if parent is None else parent
+    if sys.platform == "linux" and ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal_number) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != expected:
+        os.kill(os.getpid(), signal_number)
+
+
+def machine_id() -> str:
+    """Equal for two processes exactly when they can signal each other by pid."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def redirect_output(path: Path) -> int:
+    """Append this process's stdout and stderr to `path`. Returns a file descriptor of the stderr that was."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    console = os.dup(2)
+    with open(path, "ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    return console
+
+
+def on_signals(signals: Sequence[int], act: Callable[[int], None]) -> None:
+    """Run `act(signal number)` in a thread when one of `signals` comes, once, even while the main thread cannot run
+    Python (it sits in a collective). Called on the main thread."""
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    for number in signals:
+        signal.signal(number, lambda *_: None)
+    wanted = set(signals)
+
+    def watch() -> None:
+        while (number := os.read(read_end, 1)[0]) not in wanted:
+            pass
+        act(number)
+
+    threading.Thread(target=watch, name="signals", daemon=True).start()

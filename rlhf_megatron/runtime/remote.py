@@ -1,0 +1,274 @@
+"""A WorkerGroup whose hosts are other processes: calls over channels, deadlines, and the end when a host fails."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhf_megatron.data.batch import TokenBatch
+from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.runtime.channel import Channel, FrameError
+from rlhf_megatron.runtime.dispatch import join, scatter_calls
+from rlhf_megatron.runtime.failures import HostError, HostLostError, as_error, timeout_error
+from rlhf_megatron.runtime.messages import BUILD, Call, Leave, Ping, Reply, Status
+from rlhf_megatron.runtime.processes import machine_id
+
+logger = logging.getLogger(__name__)
+
+FAILURE_GRACE_S = 1.0  # after a call failed on one rank: for the others to say why, or to turn out dead
+STATUS_TIMEOUT_S = 3.0  # for hosts to answer a ping
+CLOSE_GRACE_S = 30.0  # for roles to close at the end of a run
+ABORT_GRACE_S = 1.0  # the same after a failure
+KILL_AFTER_S = 5.0  # beyond the grace; then hosts on this machine are killed
+
+
+@dataclass
+class HostLink:
+    """The controller's end of one host."""
+
+    rank: int
+    where: str
+    channel: Channel
+    pid: int
+    machine: str
+    is_open: bool = True  # set to False by the thread that reads the channel
+
+
+@dataclass
+class _Pending:
+    """A call that hosts have not answered."""
+
+    method: str
+    future: Future[Any]
+    finish: Callable[[dict[int, Any]], Any]  # rank -> value, of all ranks; makes the future's result
+    timeout_s: float
+    replies: dict[int, Reply] = field(default_factory=dict)
+    deadline: float | None = None  # set when all calls before it are done
+    failed_at: float | None = None  # when the first rank said that it raised
+
+    @property
+    def failures(self) -> list[Reply]:
+        return [reply for reply in self.replies.values() if reply.failure is not None]
+
+
+class RemoteGroup:
+    """Calls to all hosts of a pool. Any failure ends the group: hosts are told to leave, then killed where possible.
+
+    `links`: one a rank, in rank order, authenticated and registered.
+    """
+
+    def __init__(
+        self, layout: Layout, links: Sequence[HostLink], startup_timeout_s: float, call_timeout_s: float
+    ) -> None:
+        assert [link.rank for link in links] == list(range(layout.world_size)), "one link a rank, in order"
+        self.layout = layout
+        self.failure: HostError | None = None
+        self._links = links
+        self._call_timeout_s = call_timeout_s
+        self._changed = threading.Condition()
+        self._submit_lock = threading.Lock()
+        self._pending: dict[int, _Pending] = {}  # in the order in which hosts run them
+        self._next_id = BUILD + 1
+        self._next_ping = 1
+        self._statuses: dict[int, dict[int, Status]] = {}  # ping id -> rank -> status
+        self._is_closing = False
+        self._built = self._expect(BUILD, _Pending("building roles", Future(), lambda values: None, startup_timeout_s))
+        for link in links:
+            threading.Thread(target=self._read, args=(link,), name=f"read {link.where}", daemon=True).start()
+        self._monitor_thread = threading.Thread(target=self._monitor, name="monitor", daemon=True)
+        self._monitor_thread.start()
+
+    def wait_until_built(self) -> None:
+        """Returns when the roles stand on all ranks. Raises HostError, also a ValueError where the user can fix it."""
+        self._built.result()
+
+    def scatter(self, method: str, batch: TokenBatch, *, token_budget: int, **arguments: Any) -> Future[Any]:
+        with self._submit_lock:
+            scattered = scatter_calls(self._next_id, method, batch, self.layout, token_budget, arguments)
+
+            def finish(values: dict[int, Any]) -> Any:
+                return join(method, [values[rank] for rank in scattered.leaders], scattered.plans)
+
+            return self._submit(method, scattered.calls, finish)
+
+    def broadcast(self, method: str, **arguments: Any) -> Future[list[Any]]:
+        with self._submit_lock:
+            calls = [Call(self._next_id, method, arguments)] * self.layout.world_size
+            return self._submit(method, calls, lambda values: [values[rank] for rank in sorted(values)])
+
+    def statuses(self, timeout_s: float = STATUS_TIMEOUT_S) -> dict[str, Status | None]:
+        """What each host is doing, by coordinates; None where it did not say within `timeout_s`."""
+        with self._changed:
+            ping_id, self._next_ping = self._next_ping, self._next_ping + 1
+            answers = self._statuses[ping_id] = {}
+        for link in self._links:
+            with contextlib.suppress(ConnectionError):  # it is then missing from the answers
+                link.channel.send(Ping(ping_id), lock_timeout_s=0.5)
+        with self._changed:
+            self._changed.wait_for(lambda: len(answers) == len(self._links), timeout_s)
+            del self._statuses[ping_id]
+        return {link.where: answers.get(link.rank) for link in self._links}
+
+    def close(self) -> None:
+        """Tell all hosts to leave and wait for them; kill what stays and can be reached. Safe to call twice."""
+        with self._changed:
+            is_first = not self._is_closing and self.failure is None
+            is_idle = not self._pending
+            self._is_closing = True
+            self._changed.notify_all()
+        self._monitor_thread.join(timeout=2 * (STATUS_TIMEOUT_S + ABORT_GRACE_S + KILL_AFTER_S))
+        if is_first:
+            self._end_hosts("the run is over", CLOSE_GRACE_S if is_idle else ABORT_GRACE_S)
+            self._fail_pending(HostError("the group was closed."))
+
+    def _submit(self, method: str, calls: Sequence[Call], finish: Callable[[dict[int, Any]], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        call_id = self._next_id
+        with self._changed:
+            if self.failure is not None or self._is_closing:
+                future.set_exception(self.failure or HostError("the group is closed."))
+                return future
+            self._next_id += 1
+            self._expect(call_id, _Pending(method, future, finish, self._call_timeout_s))
+        try:
+            for link, call in zip(self._links, calls, strict=True):
+                with contextlib.suppress(ConnectionError):  # its reading thread sees it too
+                    link.channel.send(call)
+        except ValueError:  # cannot be encoded: no host has got it, since all calls have the same arguments
+            with self._changed:
+                del self._pending[call_id]
+            raise
+        return future
+
+    def _expect(self, call_id: int, pending: _Pending) -> Future[Any]:
+        if not self._pending:
+            pending.deadline = time.monotonic() + pending.timeout_s
+        self._pending[call_id] = pending
+        self._changed_notify()
+        return pending.future
+
+    def _changed_notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _read(self, link: HostLink) -> None:
+        """A thread for each host."""
+        try:
+            while True:
+                message = link.channel.receive()
+                if isinstance(message, Reply):
+                    self._take_reply(link, message)
+                elif isinstance(message, Status):
+                    with self._changed:
+                        self._statuses.get(message.id, {})[link.rank] = message
+                        self._changed.notify_all()
+                else:
+                    raise FrameError(f"a host sent a {type(message).__name__}.")
+        except (EOFError, FrameError) as error:
+            logger.debug("%s %s", link.where, error)
+        with self._changed:
+            link.is_open = False
+            self._changed.notify_all()
+
+    def _take_reply(self, link: HostLink, reply: Reply) -> None:
+        with self._changed:
+            pending = self._pending.get(reply.id)
+            if pending is None:
+                return
+            pending.replies[link.rank] = reply
+            if pending.failures:
+                pending.failed_at = pending.failed_at or time.monotonic()
+            elif len(pending.replies) == len(self._links):
+                del self._pending[reply.id]
+                if self._pending:
+                    head = next(iter(self._pending.values()))
+                    head.deadline = time.monotonic() + head.timeout_s
+            self._changed.notify_all()
+            if pending.failures or len(pending.replies) < len(self._links):
+                return
+        try:
+            result = pending.finish({rank: reply.value for rank, reply in pending.replies.items()})
+        except Exception as error:  # the future carries it
+            pending.future.set_exception(error)
+        else:
+            pending.future.set_result(result)
+
+    def _monitor(self) -> None:
+        """A thread: turns lost hosts, failed calls and passed deadlines into the failure of the group."""
+        while True:
+            with self._changed:
+                if self._is_closing:
+                    return
+                error = self._find_failure()
+                late = self._find_late()
+                if error is None and late is None:
+                    self._changed.wait(self._seconds_to_next_event())
+                    continue
+            if error is None and late is not None:
+                error = timeout_error(late.method, late.timeout_s, self.statuses())
+            assert error is not None
+            with self._changed:
+                self.failure = error
+            self._fail_pending(error)
+            self._end_hosts("another host failed", ABORT_GRACE_S)
+            return
+
+    def _find_failure(self) -> HostError | None:
+        head = next(iter(self._pending.values()), None)
+        if lost := [link for link in self._links if not link.is_open]:
+            doing = f" during {head.method}" if head else ""
+            names = ", ".join(f"{link.where} (process {link.pid})" for link in lost)
+            said = "".join(f"\n{as_error(head.method, r.failure)}" for r in head.failures if r.failure) if head else ""
+            return HostLostError(f"{names} died{doing}; its log may tell why.{said}")
+        for pending in self._pending.values():
+            if pending.failed_at is None:
+                continue
+            is_complete = len(pending.replies) == len(self._links)
+            if is_complete or time.monotonic() >= pending.failed_at + FAILURE_GRACE_S:
+                failure = pending.failures[0].failure
+                assert failure is not None
+                return as_error(pending.method, failure)
+        return None
+
+    def _find_late(self) -> _Pending | None:
+        head = next(iter(self._pending.values()), None)
+        is_late = head is not None and head.deadline is not None and time.monotonic() >= head.deadline
+        return head if is_late else None
+
+    def _seconds_to_next_event(self) -> float | None:
+        events = [p.deadline for p in self._pending.values() if p.deadline is not None]
+        events += [p.failed_at + FAILURE_GRACE_S for p in self._pending.values() if p.failed_at is not None]
+        return max(0.0, min(events) - time.monotonic()) if events else None
+
+    def _fail_pending(self, error: HostError) -> None:
+        with self._changed:
+            left = list(self._pending.values())
+            self._pending.clear()
+        for pending in left:
+            pending.future.set_exception(error)
+
+    def _end_hosts(self, reason: str, grace_s: float) -> None:
+        for link in self._links:
+            if link.is_open:
+                with contextlib.suppress(ConnectionError):  # it is gone, or is killed below
+                    link.channel.send(Leave(reason, grace_s), lock_timeout_s=0.5)
+        with self._changed:
+            self._changed.wait_for(lambda: not any(link.is_open for link in self._links), grace_s + KILL_AFTER_S)
+        for link in self._links:
+            if link.is_open:
+                is_here = link.machine == machine_id()
+                logger.error(
+                    "%s (process %d) does not end%s", link.where, link.pid, "; it is killed" if is_here else ""
+                )
+                if is_here:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(link.pid, signal.SIGKILL)
+            link.channel.close()

@@ -1,0 +1,225 @@
+"""The torchrun launcher: every rank is a host, and rank 0 starts the controller beside itself.
+
+    torchrun agent --- host 0 --- controller        A process ends when its parent does.
+                   |-- host 1                       Control channel: controller <-> every host.
+                   `-- host 2 ...                   Rendezvous store: in the agent of node 0; addresses and exit codes.
+
+When the controller exits with code c, so does every host. When a host dies the controller says which and exits; then
+the other hosts leave. The secret of the control channel comes from the environment or a file (`runtime.channel`);
+without either it is drawn here and passed through the rendezvous store, which torch does not authenticate: run several
+nodes on a private network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.runtime import channel, registration
+from rlhf_megatron.runtime.host import Activity, BuildRoles
+from rlhf_megatron.runtime.pool import join_pool, where
+from rlhf_megatron.runtime.processes import die_with_parent, on_signals, redirect_output
+from rlhf_megatron.runtime.remote import RemoteGroup
+from rlhf_megatron.runtime.service import Service, serve
+
+logger = logging.getLogger(__name__)
+
+STOP_GRACE_S = 15.0  # for the controller to clean up after a signal
+EXIT_CODE_POLL_S = 0.1
+COLLECTIVE_SLACK_S = 120.0  # a call's deadline comes before the deadline of the collective that it is stuck in
+_LISTENER_ENV = "RLHF_MEGATRON_CONTROL_FD"
+_PARENT_ENV = "RLHF_MEGATRON_CONTROL_PARENT"
+_ADDRESS, _SECRET, _EXIT_CODE = "control/address", "control/secret", "control/exit_code"  # keys in the store
+_RANK_ENV = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ROLE_", "GROUP_")
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    startup_s: float  # for all hosts to register, and then for the roles to stand
+    call_s: float  # of one call
+
+
+def launch_single_node(arguments: Sequence[str], num_processes: int, module: str = "rlhf_megatron") -> NoReturn:
+    """Become `python -m module arguments` on `num_processes` ranks of this machine, under torchrun. Does not return."""
+    environment = dict(os.environ)
+    environment[channel.SECRET_ENV] = channel.new_secret()
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    command = [sys.executable, "-m", "rlhf_megatron.runtime.agent", "--standalone", "--local-addr", "127.0.0.1"]
+    command += ["--nproc-per-node", str(num_processes), "-m", module, *arguments]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, command, environment)
+
+
+def is_under_torchrun() -> bool:
+    """True in a process that torchrun started."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
+
+
+def run_host(
+    build_roles: BuildRoles,
+    layout: Layout,
+    controller_arguments: Sequence[str],
+    log_dir: Path,
+    deadlines: Deadlines,
+    backend: str = "gloo",
+    pool: str = "actor",
+) -> int:
+    """The life of a rank under torchrun. Returns the exit code of the process: the controller's.
+
+    Rank 0 starts the controller as `python controller_arguments`; that program calls `run_controller`. From then on
+    this process writes to log_dir/rank<N>.log. `backend`: of the pool's process group. Call it before CUDA is used.
+
+    Raises ValueError when torchrun's number of ranks is not the layout's.
+    """
+    rank = int(os.environ["RANK"])
+    if (world_size := int(os.environ["WORLD_SIZE"])) != layout.world_size:
+        raise ValueError(
+            f"torchrun started {world_size} ranks but the layout {layout} needs {layout.world_size}; "
+            "change NNODES x NPROC_PER_NODE, or trainer.nnodes x trainer.n_gpus_per_node."
+        )
+    die_with_parent(signal.SIGTERM if rank == 0 else signal.SIGKILL)
+    store = _rendezvous_store("control", deadlines.startup_s)
+    secret = channel.given_secret(os.environ)
+    os.environ.pop(channel.SECRET_ENV, None)
+    if rank == 0:
+        exit_code = _start_controller(store, secret, controller_arguments)
+    else:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # also in the middle of a collective
+        exit_code = _exit_code_from(store)
+    console = redirect_output(log_dir / f"rank{rank}.log")
+    name = where(pool, layout, rank)
+    logging.basicConfig(
+        level=logging.INFO, format=f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s", force=True
+    )
+    try:
+        host, _, port = store.get(_ADDRESS).decode().rpartition(":")
+        secret = secret or bytes(store.get(_SECRET))
+        control = registration.register_host(host, int(port), secret, rank, pool, deadlines.startup_s)
+    except Exception as error:
+        logger.exception("cannot reach the controller")
+        os.write(console, f"{name} cannot reach the controller: {error}\n".encode())
+        return 1
+    activity = Activity(name)
+    service = Service(control, activity, exit_code)
+    pool_store = _rendezvous_store(f"pool/{pool}", deadlines.startup_s)
+    timeout_s = deadlines.call_s + COLLECTIVE_SLACK_S
+    serve(service, activity, lambda: join_pool(pool, layout, rank, pool_store, backend, timeout_s), build_roles)
+    return exit_code()
+
+
+def run_controller(run: Callable[[RemoteGroup], int], layout: Layout, deadlines: Deadlines, pool: str = "actor") -> int:
+    """The life of the controller that `run_host` started: wait for the hosts, `run`, end the hosts. Returns its code.
+
+    Raises what `run` raises; HostError, also a ValueError where a user can fix it, for what goes wrong on hosts;
+    SystemExit(128 + n) on SIGTERM and SIGINT, so that `finally` clauses run. Call it on the main thread.
+    """
+    secret = channel.given_secret(os.environ)
+    assert secret is not None, "the host that started this process gave it the secret"
+    os.environ.pop(channel.SECRET_ENV)
+    listener = socket.socket(fileno=int(os.environ.pop(_LISTENER_ENV)))
+    die_with_parent(signal.SIGTERM, parent=int(os.environ.pop(_PARENT_ENV)))
+    group: RemoteGroup | None = None
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for other in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(other, signal.SIG_IGN)
+        watchdog = threading.Timer(STOP_GRACE_S, os._exit, (128 + number,))
+        watchdog.daemon = True
+        watchdog.start()
+        if group is not None and group.failure is not None:  # torchrun ends all ranks when one has died
+            raise group.failure
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    try:
+        links = registration.gather_hosts(listener, secret, layout, pool, deadlines.startup_s)
+        group = RemoteGroup(layout, links, deadlines.startup_s, deadlines.call_s)
+        group.wait_until_built()
+        return run(group)
+    finally:
+        if group is not None:
+            group.close()
+
+
+def _rendezvous_store(prefix: str, timeout_s: float) -> dist.Store:
+    """A connection of its own to torchrun's store: a blocked call on one does not hold up the other."""
+    store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"rlhf_megatron/{attempt}/{prefix}", store)
+
+
+def _start_controller(store: dist.Store, secret: bytes | None, arguments: Sequence[str]) -> Callable[[], int]:
+    """Start it, publish where it listens, pass signals on to it. Returns a function that waits for its exit code."""
+    is_single_node = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    address = "127.0.0.1" if is_single_node else os.environ["MASTER_ADDR"]
+    listener = registration.listen(address)
+    if secret is None:
+        secret = channel.new_secret().encode()
+        store.set(_SECRET, secret.decode())
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith((*_RANK_ENV, "TORCHELASTIC_"))
+    }
+    environment[channel.SECRET_ENV] = secret.decode()
+    environment[_LISTENER_ENV] = str(listener.fileno())
+    environment[_PARENT_ENV] = str(os.getpid())
+    process = subprocess.Popen([sys.executable, *arguments], env=environment, pass_fds=[listener.fileno()])
+    port = listener.getsockname()[1]
+    listener.close()
+
+    published: Future[int] = Future()
+
+    def watch() -> None:
+        code = process.wait()
+        code = 128 - code if code < 0 else code
+        with contextlib.suppress(RuntimeError):  # the store is gone: so are the others
+            store.set(_EXIT_CODE, str(code))
+        if code != 0 and not is_single_node:  # torchrun ends all ranks, and the store, as soon as this one has failed
+            time.sleep(5 * EXIT_CODE_POLL_S)
+        published.set_result(code)
+
+    def stop(number: int) -> None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_GRACE_S + 1)
+        process.kill()
+        os._exit(128 + number)
+
+    on_signals([signal.SIGTERM, signal.SIGINT], stop)
+    threading.Thread(target=watch, name="controller", daemon=True).start()
+    store.set(_ADDRESS, f"{address}:{port}")
+    return published.result
+
+
+def _exit_code_from(store: dist.Store) -> Callable[[], int]:
+    """A function that waits until rank 0 has published the controller's exit code; 1 when the store is gone."""
+
+    def wait() -> int:
+        try:
+            while not store.check([_EXIT_CODE]):
+                time.sleep(EXIT_CODE_POLL_S)
+            return int(store.get(_EXIT_CODE))
+        except (RuntimeError, ValueError) as error:  # torch's own errors are RuntimeErrors
+            logger.warning("the rendezvous store is gone: %s", error)
+            return 1
+
+    return wait
