@@ -1,3 +1,4 @@
+# ruff: noqa: RUF009  (per_token and per_sample make dataclass fields)
 """Everything that flows between the stages of a step, as passive frozen dataclasses.
 
 A batch only gains fields from stage to stage. On the controller it is ragged: sample i owns the token positions

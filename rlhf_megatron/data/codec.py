@@ -171,7 +171,7 @@ def _pack_tensor(tensor: Tensor, buffers: list[Buffer]) -> list[Any]:
     if dtype not in DTYPES or tensor.layout != torch.strided:
         raise ValueError(f"cannot encode a tensor of {tensor.dtype} and {tensor.layout}; known: {', '.join(DTYPES)}.")
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    buffers.append(memoryview(flat.view(torch.uint8).numpy()))
+    buffers.append(flat.view(torch.uint8).numpy().data)
     return [dtype, list(tensor.shape)]
 
 

@@ -1,0 +1,13 @@
+"""Rewards by name (`reward.name`). Every module of this package is imported, so that a new file registers itself."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from rlhf_megatron.rewards.base import REWARDS, Reward, RewardResult, is_masked
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
+
+__all__ = ["REWARDS", "Reward", "RewardResult", "is_masked"]

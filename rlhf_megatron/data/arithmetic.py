@@ -1,0 +1,96 @@
+"""Generated arithmetic: all problems of a size, a fixed part of them held out."""
+
+from __future__ import annotations
+
+import operator
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rlhf_megatron.data.rows import PromptRow
+
+OPERATIONS = {"add": ("+", operator.add), "sub": ("-", operator.sub), "mul": ("*", operator.mul)}
+
+
+@dataclass(frozen=True)
+class TaskRows:
+    train: tuple[PromptRow, ...]
+    held_out: tuple[PromptRow, ...]  # shares no problem with `train`
+
+
+@dataclass(frozen=True)
+class AdditionParams:
+    num_digits: int = 2  # of each summand
+    num_val: int = 2000  # problems held out
+    split_seed: int = 123  # of the order in which problems are dealt to the two sets
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_digits <= 3:
+            raise ValueError(f"num_digits ({self.num_digits}) must be 1, 2 or 3.")
+        _check_num_val(self.num_val, 10 ** (2 * self.num_digits) - 1)
+
+
+def addition(params: AdditionParams) -> TaskRows:
+    """Zero-padded addition, "07+45=" -> "052". All pairs of summands, shuffled; the first `num_val` are held out."""
+    width = params.num_digits
+    numbers = range(10**width)
+    rows = [
+        PromptRow(f"{a:0{width}d}+{b:0{width}d}=", f"{a + b:0{width + 1}d}", "addition", f"addition: {a}+{b}")
+        for a in numbers
+        for b in numbers
+    ]
+    random.Random(params.split_seed).shuffle(rows)
+    return _split(rows, params.num_val)
+
+
+@dataclass(frozen=True)
+class FewShotParams:
+    operation: Literal["add", "sub", "mul"] = "add"  # sub: the result is 1..9, what is taken away 1..9
+    num_val: int = 20  # of the 81 problems, held out
+    num_shots: int = 3  # solved problems before the question
+    shots_seed: int = 5  # of the solved problems, the same in every prompt
+    split_seed: int = 123
+
+    def __post_init__(self) -> None:
+        if self.num_shots < 0:
+            raise ValueError(f"num_shots ({self.num_shots}) must be at least 0.")
+        _check_num_val(self.num_val, 81 - max(1, len(set(_solved(self)))))
+
+
+def few_shot_addition(params: FewShotParams) -> TaskRows:
+    """One-digit problems behind solved ones, for a pretrained model: "2+3=5\\n4+8=12\\n...7+6=" -> "13".
+
+    A problem that stands solved in the prompt is never held out.
+    """
+    sign, compute = OPERATIONS[params.operation]
+    solved = _solved(params)
+    shots = "".join(f"{a}{sign}{b}={compute(a, b)}\n" for a, b in solved)
+    source = f"few_shot_{params.operation}"
+    problems = [_operands(params, x, y) for x in range(1, 10) for y in range(1, 10)]
+    random.Random(params.split_seed).shuffle(problems)
+    problems.sort(key=lambda problem: problem in solved)  # stable: solved ones last, out of the held-out part
+    rows = [
+        PromptRow(f"{shots}{a}{sign}{b}=", str(compute(a, b)), source, f"{source}: {a}{sign}{b}") for a, b in problems
+    ]
+    return _split(rows, params.num_val)
+
+
+def _operands(params: FewShotParams, x: int, y: int) -> tuple[int, int]:
+    return (x + y, x) if params.operation == "sub" else (x, y)
+
+
+def _solved(params: FewShotParams) -> list[tuple[int, int]]:
+    """The problems that stand solved in every prompt."""
+    chance = random.Random(params.shots_seed)
+    return [_operands(params, chance.randint(1, 9), chance.randint(1, 9)) for _ in range(params.num_shots)]
+
+
+def _check_num_val(num_val: int, most: int) -> None:
+    if not 1 <= num_val <= most:
+        raise ValueError(f"num_val ({num_val}) must be from 1 to {most}, so that both sets have problems.")
+
+
+def _split(rows: Sequence[PromptRow], num_val: int) -> TaskRows:
+    """The first `num_val` rows are held out."""
+    return TaskRows(train=tuple(rows[num_val:]), held_out=tuple(rows[:num_val]))

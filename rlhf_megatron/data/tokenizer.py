@@ -1,0 +1,160 @@
+"""Text to token ids and back, from a directory in Hugging Face layout. Needs `tokenizers`, not transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # stands in decoded text for an id that is no token (rows of a padded vocabulary)
+
+
+class Tokenizer:
+    """No special tokens are added or shown; special tokens that stand in a text are recognized."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, eos_token_ids: Sequence[int], pad_token_id: int) -> None:
+        self._backend = backend
+        self._known_ids = frozenset(backend.get_vocab(with_added_tokens=True).values())
+        self.eos_token_ids = tuple(eos_token_ids)  # any of them ends a response
+        self.pad_token_id = pad_token_id
+
+    @property
+    def eos_token_id(self) -> int:
+        """The one that ends a written response."""
+        return self.eos_token_ids[0]
+
+    @property
+    def vocab_size(self) -> int:
+        """Largest token id + 1. A model's vocabulary may be larger."""
+        return max(self._known_ids) + 1
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return self.encode_all([text])[0]
+
+    def encode_all(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+        """Raises ValueError when a text has a character that the vocabulary cannot spell."""
+        try:
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # `tokenizers` raises nothing more specific
+            raise ValueError(
+                f"a text cannot be spelled with this vocabulary ({error}); use another tokenizer."
+            ) from error
+        return [tuple(encoding.ids) for encoding in encodings]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text without special tokens. An id that is no token shows as U+FFFD."""
+        pieces = _split(token_ids, self._known_ids)
+        return UNKNOWN.join(self._backend.decode(piece, skip_special_tokens=True) for piece in pieces)
+
+    def token_id(self, text: str) -> int:
+        """The id of a text that is one token (a stop string). Raises ValueError when it is more or none."""
+        ids = self.encode(text)
+        if len(ids) != 1:
+            raise ValueError(f"{text!r} is {len(ids)} tokens {list(ids)}; choose a string that is one token.")
+        return ids[0]
+
+
+def load_tokenizer(directory: str | Path, model_directory: str | Path | None = None) -> Tokenizer:
+    """Reads tokenizer.json, and special tokens from tokenizer_config.json, generation_config.json and config.json.
+
+    All end-of-sequence ids that these name count, in that order. `model_directory`: where the last two files stand
+    when not in `directory`. Raises ValueError naming the file that is missing or malformed.
+    """
+    directory = Path(directory)
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        fix = (
+            "save it with transformers' AutoTokenizer.from_pretrained(...).save_pretrained(directory)"
+            if directory.is_dir()
+            else "the directory does not exist"
+        )
+        raise ValueError(f"no tokenizer at {path}; {fix}, or set model.tokenizer_path.")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # `tokenizers` raises nothing more specific
+        raise ValueError(f"{path} is not a tokenizer that `tokenizers` can read ({error}).") from error
+    backend.no_padding()
+    backend.no_truncation()
+
+    settings = _read_json(directory / "tokenizer_config.json")
+    model = Path(model_directory) if model_directory is not None else directory
+    configs = [_read_json(model / "generation_config.json"), _read_json(model / "config.json")]
+    candidates = [_token_id(backend, settings.get("eos_token"))]
+    for config in configs:
+        value = config.get("eos_token_id")
+        candidates += value if isinstance(value, list) else [value]
+    eos_token_ids = list(dict.fromkeys(i for i in candidates if isinstance(i, int)))
+    if not eos_token_ids:
+        raise ValueError(
+            f"no end-of-sequence token in {directory}; name eos_token in tokenizer_config.json "
+            "or eos_token_id in generation_config.json."
+        )
+    pads = [_token_id(backend, settings.get("pad_token")), *(config.get("pad_token_id") for config in configs)]
+    pad_token_id = next((i for i in pads if isinstance(i, int)), eos_token_ids[0])
+    return Tokenizer(backend, eos_token_ids, pad_token_id)
+
+
+CHARACTERS = "0123456789+-*=? "
+
+
+def write_character_tokenizer(directory: str | Path, vocab_size: int = 32) -> None:
+    """A tokenizer of one token a character (`CHARACTERS`), with <pad> 0 and <eos> 1, for models made from nothing.
+
+    Ids up to `vocab_size` that no character takes decode as <unusedN>, so that a model that samples one is seen to.
+    """
+    names = ["<pad>", "<eos>", *CHARACTERS]
+    if vocab_size < len(names):
+        raise ValueError(f"vocab_size ({vocab_size}) must be at least {len(names)}, the number of tokens.")
+    names += [f"<unused{i}>" for i in range(len(names), vocab_size)]
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({name: i for i, name in enumerate(names)}))
+    every_character = tokenizers.Regex(r"[\s\S]")
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(every_character, behavior="isolated")  # type: ignore[assignment]
+    backend.decoder = tokenizers.decoders.Fuse()  # type: ignore[assignment]
+    backend.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in names[:2]])
+
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    backend.save(str(directory / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<eos>",
+        "pad_token": "<pad>",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 1_000_000,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in `path`, {} when there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}).") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, not a {type(value).__name__}.")
+    return value
+
+
+def _token_id(backend: tokenizers.Tokenizer, token: Any) -> int | None:
+    """The id of a token of tokenizer_config.json, which is a string or {"content": string}."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return backend.token_to_id(token) if isinstance(token, str) else None
+
+
+def _split(token_ids: Iterable[int], known_ids: frozenset[int]) -> Iterator[list[int]]:
+    """The runs of known ids between unknown ones."""
+    piece: list[int] = []
+    for token_id in token_ids:
+        if token_id in known_ids:
+            piece.append(token_id)
+        else:
+            yield piece
+            piece = []
+    yield piece

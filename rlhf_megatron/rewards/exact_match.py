@@ -1,0 +1,60 @@
+"""1 when the parsed answer equals the label, else 0. There is no credit for an answer that merely contains it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlhf_megatron.rewards.base import MALFORMED, REWARDS, RewardResult, masked
+
+
+@dataclass(frozen=True)
+class ExactMatchParams:
+    pattern: str | None = None  # regular expression; group 1 of its last match is the answer. null: the whole response
+    max_answer_chars: int = 256  # a longer answer is malformed
+    allow_truncated: bool = False  # true: also read a response that ended by length
+
+    def __post_init__(self) -> None:
+        if self.max_answer_chars < 1:
+            raise ValueError(f"max_answer_chars ({self.max_answer_chars}) must be at least 1.")
+        if self.pattern is None:
+            return
+        try:
+            num_groups = re.compile(self.pattern).groups
+        except re.error as error:
+            raise ValueError(f"pattern ({self.pattern!r}) is not a regular expression: {error}.") from error
+        if num_groups < 1:
+            raise ValueError(f"pattern ({self.pattern!r}) needs a group; put parentheses around the answer.")
+
+
+@REWARDS.register("exact_match", ExactMatchParams)
+def exact_match(
+    responses: Sequence[str], labels: Sequence[str], finish_reasons: Sequence[str], params: ExactMatchParams
+) -> list[RewardResult]:
+    """One result a response. White space around answer and label does not count."""
+    return [
+        _score(response, label, reason, params)
+        for response, label, reason in zip(responses, labels, finish_reasons, strict=True)
+    ]
+
+
+def _score(response: str, label: str, finish_reason: str, params: ExactMatchParams) -> RewardResult:
+    if finish_reason == "abort":
+        return masked("aborted")
+    if finish_reason == "length" and not params.allow_truncated:
+        return RewardResult(0.0, MALFORMED)
+    answer = parse_answer(response, params.pattern)
+    if not answer or len(answer) > params.max_answer_chars:
+        return RewardResult(0.0, MALFORMED)
+    return RewardResult(float(answer == label.strip()))
+
+
+def parse_answer(response: str, pattern: str | None) -> str | None:
+    """The stripped answer slot of a response, None when `pattern` matches nowhere."""
+    if pattern is None:
+        return response.strip()
+    answer = None
+    for match in re.finditer(pattern, response):
+        answer = match.group(1)
+    return answer.strip() if answer is not None else None
