@@ -1,4 +1,4 @@
-"""The same three optimizer steps in plain transformers and torch, one unsharded process: what the workers are held to."""
+"""Three optimizer steps in plain transformers and torch, unsharded: what the workers are held to."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def make_model(name: str) -> torch.nn.Module:
 
 
 def make_batch(num_samples: int = 12, seed: int = 7) -> MiniBatch:
-    """Ragged samples of 3 to 14 tokens with prompts of 1 to 5; advantages, weights and a noisy past policy to fill in."""
+    """Ragged samples of 3 to 14 tokens with prompts of 1 to 5, random advantages, token-mean weights."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(3, 15, (num_samples,), generator=generator)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
@@ -96,7 +96,7 @@ def with_past(batch: MiniBatch, log_probs: Tensor) -> MiniBatch:
 
 
 def policy_token_loss(log_probs: Tensor, entropies: Tensor, batch: MiniBatch) -> Tensor:
-    """[T]: PPO with clip-higher and dual clip, k3 KL against the reference, entropy bonus; written out from the papers."""
+    """[T]: PPO with clip-higher and dual clip, k3 KL against the reference, entropy bonus, from the papers."""
     old, ref, advantages = (
         column.to(log_probs.dtype) for column in (batch.old_log_probs, batch.ref_log_probs, batch.advantages)
     )
@@ -113,7 +113,7 @@ class Step:
 
     loss: float
     log_probs: Tensor  # [T], before the step
-    grads: dict[str, Tensor]  # by HF name, before clipping
+    grads: dict[str, Tensor]  # by HF name, after clipping
     grad_norm: float
     weights: dict[str, Tensor]  # by HF name, after the step
 
@@ -133,11 +133,11 @@ def run_steps(model: torch.nn.Module, batch: MiniBatch, loss: str) -> list[Step]
         per_token = policy_token_loss(log_probs, entropies, batch) if loss == "policy" else -log_probs
         value = (per_token * batch.loss_weights.to(per_token.dtype)).sum()
         value.backward()
-        grads = {key: p.grad.clone() for key, p in parameters.items()}
         grad_norm = torch.nn.utils.clip_grad_norm_(parameters.values(), CLIP)
+        grads = {key: p.grad.clone() for key, p in parameters.items()}
         optimizer.step()
         weights = {key: p.detach().clone() for key, p in parameters.items()}
-        steps.append(Step(float(value), log_probs.detach(), grads, float(grad_norm), weights))
+        steps.append(Step(float(value.detach()), log_probs.detach(), grads, float(grad_norm), weights))
     return steps
 
 

@@ -28,8 +28,8 @@ def save_sharded(directory: Path, state: dict[str, Any]) -> None:
     if dist.get_rank() == 0:
         directory.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    # A save that is waited for puts its results into this queue and takes them out in one process. megatron's own choice is
-    # the queue of a manager process, which costs seconds to start and outlives a killed run.
+    # A save that is waited for puts its results into this queue and takes them out in one process. megatron's own
+    # choice is the queue of a manager process, which costs seconds to start and outlives a killed run.
     filesystem_async._results_queue = queue.Queue()
     dist_checkpointing.save(state, str(directory), get_default_save_sharded_strategy("torch_dist"))
 

@@ -11,7 +11,7 @@ from rlhf_megatron.parallel.device import empty_cache, synchronize
 
 
 def move_to_host(tensors: Iterable[Tensor], device: torch.device) -> None:
-    """Put the storage of each tensor into pinned host memory; the tensor objects stay. A no-op where device is the CPU."""
+    """Put the storage of each tensor into pinned host memory; the tensor objects stay. A no-op on a CPU."""
     if device.type == "cpu":
         return
     for tensor in tensors:

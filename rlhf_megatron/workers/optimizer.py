@@ -1,4 +1,4 @@
-"""AdamW with its schedules, through Megatron's optimizer: global-norm clipping, float32 main parameters, skipped steps."""
+"""AdamW and its schedules through Megatron's optimizer: global-norm clipping, float32 main parameters, skipped steps."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _schedules(optimizer: Any, optim: OptimConfig, num_steps: int) -> OptimizerP
         raise ValueError(
             f"weight_decay_end ({end}) must be at least weight_decay ({optim.weight_decay}): the schedule only rises."
         )
-    # The optimizer's groups get their weight decay here, not from their own default: wd_mult is applied by this schedule only.
+    # The groups get their weight decay here and not from the optimizer's default: only this schedule heeds wd_mult.
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0 if optim.lr_warmup_steps > 0 else optim.lr,
@@ -154,8 +154,8 @@ def _schedules(optimizer: Any, optim: OptimConfig, num_steps: int) -> OptimizerP
 def _prepare_torch_adam(optimizer: Any) -> None:
     """Where torch's AdamW stands in for a fused one: its fused kernel, and a state that exists before the first step.
 
-    Megatron's own state initialisation for a checkpoint leaves out "step", which AdamW then misses when the checkpoint was
-    written before the first step.
+    Megatron's own state initialisation for a checkpoint leaves out "step", which AdamW then misses when the checkpoint
+    was written before the first step.
     """
     for part in optimizer.chained_optimizers:
         adam = part.optimizer

@@ -24,7 +24,8 @@ def run_micro_batches(
     """Forward, and backward of the loss that `on_rows` returns, over all micro-batches. All ranks of a replica.
 
     Gradients add up in the main-gradient buffers and are summed over replicas: the loss arrives divided by a global
-    count, and nothing divides after it (models.transformer_config). Returns what `on_rows` collected, in order, on the last stage; [] elsewhere.
+    count, and nothing divides after it (models.transformer_config). Returns what `on_rows` collected, in order, on the
+    last stage; [] elsewhere.
     """
 
     def forward_step(micro_batches: Iterator[MicroBatch], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:

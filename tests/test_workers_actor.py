@@ -1,0 +1,86 @@
+"""The actor against plain transformers: log-probs, gradients and weights after three steps, under every layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import workers_reference as reference
+from dist_pool import DistPool
+from torch import Tensor
+from workers_jobs import RankResult, summed, train, whole
+
+from rlhf_megatron.data.batch import MiniBatch
+from rlhf_megatron.data.plan import restore
+
+pytestmark = pytest.mark.dist
+BAR = 3.0  # times the error that transformers in float32 has against float64
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, a mini-batch, and the same steps in transformers at two precisions."""
+
+    name: str
+    loss: str
+    state: dict[str, Tensor]
+    batch: MiniBatch
+    entropies: Tensor
+    exact: list[reference.Step]  # float64
+    single: list[reference.Step]  # float32
+
+
+@pytest.fixture(scope="module", params=[("qwen3_tied", "policy"), ("llama", "policy"), ("llama", "sft")], ids="-".join)
+def case(request: pytest.FixtureRequest) -> Case:
+    name, loss = request.param
+    model = reference.make_model(name)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    batch = reference.make_batch()
+    with torch.no_grad():
+        log_probs, _ = reference.token_log_probs(model, batch)
+    batch = reference.with_past(batch, log_probs)
+    single = reference.run_steps(model, batch, loss)
+    exact_model = reference.make_model(name).double()
+    with torch.no_grad():
+        _, entropies = reference.token_log_probs(exact_model, batch)
+    return Case(name, loss, state, batch, entropies, reference.run_steps(exact_model, batch, loss), single)
+
+
+def worst(values: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
+    return max(reference.relative_error(values[key], truth[key]) for key in values)
+
+
+def moved(weights: dict[str, Tensor], state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The update: weights after minus weights before."""
+    return {key: weights[key].double() - state[key].double() for key in weights}
+
+
+def gathered_log_probs(results: list[RankResult]) -> tuple[Tensor, Tensor]:
+    leaders = [r for r in results if r.log_probs is not None]
+    merged = restore([r.log_probs for r in leaders], [r.plan for r in leaders])
+    return merged.log_probs, merged.entropies
+
+
+@pytest.mark.parametrize("tp, pp, dp", LAYOUTS)
+def test_three_steps_equal_transformers(dist_pool: DistPool, case: Case, tp: int, pp: int, dp: int) -> None:
+    results = dist_pool.run(
+        train, tp=tp, pp=pp, dp=dp, name=case.name, state=case.state, batch=case.batch, loss=case.loss
+    )
+    log_probs, entropies = gathered_log_probs(results)
+    bound = BAR * max(1e-6, (case.single[0].log_probs - case.exact[0].log_probs).abs().max().item())
+    assert (log_probs - case.exact[0].log_probs).abs().max().item() <= bound
+    assert (entropies - case.entropies).abs().max().item() <= bound
+
+    grads = whole(results, case.name, tp, dp, "grads")
+    assert worst(grads, case.exact[-1].grads) <= BAR * worst(case.single[-1].grads, case.exact[-1].grads)
+    updates = moved(whole(results, case.name, tp, dp, "weights"), case.state)
+    exact = moved(case.exact[-1].weights, case.state)
+    assert worst(updates, exact) <= BAR * worst(moved(case.single[-1].weights, case.state), exact)
+
+    for step in range(reference.STEPS):
+        result = summed(results, step)
+        assert result.grad_norm == pytest.approx(case.exact[step].grad_norm, rel=1e-5)
+        assert result.sums["actor/loss"] == pytest.approx(case.exact[step].loss, abs=2e-6, rel=1e-6)
+        assert (result.lr, result.is_skipped) == (reference.LR, False)
