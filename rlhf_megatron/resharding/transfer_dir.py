@@ -1,0 +1,85 @@
+"""The directory through which buckets travel on one host: made by the controller, removed at the end of a run.
+
+A run that was killed leaves its directory behind, in memory. Each holds a lock that its owner keeps while it lives, so
+the next run tells an abandoned directory from a live one and removes it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+_PREFIX = "rlhf-megatron-"
+_LOCK = "owner.lock"
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+class TransferDir:
+    """A context manager. `path` is readable by this user only."""
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path = path
+        self._lock: int | None = lock
+
+    def close(self) -> None:
+        """Remove the directory. Safe to call twice."""
+        if self._lock is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> TransferDir:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def make_transfer_dir(parent: str | Path | None, num_bytes: int) -> TransferDir:
+    """A fresh directory under `parent`; None: /dev/shm where `num_bytes` (of all senders' buffers) are free, else the
+    temporary directory. Abandoned directories of earlier runs are removed. Raises ValueError when there is no room."""
+    candidates = [Path(parent)] if parent is not None else [_SHARED_MEMORY, Path(tempfile.gettempdir())]
+    room = {}
+    for candidate in candidates:
+        if not candidate.is_dir() or not os.access(candidate, os.W_OK):
+            continue
+        remove_abandoned(candidate)
+        room[candidate] = shutil.disk_usage(candidate).free
+        if room[candidate] >= num_bytes:
+            path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=candidate))
+            return TransferDir(path, _take_lock(path))
+    found = ", ".join(f"{path} has {free} bytes free" for path, free in room.items()) or "not a writable directory"
+    raise ValueError(
+        f"weight buffers need {num_bytes} bytes in {' or '.join(map(str, candidates))}: {found}. Set"
+        " rollout.transfer_dir to a directory with room or lower rollout.update_weights_bucket_megabytes."
+    )
+
+
+def remove_abandoned(parent: Path) -> None:
+    """Remove transfer directories of this user whose owner is gone."""
+    for path in parent.glob(f"{_PREFIX}*"):
+        try:
+            if path.stat().st_uid != os.getuid():
+                continue
+            descriptor = os.open(path / _LOCK, os.O_RDWR)
+        except OSError:
+            continue  # being made or removed by another process
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+        except BlockingIOError:
+            pass  # its owner lives
+        finally:
+            os.close(descriptor)
+
+
+def _take_lock(path: Path) -> int:
+    # Locked under another name first: a lock file that others can see is always held.
+    hidden = path / f".{_LOCK}"
+    descriptor = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    os.rename(hidden, path / _LOCK)
+    return descriptor

@@ -1,0 +1,175 @@
+"""send_weights on real sharded models: what arrives is what transformers would load, at every layout; and aborts."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dist_pool import DistPool
+
+from rlhf_megatron.checkpoint.load_model import load_hf, local_shards
+from rlhf_megatron.checkpoint.random_init import random_hf_tensors, random_source
+from rlhf_megatron.models.families.base import table_for
+from rlhf_megatron.resharding.digest import as_hex, digest
+from rlhf_megatron.resharding.manifest import BucketManifest
+
+CONFIG = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 4,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 21,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+LLAMA = {**CONFIG, "model_type": "llama", "tie_word_embeddings": True}
+SEED = 5
+
+
+def send(
+    world: Any, config: dict, transfer_dir: Path, dtype: str, bucket_bytes: int, fail: str = "", fail_on: str = ""
+) -> dict[str, Any]:
+    """On every rank: build the real model, load it, send it; the deliver callback reads the bucket as an engine does.
+
+    `fail`: "deliver" | "export" | "plan" | "gather", on the rank with coordinates `fail_on`.
+    """
+    from rlhf_megatron.models.build import build_model
+    from rlhf_megatron.resharding.sender import send_weights
+    from rlhf_megatron.rollout.local.weights import open_bucket
+
+    table = table_for(config, world.layout.tp)
+    model = build_model(config, world, torch.float32)
+    load_hf(model.chunks, table, random_source(config, SEED), world.coordinates.tp, world.layout.tp)
+    received: dict[str, torch.Tensor] = {}
+    manifests: list[BucketManifest] = []
+    is_bad = str(world.coordinates) == fail_on
+
+    def deliver(manifest: BucketManifest) -> None:
+        manifest = BucketManifest.from_json(manifest.to_json())
+        if is_bad and fail == "deliver" and manifest.bucket == 1:
+            raise OSError("engine0 said no")
+        bucket = open_bucket(transfer_dir, manifest)
+        manifests.append(manifest)
+        for entry in manifest.tensors:
+            part = bucket[entry.offset : entry.offset + entry.num_bytes].clone()
+            received[entry.name] = part.view(getattr(torch, entry.dtype)).view(entry.shape)
+            assert as_hex(digest(received[entry.name])) == entry.digest
+
+    shards = list(local_shards(model.chunks, table))
+    if is_bad and fail == "export":
+        shards = (_raise() for _ in range(1))
+    if is_bad and fail == "gather":  # a tensor that cannot be packed, in the middle of the stage
+        middle = next(i for i, (rule, _) in enumerate(shards) if rule.layer == 2 and rule.split == "gated_rows")
+        shards[middle] = (shards[middle][0], None)
+    start = time.monotonic()
+    error, report = "", None
+    try:
+        report = send_weights(
+            shards,
+            world,
+            version=3,
+            dtype=getattr(torch, dtype),
+            bucket_bytes=bucket_bytes * 8 if is_bad and fail == "plan" else bucket_bytes,
+            transfer_dir=transfer_dir,
+            deliver=deliver,
+        )
+    except Exception as exception:
+        error = f"{type(exception).__name__}: {exception}"
+    return {
+        "received": received,
+        "manifests": manifests,
+        "report": report,
+        "error": error,
+        "seconds": time.monotonic() - start,
+        "place": str(world.coordinates),
+    }
+
+
+def _raise() -> Any:
+    raise MemoryError("no memory left")
+
+
+def check(results: list[dict[str, Any]], config: dict, dtype: str, num_senders: int) -> None:
+    expected = {n: t.to(getattr(torch, dtype)) for n, t in random_hf_tensors(config, SEED)}
+    assert [r["error"] for r in results] == [""] * len(results)
+    received: dict[str, torch.Tensor] = {}
+    for result in results:
+        assert not received.keys() & result["received"].keys()
+        received |= result["received"]
+        assert result["report"].digests == {n: as_hex(digest(t)) for n, t in result["received"].items()}
+        assert result["report"].num_bytes == sum(t.numel() * t.element_size() for t in result["received"].values())
+        assert [m.bucket for m in result["manifests"]] == list(range(len(result["manifests"])))
+        assert {(m.version, m.sender) for m in result["manifests"]} <= {(3, result["place"])}
+    assert received.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(received[name].view(torch.int16), tensor.view(torch.int16)), name
+    assert sum(bool(r["received"]) for r in results) == num_senders
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("tp", "pp", "dp", "config", "dtype", "bucket_bytes"),
+    [
+        (1, 1, 1, CONFIG, "float32", 1 << 20),
+        (2, 1, 1, LLAMA, "bfloat16", 4096),
+        (1, 2, 1, LLAMA, "bfloat16", 1 << 20),
+        (1, 1, 2, CONFIG, "bfloat16", 4096),
+        (2, 2, 1, CONFIG, "bfloat16", 4096),
+        (2, 2, 1, LLAMA, "float32", 10_000),
+    ],
+)
+def test_what_arrives_is_what_was_loaded(
+    dist_pool: DistPool, tmp_path: Path, tp: int, pp: int, dp: int, config: dict, dtype: str, bucket_bytes: int
+) -> None:
+    results = dist_pool.run(
+        send, tp=tp, pp=pp, dp=dp, config=config, transfer_dir=tmp_path, dtype=dtype, bucket_bytes=bucket_bytes
+    )
+    check(results, config, dtype, num_senders=pp)
+    assert list(tmp_path.iterdir()) == []
+    num_buckets = max(len(r["manifests"]) for r in results)
+    assert num_buckets == 1 if bucket_bytes == 1 << 20 else num_buckets > 3
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("fail", "fail_on", "own", "other"),
+    [
+        ("deliver", "dp0 pp0 tp0", "OSError: engine0 said no", "SyncAbortedError: .* another tensor parallel rank"),
+        ("export", "dp0 pp0 tp1", "MemoryError: no memory left", "SyncAbortedError"),
+        ("gather", "dp0 pp0 tp1", "AttributeError", "SyncAbortedError"),
+        ("plan", "dp0 pp0 tp1", "ValueError: .*planned different", "ValueError: .*planned different"),
+    ],
+)
+def test_failure_on_one_rank_ends_the_sync_on_all(
+    dist_pool: DistPool, tmp_path: Path, fail: str, fail_on: str, own: str, other: str
+) -> None:
+    import re
+
+    results = dist_pool.run(
+        send,
+        tp=2,
+        config=CONFIG,
+        transfer_dir=tmp_path,
+        dtype="bfloat16",
+        bucket_bytes=4096,
+        fail=fail,
+        fail_on=fail_on,
+    )
+    for result in results:
+        assert re.match(own if result["place"] == fail_on else other, result["error"]), result["error"]
+        assert result["seconds"] < 30
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.dist
+def test_failure_of_one_stage_leaves_the_other_stage_to_end(dist_pool: DistPool, tmp_path: Path) -> None:
+    arguments = {"config": CONFIG, "transfer_dir": tmp_path, "dtype": "bfloat16", "bucket_bytes": 4096}
+    results = dist_pool.run(send, tp=2, pp=2, fail="deliver", fail_on="dp0 pp1 tp0", **arguments)
+    errors = [r["error"].partition(":")[0] for r in results]
+    assert errors == ["", "", "OSError", "SyncAbortedError"]

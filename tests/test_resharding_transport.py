@@ -1,0 +1,114 @@
+"""Buckets in shared memory: contents, overlap, errors, clean-up; and the directory they lie in."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf_megatron.resharding.manifest import BucketManifest
+from rlhf_megatron.resharding.shared_memory import SharedMemoryTransport
+from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
+
+
+def manifest(transport: SharedMemoryTransport, bucket: int) -> BucketManifest:
+    return BucketManifest(1, "dp0 pp0 tp0", bucket, transport.file(bucket), 8, ())
+
+
+def test_delivery_runs_while_the_next_bucket_is_filled(tmp_path: Path) -> None:
+    delivered: list[tuple[int, bytes]] = []
+    may_read = threading.Event()
+
+    def deliver(m: BucketManifest) -> None:
+        assert may_read.wait(30)
+        delivered.append((m.bucket, (tmp_path / m.file).read_bytes()))
+
+    transport = SharedMemoryTransport(tmp_path, "dp0 pp0 tp0", 8, 5, deliver)
+    for bucket in range(2):
+        transport.buffer(bucket).fill_(bucket + 1)  # bucket 1 is filled while the delivery of bucket 0 waits
+        transport.send(manifest(transport, bucket))
+    assert delivered == []
+    may_read.set()
+    for bucket in range(2, 5):
+        transport.buffer(bucket).fill_(bucket + 1)
+        transport.send(manifest(transport, bucket))
+    transport.drain()
+    assert delivered == [(i, bytes([i + 1] * 8)) for i in range(5)]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["dp0-pp0-tp0-0.bin", "dp0-pp0-tp0-1.bin"]
+    assert (tmp_path / "dp0-pp0-tp0-0.bin").stat().st_mode & 0o777 == 0o600
+    transport.close()
+    transport.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_failed_delivery_is_raised_when_its_buffer_comes_round_and_by_drain(tmp_path: Path) -> None:
+    def deliver(m: BucketManifest) -> None:
+        if m.bucket == 0:
+            raise OSError("engine0 said no")
+
+    for ask in ("buffer", "drain"):
+        transport = SharedMemoryTransport(tmp_path, "s", 8, 9, deliver)
+        transport.send(manifest(transport, 0))
+        transport.send(manifest(transport, 1))
+        with pytest.raises(OSError, match="engine0 said no"):
+            transport.buffer(2) if ask == "buffer" else transport.drain()
+        transport.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_bucket_takes_one_file_and_leftovers_are_replaced(tmp_path: Path) -> None:
+    (tmp_path / "s-0.bin").write_bytes(b"left by a run that was killed")
+    transport = SharedMemoryTransport(tmp_path, "s", 100, 1, lambda m: None)
+    assert [p.name for p in tmp_path.iterdir()] == ["s-0.bin"]
+    assert transport.buffer(0).shape == (100,) and transport.buffer(0).eq(0).all()
+    transport.close()
+
+
+def test_no_room_is_an_error_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no room for a weight buffer of 1125899906842624000 .*Lower"):
+        SharedMemoryTransport(tmp_path, "s", 1_125_899_906_842_624_000, 2, lambda m: None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_transfer_dir_is_private_and_removed(tmp_path: Path) -> None:
+    with make_transfer_dir(tmp_path, 10) as made:
+        assert made.path.parent == tmp_path and made.path.stat().st_mode & 0o777 == 0o700
+        (made.path / "bucket").write_bytes(b"x")
+        with make_transfer_dir(tmp_path, 10) as other:  # making another leaves a live one alone
+            assert other.path != made.path and (made.path / "bucket").exists()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match=r"weight buffers need 1\d+ bytes .*Set rollout\.transfer_dir"):
+        make_transfer_dir(tmp_path, 10**18)
+    with pytest.raises(ValueError, match="not a writable directory"):
+        make_transfer_dir(tmp_path / "absent", 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_directory_of_a_killed_run_is_removed_by_the_next(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from rlhf_megatron.resharding.transfer_dir import make_transfer_dir\n"
+        "made = make_transfer_dir(sys.argv[1], 1); print(made.path, flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        abandoned = Path(process.stdout.readline().strip())
+        make_transfer_dir(tmp_path, 1).close()
+        assert abandoned.is_dir()  # its owner lives
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    make_transfer_dir(tmp_path, 1).close()
+    assert not abandoned.exists()
+
+
+def test_buffer_is_seen_by_a_reader_of_the_file(tmp_path: Path) -> None:
+    transport = SharedMemoryTransport(tmp_path, "s", 16, 1, lambda m: None)
+    transport.buffer(0).view(torch.float32).copy_(torch.tensor([1.0, -2.0, 3.5, 0.0]))
+    raw = bytearray((tmp_path / transport.file(0)).read_bytes())
+    assert torch.frombuffer(raw, dtype=torch.float32).tolist() == [1.0, -2.0, 3.5, 0.0]
+    transport.close()
