@@ -25,6 +25,8 @@ CPU = torch.device("cpu")
 FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like", "ones_like")
 MODULES = (  # loaded before the names in them are bound; megatron imports some of these late
     "megatron.core.models.gpt",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.optimizer_param_scheduler",
     "megatron.core.optimizer",
     "megatron.core.distributed",
     "megatron.core.pipeline_parallel",
@@ -221,8 +223,11 @@ _state = {"is_applied": False}
 
 
 def apply() -> None:
-    """Replace once in this process; a no-op where CUDA is available. Imports megatron-core."""
-    if _state["is_applied"] or torch.cuda.is_available():
+    """Replace once in this process; later calls bind what was imported since. A no-op where CUDA is available."""
+    if torch.cuda.is_available():
+        return
+    if _state["is_applied"]:
+        rebind()
         return
     _state["is_applied"] = True
     for name in MODULES:

@@ -1,0 +1,102 @@
+"""Core attention over packed documents and rotary positions, against arithmetic written out."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_megatron.models.attention import Run, _by_length, packed_documents
+from rlhf_megatron.models.rotary import rotary_tables, rotate
+
+
+def documents(lengths: list[int]):
+    borders = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    return packed_documents(borders, max(lengths), positions[None])
+
+
+def written_out(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float) -> Tensor:
+    """softmax(q k^T * scale) v per document and head; query head n reads key-value head n // group."""
+    group = q.shape[1] // k.shape[1]
+    out = torch.zeros_like(q)
+    start = 0
+    for length in lengths:
+        for t in range(start, start + length):
+            for head in range(q.shape[1]):
+                scores = torch.stack([q[t, head] @ k[s, head // group] for s in range(start, t + 1)]) * scale
+                out[t, head] = scores.softmax(0) @ v[start : t + 1, head // group]
+        start += length
+    return out
+
+
+@pytest.mark.parametrize("lengths", [[3, 3, 5, 5, 5, 1], [4, 2, 4, 1, 2, 4], [7], [2, 0, 3, 0, 2]])
+@pytest.mark.parametrize("num_groups", [1, 2, 4])
+def test_equals_attention_written_out(lengths: list[int], num_groups: int) -> None:
+    torch.manual_seed(0)
+    total = sum(lengths)
+    q = torch.randn(total, 4, 6, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(total, num_groups, 6, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    weight = torch.randn(total, 4, 6, dtype=torch.float64)
+    scale = 1 / math.sqrt(6)
+    want = written_out(q, k, v, lengths, scale)
+    want_grads = torch.autograd.grad((want * weight).sum(), (q, k, v))
+    got = _by_length(q, k, v, documents(lengths), scale)
+    got_grads = torch.autograd.grad((got * weight).sum(), (q, k, v))
+    torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
+    for a, b in zip(got_grads, want_grads, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
+
+
+def test_equal_lengths_that_lie_together_are_not_moved() -> None:
+    sorted_documents = documents([2, 2, 5, 3, 3, 3])
+    assert sorted_documents.runs == (Run(0, 4, 2), Run(4, 9, 5), Run(9, 18, 3))
+    assert sorted_documents.order is None
+    mixed = documents([2, 3, 2])
+    assert mixed.runs == (Run(0, 4, 2), Run(4, 7, 3))
+    assert mixed.order is not None and mixed.order.tolist() == [0, 1, 5, 6, 2, 3, 4]
+    assert mixed.inverse is not None and mixed.inverse.tolist() == [0, 1, 4, 5, 6, 2, 3]
+
+
+def test_rotation_by_hand_and_its_gradient() -> None:
+    cos, sin = rotary_tables(torch.tensor([0, 1]), head_dim=4, base=100.0, dtype=torch.float64)
+    x = torch.tensor([[[1.0, 2.0, 3.0, 4.0]], [[1.0, 2.0, 3.0, 4.0]]], dtype=torch.float64)
+    fast, slow = 1.0, 0.1  # angle of pairs (x0, x2) and (x1, x3) at position 1: 100^0 and 100^(-1/2)
+    turned = [
+        math.cos(fast) - 3 * math.sin(fast),
+        2 * math.cos(slow) - 4 * math.sin(slow),
+        3 * math.cos(fast) + math.sin(fast),
+        4 * math.cos(slow) + 2 * math.sin(slow),
+    ]
+    got = rotate(x, cos, sin)
+    assert got[0].tolist() == x[0].tolist()
+    torch.testing.assert_close(got[1, 0], torch.tensor(turned, dtype=torch.float64), atol=1e-6, rtol=0)
+    assert torch.autograd.gradcheck(lambda x: rotate(x, cos, sin), (x.requires_grad_(),))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_groups", [2, 4])
+def test_varlen_kernel_equals_the_float32_path(num_groups: int) -> None:
+    from rlhf_megatron.models.attention import _varlen
+
+    torch.manual_seed(0)
+    lengths = [3, 17, 1, 64, 5]
+    q = torch.randn(sum(lengths), 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    k, v = (
+        torch.randn(sum(lengths), num_groups, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(2)
+    )
+    borders = torch.tensor([0, *lengths], device="cuda").cumsum(0, dtype=torch.int32)
+    docs = packed_documents(borders, 64, torch.cat([torch.arange(n) for n in lengths]).cuda())
+    want = _by_length(q.float(), k.float(), v.float(), docs, 0.125)
+    got = _varlen(q, k, v, docs, 0.125)
+    torch.testing.assert_close(got.float(), want, atol=2e-2, rtol=2e-2)
+    weight = torch.randn_like(want)
+    for a, b in zip(
+        torch.autograd.grad((got.float() * weight).sum(), (q, k, v)),
+        torch.autograd.grad((want * weight).sum(), (q, k, v)),
+        strict=True,
+    ):
+        torch.testing.assert_close(a.float(), b.float(), atol=5e-2, rtol=5e-2)

@@ -1,0 +1,98 @@
+"""The two patch modules: what they replace, what they leave alone, and which versions they accept."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_pool import DistPool
+
+from rlhf_megatron.parallel import cpu_platform, mcore_fixes
+from rlhf_megatron.parallel.mcore_patch import Patch, apply_all, check_version
+from rlhf_megatron.parallel.prepare import prepare_megatron
+from rlhf_megatron.parallel.world import World
+
+needs_no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU platform is applied without CUDA only")
+
+
+@pytest.mark.parametrize("version", ["0.16.1", "0.16.1+local", "0.17.0", "0.19.2", "0.19.0rc1"])
+def test_supported_versions(version: str) -> None:
+    check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.16.0", "0.15.3", "0.20.0", "1.0.0"])
+def test_other_versions_are_named(version: str) -> None:
+    with pytest.raises(RuntimeError, match=rf"megatron-core {version} is installed, supported are 0.16.1 to 0.19.x"):
+        check_version(version)
+
+
+def test_installed_version_is_supported() -> None:
+    check_version()
+
+
+def test_every_patch_has_a_symbol_and_a_reason() -> None:
+    for patch in (*cpu_platform.PATCHES, *mcore_fixes.PATCHES):
+        assert patch.symbol and len(patch.reason) > 20
+
+
+def test_a_symbol_that_is_gone_is_named() -> None:
+    def broken() -> None:
+        raise AttributeError("no such name")
+
+    with pytest.raises(RuntimeError, match=r"cannot replace optimizer.thing \(it is wrong\): no such name"):
+        apply_all([Patch("optimizer.thing", "it is wrong", broken)])
+
+
+@needs_no_cuda
+def test_torch_itself_is_left_alone() -> None:
+    prepare_megatron()
+    from megatron.core.pipeline_parallel import schedules
+
+    assert schedules.torch is not torch
+    assert schedules.torch.zeros([], device="cuda").device.type == "cpu"
+    assert schedules.torch.float32 is torch.float32
+    assert not hasattr(torch.zeros, "__wrapped__")
+    with pytest.raises((RuntimeError, AssertionError)):
+        torch.zeros([], device="cuda")
+    importlib.import_module("torch._dynamo")  # breaks where functions of torch are replaced in place
+
+
+@needs_no_cuda
+def test_fused_functions_run_uncompiled_whoever_imported_megatron_first() -> None:
+    prepare_megatron()
+    from megatron.core.fusions import fused_bias_swiglu
+    from megatron.core.transformer.attention import Attention
+
+    for function in (fused_bias_swiglu.swiglu, fused_bias_swiglu.swiglu_back, Attention._apply_output_gate):
+        assert not hasattr(function, "_torchdynamo_orig_callable")
+
+
+def test_start_is_quiet() -> None:
+    code = "import rlhf_megatron; from rlhf_megatron.parallel.prepare import prepare_megatron; prepare_megatron()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+
+def uneven(world: World) -> tuple[list[list[int]], list[int]]:
+    from megatron.core.tensor_parallel import mappings
+
+    distributed = mappings.torch.distributed
+    mine = torch.arange(world.rank + 1)  # rank 0 has one entry, rank 1 two
+    gathered = [torch.empty(1, dtype=torch.int64), torch.empty(2, dtype=torch.int64)]
+    distributed.all_gather(gathered, mine, group=world.tp_group)
+    part = torch.empty(world.rank + 1, dtype=torch.int64)
+    distributed.reduce_scatter(part, [torch.tensor([1]), torch.tensor([10, 20])], group=world.tp_group)
+    assert dist.all_gather is not distributed.all_gather
+    return [t.tolist() for t in gathered], part.tolist()
+
+
+@pytest.mark.dist
+def test_uneven_collectives(dist_pool: DistPool) -> None:
+    first, second = dist_pool.run(uneven, tp=2)
+    assert first == ([[0], [0, 1]], [2])
+    assert second == ([[0], [0, 1]], [20, 40])
