@@ -1,4 +1,4 @@
-"""AdamW and its schedules through Megatron's optimizer: global-norm clipping, float32 main parameters, skipped steps."""
+"""AdamW and its schedules through Megatron's optimizer: clipping, float32 main parameters, skipped steps."""
 
 from __future__ import annotations
 

@@ -1,0 +1,151 @@
+"""What an actor keeps and refuses: checkpoints under another layout, skipped steps, fresh optimizers, empty replicas."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import workers_reference as reference
+from dist_pool import DistPool, JobError
+from torch import Tensor
+from workers_jobs import CONFIG, RankResult, make_actor, shards, share, summed, train, whole
+
+from rlhf_megatron.config.schema import OptimConfig
+from rlhf_megatron.data.batch import MiniBatch, select
+from rlhf_megatron.parallel.world import World
+
+pytestmark = pytest.mark.dist
+NAME = "qwen3_tied"
+
+
+@pytest.fixture(scope="module")
+def state() -> dict[str, Tensor]:
+    return {key: value.clone() for key, value in reference.make_model(NAME).state_dict().items()}
+
+
+def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    return max(reference.relative_error(a[key], b[key]) for key in a)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_checkpoint_goes_on_under_another_layout(
+    dist_pool: DistPool, state: dict[str, Tensor], tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """Weights right after a load prove little: moments and step counts show in the step after it."""
+    directory = tmp_path / "checkpoint"
+    common: dict[str, Any] = {"name": NAME, "state": state, "batch": reference.make_batch(), "loss": "sft"}
+    through = dist_pool.run(train, tp=2, pp=1, num_steps=3, dtype=dtype, **common)
+    dist_pool.run(train, tp=2, pp=1, num_steps=2, dtype=dtype, directory=directory, **common)
+    expected = whole(through, NAME, 2, 1, "weights")
+    before = {key: value.to(dtype) for key, value in state.items()}
+    bound = 2e-5 if dtype == torch.float32 else 3e-2
+    for tp, pp in ((2, 1), (1, 2)):
+        resumed = dist_pool.run(
+            train, tp=tp, pp=pp, num_steps=1, dtype=dtype, directory=directory, is_loading=True, **common
+        )
+        weights = whole(resumed, NAME, tp, 1, "weights")
+        moved = {key: weights[key].float() - before[key].float() for key in weights}
+        wanted = {key: expected[key].float() - before[key].float() for key in weights}
+        assert largest_difference(moved, wanted) <= (0.0 if tp == 2 else bound)
+        assert summed(resumed, 0).lr == summed(through, 2).lr
+
+
+def test_a_checkpoint_of_another_model_is_refused(
+    dist_pool: DistPool, state: dict[str, Tensor], tmp_path: Path
+) -> None:
+    common: dict[str, Any] = {"batch": reference.make_batch(), "loss": "sft", "num_steps": 0}
+    dist_pool.run(train, name=NAME, state=state, directory=tmp_path / "tied", **common)
+    other = reference.make_model("llama").state_dict()
+    with pytest.raises(JobError, match=r"output_layer.weight is missing"):
+        dist_pool.run(train, name="llama", state=other, directory=tmp_path / "tied", is_loading=True, **common)
+    with pytest.raises(JobError, match=r"nowhere is not a checkpoint"):
+        dist_pool.run(train, name=NAME, state=state, directory=tmp_path / "nowhere", is_loading=True, **common)
+
+
+def poisoned_update(world: World, state: dict[str, Tensor], batch: MiniBatch) -> tuple[Any, Any, bool, RankResult]:
+    """An update whose loss weight is infinite in one replica only, then a sound one; (bad, good, is unchanged, end)."""
+    actor = make_actor(world, NAME, state)
+    shard, plan = share(world, batch, 40)
+    weights = shard.loss_weights.clone()
+    if world.coordinates.dp == 0:
+        weights[shard.response_mask.nonzero()[0]] = float("inf")
+    _, before = shards(actor)
+    bad = actor.update(replace(shard, loss_weights=weights), plan, reference.TEMPERATURE, "sft")
+    _, after = shards(actor)
+    good = actor.update(shard, plan, reference.TEMPERATURE, "sft")
+    same = all(torch.equal(before[key], after[key]) for key in before)
+    return bad, good, same, RankResult(None, [good], *shards(actor), plan)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_on_any_rank(
+    dist_pool: DistPool, state: dict[str, Tensor]
+) -> None:
+    batch = reference.make_batch()
+    poisoned = dist_pool.run(poisoned_update, pp=2, dp=2, state=state, batch=batch)
+    clean = dist_pool.run(train, pp=2, dp=2, name=NAME, state=state, batch=batch, loss="sft", num_steps=1)
+    assert all(is_same for _, _, is_same, _ in poisoned)
+    trained = whole([result for _, _, _, result in poisoned], NAME, 1, 2, "weights")
+    assert largest_difference(trained, whole(clean, NAME, 1, 2, "weights")) == 0.0
+    bad = [update for update, _, _, _ in poisoned if update is not None]
+    good = [update for _, update, _, _ in poisoned if update is not None]
+    assert [update.is_skipped for update in bad] == [True, True]
+    assert [update.is_skipped for update in good] == [False, False]
+
+
+def test_a_replica_with_only_no_op_samples_takes_part(dist_pool: DistPool, state: dict[str, Tensor]) -> None:
+    """One sample over two replicas: the second has none, and the step is that of one replica."""
+    sample = select(reference.make_batch(), [3])
+    common: dict[str, Any] = {"name": NAME, "state": state, "batch": sample, "loss": "sft", "num_steps": 2}
+    alone = dist_pool.run(train, **common)
+    spread = dist_pool.run(train, tp=2, dp=2, **common)
+    error = largest_difference(whole(spread, NAME, 2, 2, "grads"), whole(alone, NAME, 1, 1, "grads"))
+    assert error <= 1e-5
+    assert summed(spread, 1).grad_norm == pytest.approx(summed(alone, 1).grad_norm, rel=1e-5)
+    assert summed(spread, 1).sums["actor/loss"] == pytest.approx(summed(alone, 1).sums["actor/loss"], rel=1e-5)
+
+
+def test_loss_and_gradient_do_not_depend_on_the_token_budget(dist_pool: DistPool, state: dict[str, Tensor]) -> None:
+    common: dict[str, Any] = {"name": NAME, "state": state, "batch": reference.make_batch(), "loss": "sft", "pp": 2}
+    runs = {budget: dist_pool.run(train, token_budget=budget, num_steps=1, **common) for budget in (14, 33, 1000)}
+    assert len({len(run[0].plan.micro_batches) for run in runs.values()}) == 3
+    whole_batch = whole(runs[1000], NAME, 1, 1, "grads")
+    for budget in (14, 33):
+        assert largest_difference(whole(runs[budget], NAME, 1, 1, "grads"), whole_batch) <= 1e-5
+        assert summed(runs[budget], 0).sums["actor/loss"] == pytest.approx(
+            summed(runs[1000], 0).sums["actor/loss"], rel=1e-6
+        )
+
+
+def schedules(world: World, state: dict[str, Tensor], batch: MiniBatch) -> list[tuple[float, float, float]]:
+    """(lr, weight decay of matrices, weight decay of norms) at each step of a warm-up phase, then of a fresh one."""
+    from workers_jobs import StateSource
+
+    from rlhf_megatron.workers.actor import MegatronActor, Phase
+
+    warm = OptimConfig(lr=1e-3, lr_warmup_steps=2, lr_decay_style="linear", weight_decay=0.1, weight_decay_end=0.3)
+    phases = {"warmup": Phase(warm, 4), "rl": Phase(OptimConfig(lr=5e-4, weight_decay=0.2), 10)}
+    actor = MegatronActor(reference.HF_CONFIGS[NAME], StateSource(state), world, torch.float32, CONFIG, phases)
+    shard, plan = share(world, batch, 1000)
+    seen = []
+    for phase, count in (("warmup", 4), ("rl", 1)):
+        if phase == "rl":
+            actor.reset_optimizer("rl")
+        for _ in range(count):
+            result = actor.update(shard, plan, 1.0, "sft")
+            groups = actor.optimizer.megatron.param_groups
+            decay = {p.dim() > 1: group["weight_decay"] for group in groups for p in group["params"]}
+            seen.append((result.lr, decay[True], decay[False]))
+    moments = [s["step"].item() for s in actor.optimizer.megatron.chained_optimizers[0].optimizer.state.values()]
+    assert set(moments) == {1.0}, "the fresh optimizer has counted the warm-up's steps"
+    return seen
+
+
+def test_schedules_and_a_fresh_optimizer(dist_pool: DistPool, state: dict[str, Tensor]) -> None:
+    """Warm-up 0 -> 1e-3 in two steps, then linearly to 0 at the fourth; weight decay 0.1 -> 0.3; norms are exempt."""
+    (seen,) = dist_pool.run(schedules, state=state, batch=reference.make_batch())
+    assert [lr for lr, _, _ in seen] == pytest.approx([5e-4, 1e-3, 5e-4, 0.0, 5e-4])
+    assert [decay for _, decay, _ in seen] == pytest.approx([0.15, 0.2, 0.25, 0.3, 0.2])
+    assert [decay for _, _, decay in seen] == [0.0] * 5
