@@ -4,6 +4,7 @@ Field names are the field's own where one exists (see docs/config.md). Parameter
 losses, rewards, tasks) are free mappings here and are checked against the part's own dataclass before anything starts.
 """
 
+# ruff: noqa: RUF009  (doc() makes a field)
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -59,7 +60,9 @@ class OptimConfig:
     lr_decay_steps: int | None = doc("optimizer steps until min_lr; null: all of the run", None)
     min_lr: float = doc("floor of the schedule", 0.0)
     weight_decay: float = doc("decoupled; norms and biases are exempt", 0.01)
-    weight_decay_end: float | None = doc("linear weight-decay schedule to this value over the run; null: constant", None)
+    weight_decay_end: float | None = doc(
+        "linear weight-decay schedule to this value over the run; null: constant", None
+    )
     betas: tuple[float, float] = doc("Adam betas", (0.9, 0.95))
     eps: float = doc("Adam epsilon", 1e-8)
     clip_grad: float = doc("maximum global gradient norm; 0: off", 1.0)

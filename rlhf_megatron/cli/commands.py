@@ -1,0 +1,63 @@
+"""The table of subcommands. A new one is one entry here and one file; only what is called is imported."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Command:
+    """`run` is "module:function"; the function takes the parsed arguments and returns an exit code or None for 0.
+
+    `add_arguments` must import nothing heavy: it runs for every call of the program.
+    """
+
+    name: str
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: str
+
+
+def add_run_config(parser: argparse.ArgumentParser) -> None:
+    """The arguments `config` (Path) and `overrides` (list of "key=value"), which most subcommands have."""
+    parser.add_argument("config", metavar="RUN.yaml", type=Path, help="configuration of the run")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="settings over those of the file")
+
+
+def _train(parser: argparse.ArgumentParser) -> None:
+    add_run_config(parser)
+    parser.add_argument("--record", action="store_true", help="write every step's batches, for --replay")
+    parser.add_argument(
+        "--replay", metavar="STEP", type=int, help="train on the recorded batches of a step, no engines"
+    )
+
+
+def _config(parser: argparse.ArgumentParser) -> None:
+    module = "rlhf_megatron.cli.config_command"
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    show = actions.add_parser("show", help="each resolved value and where it came from")
+    add_run_config(show)
+    show.add_argument("--yaml", action="store_true", help="as one YAML file that can be loaded again")
+    show.set_defaults(run=f"{module}:show")
+    check = actions.add_parser("check", help="find everything that is wrong, start nothing")
+    add_run_config(check)
+    check.add_argument("--no-files", action="store_true", help="leave out model, tokenizer and data on disk")
+    check.set_defaults(run=f"{module}:check")
+    reference = actions.add_parser("reference", help="all settings as Markdown")
+    reference.add_argument("--write", metavar="FILE", type=Path, help="to this file instead of standard output")
+    reference.set_defaults(run=f"{module}:reference")
+    for action in (show, check, reference):
+        add_traceback(action)
+
+
+def add_traceback(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--traceback", action="store_true", default=argparse.SUPPRESS, help="show where an error arose")
+
+
+COMMANDS = (
+    Command("train", "train a policy", _train, "rlhf_megatron.cli.train:train"),
+    Command("config", "show, check or document configurations", _config, ""),
+)

@@ -1,0 +1,79 @@
+"""The command `rlhf-megatron`: parses, imports what the subcommand needs, and turns errors into exit codes.
+
+Exit codes: 0 done; 1 an error that the message explains; 2 wrong arguments or configuration; 130 interrupted. An error
+that a user cannot have caused is not caught: it keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from rlhf_megatron import __version__
+from rlhf_megatron.cli.commands import COMMANDS, add_traceback
+from rlhf_megatron.config.errors import ConfigError
+
+USAGE_ERROR = 2
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All subcommands of `COMMANDS`. `args.run` names the function to call."""
+    parser = argparse.ArgumentParser(prog="rlhf-megatron", description="Megatron-centric reinforcement learning.")
+    parser.add_argument("--version", action="version", version=__version__)
+    add_traceback(parser)
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        sub = subparsers.add_parser(command.name, help=command.help)
+        if command.run:
+            sub.set_defaults(run=command.run)
+            add_traceback(sub)
+        command.add_arguments(sub)
+    return parser
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Overrides may stand before, between and after options, which argparse alone does not allow."""
+    parser = build_parser()
+    args, rest = parser.parse_known_args(argv)
+    strange = [item for item in rest if item.startswith("-") or "=" not in item or not hasattr(args, "overrides")]
+    if strange:
+        parser.error(f"unrecognized arguments: {' '.join(strange)}")
+    if rest:
+        args.overrides = [*args.overrides, *rest]
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one subcommand and returns the exit code."""
+    args = parse_arguments(argv)
+    module, _, function = args.run.partition(":")
+    try:
+        return getattr(importlib.import_module(module), function)(args) or 0
+    except ConfigError as error:
+        if hasattr(args, "traceback"):
+            raise
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # under torchrun all ranks of a node find the same
+            _complain(f"{_where(args)}: {len(error.problems)} problem(s)", *(f"  {p}" for p in error.problems))
+        return USAGE_ERROR
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, OSError) as error:
+        if hasattr(args, "traceback"):
+            raise
+        _complain(f"error: {error}")
+        return 1
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        return 130
+
+
+def _where(args: argparse.Namespace) -> str:
+    return f"configuration {args.config}" if hasattr(args, "config") else "configuration"
+
+
+def _complain(*lines: str) -> None:
+    sys.stderr.write("\n".join(lines) + "\n")

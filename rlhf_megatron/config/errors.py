@@ -1,0 +1,26 @@
+"""What is wrong with a configuration: problems are gathered and raised all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing to mend. `text` carries the value, the rule and the fix."""
+
+    text: str
+    keys: tuple[str, ...] = ()  # full key paths that it is about, the one to mend first
+    where: str = ""  # file:line or "command line"
+
+    def __str__(self) -> str:
+        return f"{self.text} [{self.where}]" if self.where else self.text
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a configuration, one line a problem."""
+
+    def __init__(self, problems: Sequence[Problem | str]) -> None:
+        self.problems = [str(problem) for problem in problems]
+        super().__init__("\n".join(self.problems))

@@ -1,0 +1,78 @@
+"""Rules on what a configuration points to: model and tokenizer directories, data files, the transfer directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+from rlhf_megatron.config.errors import Problem
+from rlhf_megatron.config.model_rules import model_problems
+from rlhf_megatron.config.schema import RunConfig
+
+SAME_IN_REFERENCE = ("model_type", "vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads")
+
+
+def file_problems(config: RunConfig) -> Iterator[Problem]:
+    """What is missing or does not fit. Only small files are read; weights are looked for, not opened."""
+    hf_config = None
+    if config.model.path:
+        hf_config = yield from _model_dir("model.path", config.model.path, config.model.init_seed is None)
+    if hf_config is not None:
+        yield from model_problems(config, hf_config)
+    yield from _tokenizer(config)
+    if config.actor.use_kl_loss and config.reference.path:
+        yield from _reference(config.reference.path, hf_config)
+    for key, files in (("data.train_files", config.data.train_files), ("data.val_files", config.data.val_files)):
+        for file in files:
+            if not Path(file).is_file():
+                yield Problem(f"{key} ({file}) does not exist; correct the path.", (key,))
+    if config.rollout.transfer_dir is not None and not Path(config.rollout.transfer_dir).is_dir():
+        key = "rollout.transfer_dir"
+        yield Problem(f"{key} ({config.rollout.transfer_dir}) must be a directory; make it or remove the key.", (key,))
+
+
+def _model_dir(key: str, path: str, with_weights: bool) -> Generator[Problem, None, dict[str, Any] | None]:
+    """Yields what is missing; returns the parsed config.json."""
+    directory = Path(path)
+    if not directory.is_dir():
+        yield Problem(f"{key} ({path}) is not a directory; correct it, or make or fetch the model first.", (key,))
+        return None
+    if with_weights and not any(directory.glob("*.safetensors")):
+        seed = "; put weights there, or set model.init_seed for random ones" if key == "model.path" else ""
+        yield Problem(f"{key} ({path}) has no *.safetensors{seed}.", (key,))
+    file = directory / "config.json"
+    if not file.is_file():
+        yield Problem(f"{key} ({path}) has no config.json; name a model in Hugging Face layout.", (key,))
+        return None
+    try:
+        parsed = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        yield Problem(f"{file} cannot be read as JSON ({error}); mend or fetch it again.", (key,))
+        return None
+    if not isinstance(parsed, dict):
+        yield Problem(f"{file} must hold a JSON object; mend or fetch it again.", (key,))
+        return None
+    return parsed
+
+
+def _tokenizer(config: RunConfig) -> Iterator[Problem]:
+    key = "model.path" if config.model.tokenizer_path is None else "model.tokenizer_path"
+    path = config.model.tokenizer_path or config.model.path
+    if path and (key != "model.path" or Path(path).is_dir()) and not (Path(path) / "tokenizer.json").is_file():
+        yield Problem(
+            f"{key} ({path}) has no tokenizer.json; set model.tokenizer_path to a directory that has.", (key,)
+        )
+
+
+def _reference(path: str, hf_config: dict[str, Any] | None) -> Iterator[Problem]:
+    key = "reference.path"
+    found = yield from _model_dir(key, path, with_weights=True)
+    for name in SAME_IN_REFERENCE:
+        if found is not None and hf_config is not None and found.get(name) != hf_config.get(name):
+            yield Problem(
+                f"{key}: {name} ({found.get(name)}) must be that of model.path ({hf_config.get(name)}); choose a"
+                " reference of the same architecture.",
+                (key, "model.path"),
+            )

@@ -1,0 +1,66 @@
+"""Settings that would be ignored. Each is an error, except where a later layer switched off what an earlier one set.
+
+A base file may configure the KL term and `actor.use_kl_loss=false` on the command line may switch it off; but whoever
+writes a setting beside, or after, the switch that makes it idle expects it to act.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlhf_megatron.config.errors import Problem
+from rlhf_megatron.config.keys import value_of
+from rlhf_megatron.config.provenance import Loaded
+
+FILE_KEYS = ("data.prompt_key", "data.label_key", "data.skip_bad_rows")
+
+
+def ignored(loaded: Loaded) -> Iterator[Problem]:
+    """One problem for each setting that somebody wrote and nothing will read."""
+    for is_idle, keys, switch, fix in _idle_settings(loaded):
+        if not is_idle:
+            continue
+        for prefix in keys:
+            for key in loaded.set_keys(prefix):
+                if loaded.origin(key).layer >= loaded.layer(switch):
+                    yield Problem(
+                        f"{key} ({_show(value_of(loaded.config, key))}) would be ignored because {switch} is"
+                        f" {_show(value_of(loaded.config, switch))}; remove it, or {fix}.",
+                        (key, switch),
+                    )
+
+
+def _idle_settings(loaded: Loaded) -> Iterator[tuple[bool, tuple[str, ...], str, str]]:
+    """(whether the settings are idle, the settings, the switch that decides, how to make them act)."""
+    c = loaded.config
+    no_kl = not c.actor.use_kl_loss
+    yield no_kl, ("actor.kl_loss_coef", "actor.kl_loss_type", "reference"), "actor.use_kl_loss", "set it to true"
+    yield c.rollout.engine != "sglang", ("rollout.sglang",), "rollout.engine", "set that to sglang"
+    own_servers = tuple(
+        f"rollout.{name}" for name in ("num_engines", "max_num_seqs", "max_num_batched_tokens", "sglang")
+    )
+    is_external = bool(c.rollout.endpoints) and c.rollout.engine == "sglang"
+    yield is_external, own_servers, "rollout.endpoints", "let the run start its own engines (endpoints: [])"
+    yield c.data.task is not None, FILE_KEYS, "data.task", "use files (task: null)"
+    yield c.data.task is None, ("data.task_params",), "data.task", "name a task"
+    warmup = ("batch_size", "stop_accuracy", "test_freq", "test_samples", "optim")
+    keys = tuple(f"warmup.{name}" for name in warmup)
+    yield c.warmup.max_steps == 0, keys, "warmup.max_steps", "give that a number of steps"
+    for section, optim in (("actor", c.actor.optim), ("warmup", c.warmup.optim)):
+        keys = (f"{section}.optim.min_lr", f"{section}.optim.lr_decay_steps")
+        switch = f"{section}.optim.lr_decay_style"
+        yield optim.lr_decay_style == "constant", keys, switch, "choose a style that decays"
+    is_float32 = c.model.dtype == "float32" and c.rollout.dtype in (None, "float32")
+    bounds = tuple(f"checks.log_prob_{name}" for name in ("p50_abs_diff", "p99_abs_diff", "mean_kl"))
+    yield is_float32, bounds, "model.dtype", "bound checks.log_prob_max_abs_diff, which float32 is held to"
+    decides = "model.dtype" if c.model.dtype == "bfloat16" else "rollout.dtype"
+    fix = "bound checks.log_prob_p50_abs_diff, log_prob_p99_abs_diff and log_prob_mean_kl, which bfloat16 is held to"
+    yield not is_float32, ("checks.log_prob_max_abs_diff",), decides, fix
+    is_never = c.trainer.test_freq > c.trainer.total_training_steps
+    yield is_never, ("trainer.test_freq",), "trainer.total_training_steps", "make it smaller than that"
+
+
+def _show(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(list(value) if isinstance(value, tuple) else value)

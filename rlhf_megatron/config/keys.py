@@ -1,0 +1,101 @@
+"""Key paths of a tree of configuration dataclasses, and the nearest one to a misspelt path."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
+from typing import Any, get_type_hints
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A setting: its full key path, annotated type and one-line description."""
+
+    key: str
+    type: Any
+    doc: str
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """What a misspelt key may have meant. `text` is a whole sentence or empty."""
+
+    text: str
+    keys: tuple[str, ...] = ()
+
+
+def join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+@cache
+def field_types(cls: type) -> dict[str, Any]:
+    """Field name -> resolved annotation, of a dataclass."""
+    hints = get_type_hints(cls)
+    return {f.name: hints[f.name] for f in fields(cls)}
+
+
+def leaves(cls: type, path: str = "") -> Iterator[Leaf]:
+    """All settings below a dataclass, in the order of the schema. Sections are walked, not returned."""
+    types = field_types(cls)
+    for f in fields(cls):
+        key = join(path, f.name)
+        if isinstance(types[f.name], type) and is_dataclass(types[f.name]):
+            yield from leaves(types[f.name], key)
+        else:
+            yield Leaf(key, types[f.name], f.metadata.get("doc", ""))
+
+
+@cache
+def leaf_keys(cls: type) -> tuple[str, ...]:
+    return tuple(leaf.key for leaf in leaves(cls))
+
+
+@cache
+def section_keys(cls: type) -> tuple[str, ...]:
+    """Full key paths of all sections below a dataclass."""
+    found = []
+    for key in leaf_keys(cls):
+        parts = key.split(".")
+        found += [".".join(parts[:depth]) for depth in range(1, len(parts))]
+    return tuple(dict.fromkeys(found))
+
+
+def value_of(config: Any, key: str) -> Any:
+    """The value at a full key path; entries of free mappings are reached by their name."""
+    value = config
+    for name in key.split("."):
+        value = value[name] if isinstance(value, dict) else getattr(value, name)
+    return value
+
+
+def has_default(cls: type, name: str) -> bool:
+    found = next(f for f in fields(cls) if f.name == name)
+    return found.default is not MISSING or found.default_factory is not MISSING
+
+
+def nearest(path: str, known: Sequence[str]) -> Suggestion:
+    """The known keys that an unknown `path` may have meant: the same name elsewhere, else a similar spelling."""
+    section, _, name = path.rpartition(".")
+    elsewhere = [key for key in known if key.rpartition(".")[2] == name]
+    siblings = [key for key in known if key.rpartition(".")[0] == section]
+    near_names = difflib.get_close_matches(name, [key.rpartition(".")[2] for key in siblings], n=1, cutoff=0.75)
+    if near_names:
+        return _did_you_mean([join(section, near_names[0])])
+    if elsewhere:
+        best = difflib.get_close_matches(path, elsewhere, n=3, cutoff=0.0)
+        return Suggestion(f"A key of that name exists as {' and '.join(best)}.", tuple(best))
+    near_names = difflib.get_close_matches(name, [key.rpartition(".")[2] for key in siblings], n=1, cutoff=0.6)
+    if near_names:
+        return _did_you_mean([join(section, near_names[0])])
+    near = difflib.get_close_matches(path, known, n=1, cutoff=0.6)
+    if not near:
+        by_name = {key.rpartition(".")[2]: key for key in known}
+        near = [by_name[n] for n in difflib.get_close_matches(name, by_name, n=1, cutoff=0.7)]
+    return _did_you_mean(near)
+
+
+def _did_you_mean(keys: Sequence[str]) -> Suggestion:
+    return Suggestion(f"Did you mean {keys[0]}?", tuple(keys)) if keys else Suggestion("")

@@ -1,0 +1,145 @@
+"""A run's YAML file, the files that it extends and the overrides of the command line, as one typed configuration."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rlhf_megatron.config.convert import BROKEN, Converter
+from rlhf_megatron.config.errors import ConfigError, Problem
+from rlhf_megatron.config.overrides import parse_overrides
+from rlhf_megatron.config.provenance import Loaded
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.source import MappingNode, Node, Scalar, SequenceNode, merge, parse
+from rlhf_megatron.config.validate import problems_of, problems_of_files
+from rlhf_megatron.config.verl_names import has_known_below, suggest
+
+EXTENDS = "extends"
+
+
+def load_run_config(path: str | Path, overrides: Sequence[str] = (), with_files: bool = True) -> Loaded:
+    """The configuration of a run, fully checked; nothing but files is touched.
+
+    `with_files`: also check what the configuration points to (model, tokenizer, data). Without, a file may name a model
+    that is made later. Raises ConfigError with every problem: syntax, unknown keys, types, contradictions, the model.
+    """
+    loaded, problems, broken = _read(path, overrides)
+    rules = problems_of(loaded) + (problems_of_files(loaded) if with_files else [])
+    # A rule that looks at a value which could not be read would only repeat the first message in other words.
+    problems += [p for p in rules if not any(_overlap(key, b) for key in p.keys for b in broken)]
+    if problems:
+        raise ConfigError(problems)
+    return loaded
+
+
+def read_run_config(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
+    """The configuration of a run, typed but without the rules between settings. Raises ConfigError."""
+    loaded, problems, _ = _read(path, overrides)
+    if problems:
+        raise ConfigError(problems)
+    return loaded
+
+
+def _overlap(key: str, other: str) -> bool:
+    return key == other or key.startswith(other + ".") or other.startswith(key + ".")
+
+
+def _read(path: str | Path, overrides: Sequence[str]) -> tuple[Loaded, list[Problem], set[str]]:
+    files = _Files()
+    files.read(Path(path), None)
+    try:
+        trees = parse_overrides(overrides, layer=files.num_layers)
+    except ConfigError as error:
+        trees = []
+        files.problems += [Problem(text) for text in error.problems]
+    tree = files.tree
+    for override in trees:
+        tree = merge(tree, override)
+    converter = Converter(suggest, has_known_below)
+    config = converter.section(RunConfig, tree, "", RunConfig())
+    assert config is not BROKEN
+    if files.problems:  # what an unreadable file would have set is unknown: no rule can be trusted
+        raise ConfigError([*files.problems, *converter.problems])
+    return Loaded(config, converter.provenance), converter.problems, converter.broken
+
+
+class _Files:
+    """Merges a file over the files that it extends, each read once."""
+
+    def __init__(self) -> None:
+        self.tree: Node = MappingNode({}, Loaded.of_nothing().origin(""))
+        self.num_layers = 0
+        self.problems: list[Problem] = []
+        self._done: set[Path] = set()
+        self._open: list[Path] = []
+
+    def read(self, path: Path, where: str | None) -> None:
+        """`where`: file:line of the `extends` that names it, None for the run's own file."""
+        real = path.resolve()
+        if real in self._open:
+            chain = " -> ".join(p.name for p in [*self._open[self._open.index(real) :], real])
+            self.problems.append(Problem(f"extends goes in a circle ({chain}); remove one of them.", where=where or ""))
+            return
+        if real in self._done:
+            return
+        node = self._parse(path, where)
+        if node is None:
+            return
+        self._open.append(real)
+        for base, base_where in self._bases(node, path):
+            self.read(base, base_where)
+        self._open.pop()
+        self._done.add(real)
+        items = {key: _in_layer(item, self.num_layers) for key, item in node.items.items() if key != EXTENDS}
+        if items:
+            self.tree = merge(self.tree, MappingNode(items, replace(node.origin, layer=self.num_layers)))
+        self.num_layers += 1
+
+    def _parse(self, path: Path, where: str | None) -> MappingNode | None:
+        source = display(path)
+        try:
+            node = parse(path.read_text(encoding="utf-8"), source, 0)
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            self.problems.append(Problem(f"cannot read {source}: {reason}; correct the path.", where=where or ""))
+        except ConfigError as error:
+            self.problems += [Problem(text) for text in error.problems]
+        else:
+            if isinstance(node, MappingNode):
+                return node
+            if isinstance(node, Scalar) and node.value is None:
+                return MappingNode({}, node.origin)
+            self.problems.append(Problem(f"{source} must be a mapping of sections (model:, data:, ...)."))
+        return None
+
+    def _bases(self, node: MappingNode, path: Path) -> list[tuple[Path, str]]:
+        extends = node.items.get(EXTENDS)
+        if extends is None:
+            return []
+        names = extends.items if isinstance(extends, SequenceNode) else (extends,)
+        bases = []
+        for name in names:
+            if isinstance(name, Scalar) and isinstance(name.value, str) and name.value:
+                bases.append((path.parent / name.value, str(name.origin)))
+            else:
+                text = "extends must be a file name, relative to this file, or a list of them."
+                self.problems.append(Problem(text, where=str(extends.origin)))
+        return bases
+
+
+def _in_layer(node: Node, layer: int) -> Node:
+    """The same tree, with all origins in `layer`."""
+    origin = replace(node.origin, layer=layer)
+    if isinstance(node, MappingNode):
+        return MappingNode({key: _in_layer(item, layer) for key, item in node.items.items()}, origin)
+    if isinstance(node, SequenceNode):
+        return SequenceNode(tuple(_in_layer(item, layer) for item in node.items), origin)
+    return replace(node, origin=origin)
+
+
+def display(path: Path) -> str:
+    """The path relative to the working directory where it lies below it."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative

@@ -1,0 +1,114 @@
+"""Rules between a configuration and the model's config.json: what the layout needs, and what is not supported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rlhf_megatron.config.errors import Problem
+from rlhf_megatron.config.rules import LENGTHS, PP, TP
+from rlhf_megatron.config.schema import RunConfig
+
+FAMILIES = ("qwen3", "llama")
+"""`model_type` of the model families that have a weight table (models/families)."""
+
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+)
+OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+MUST_BE = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "attention_dropout": 0.0,
+    "quantization_config": None,
+}
+"""Settings of config.json that the families implement in one way only; a missing one has that value."""
+
+
+def model_problems(config: RunConfig, hf_config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Every reason why this model cannot be trained with this configuration."""
+    for problem in _problems(config, hf_config):
+        yield replace(problem, text=f"{Path(config.model.path) / 'config.json'}: {problem.text}")
+
+
+def _problems(config: RunConfig, hf_config: Mapping[str, Any]) -> Iterator[Problem]:
+    family = hf_config.get("model_type")
+    if family not in FAMILIES:
+        yield _problem(f"model_type ({family!r}) must be one of {', '.join(FAMILIES)}; choose such a model.")
+        return
+    yield from _unsupported(hf_config)
+    sizes = _sizes(hf_config)
+    for key, value in sizes.items():
+        if value is None:
+            yield _problem(f"{key} ({hf_config.get(key)!r}) must be a positive integer; mend the file.")
+    yield from _layout(config, {key: value for key, value in sizes.items() if value is not None})
+
+
+def _problem(text: str, *keys: str) -> Problem:
+    return Problem(text, ("model.path", *keys))
+
+
+def _sizes(hf_config: Mapping[str, Any]) -> dict[str, int | None]:
+    """Checked sizes; None where one is missing or is no positive integer. Optional ones may be absent."""
+    sizes: dict[str, int | None] = {}
+    for key in (*SIZES, *OPTIONAL_SIZES):
+        value = hf_config.get(key)
+        if value is None and key in OPTIONAL_SIZES:
+            continue
+        sizes[key] = value if type(value) is int and value > 0 else None
+    sizes.setdefault("num_key_value_heads", sizes["num_attention_heads"])
+    return sizes
+
+
+def _unsupported(hf_config: Mapping[str, Any]) -> Iterator[Problem]:
+    for key, only in MUST_BE.items():
+        value = hf_config.get(key, only)
+        if value != only and value is not None:
+            yield _problem(f"{key} ({value!r}) is not supported; it must be {only!r}: choose another model.")
+    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, Mapping) else rope
+    if kind != "default":
+        yield _problem(
+            f"rotary embeddings of type {kind!r} are not supported; within the original context length set rope_scaling"
+            " to null and max_position_embeddings to that length."
+        )
+    kinds = sorted(set(hf_config.get("layer_types") or ()) - {"full_attention"})
+    if kinds:
+        yield _problem(f"layer_types {kinds} are not supported; only full_attention is: choose another model.")
+
+
+def _layout(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[Problem]:
+    tp = config.actor.megatron.tensor_model_parallel_size
+    pp = config.actor.megatron.pipeline_model_parallel_size
+    divisible = (
+        ("num_attention_heads", TP, tp),
+        ("num_key_value_heads", TP, tp),
+        ("intermediate_size", TP, tp),
+        ("num_hidden_layers", PP, pp),
+    )
+    for name, key, ways in divisible:
+        if ways > 1 and name in sizes and sizes[name] % ways:
+            fit = [str(d) for d in range(1, ways) if sizes[name] % d == 0]
+            yield _problem(f"{name} ({sizes[name]}) must be a multiple of {key} ({ways}); use {' or '.join(fit)}.", key)
+    heads, kv_heads = sizes.get("num_attention_heads"), sizes.get("num_key_value_heads")
+    if heads and kv_heads and heads % kv_heads:
+        yield _problem(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads}).")
+    if heads and "head_dim" not in sizes and sizes.get("hidden_size", 0) % heads:
+        yield _problem(f"hidden_size ({sizes['hidden_size']}) must be a multiple of num_attention_heads ({heads}).")
+    positions = sizes.get("max_position_embeddings")
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if positions and longest > positions:
+        yield _problem(
+            f"max_position_embeddings ({positions}) must cover data.max_prompt_length + max_response_length"
+            f" ({config.data.max_prompt_length} + {config.data.max_response_length} = {longest}); shorten one by"
+            f" {longest - positions}.",
+            *LENGTHS,
+        )

@@ -1,0 +1,83 @@
+"""The reference of all settings as Markdown, made from the schema (docs/config.md)."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Any, Literal, Union, get_args, get_origin
+
+from rlhf_megatron.config.keys import leaves, value_of
+from rlhf_megatron.config.ranges import INTERVALS, Interval
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.show import as_text
+from rlhf_megatron.config.verl_names import RENAMED_SECTIONS, VERL_NAMES
+
+HEAD = """\
+# Configuration
+
+Made by `rlhf-megatron config reference --write docs/config.md` from `rlhf_megatron/config/schema.py`; do not edit.
+
+A run is one YAML file and, where wanted, overrides:
+
+    rlhf-megatron config check configs/quickstart.yaml                         # find everything that is wrong
+    rlhf-megatron config show  configs/quickstart.yaml actor.optim.lr=1e-5     # each value and where it came from
+    rlhf-megatron train        configs/quickstart.yaml actor.optim.lr=1e-5
+
+- `extends: base.yaml` (or a list) at the top of a file takes over another file, found relative to this one. Later wins:
+  defaults, then the bases in order, then the file, then the command line.
+- Sections and the free mappings (`params`, `task_params`, `args`, `env`) merge key by key; lists are replaced. An empty
+  mapping (`params: {}`) clears what a base has set.
+- The value of an override is YAML: `data.train_files=[a.jsonl,b.jsonl]`, `trainer.seed=7`, `rollout.dtype=null`.
+- Scalars follow YAML 1.2: `1e-4` is a number; `yes` and `on` are text, write `true`.
+- An unknown key, a wrong type, a contradiction and a setting that would be ignored are errors, all listed at once,
+  before anything is started (exit code 2). What a later layer switched off may stay configured in an earlier one.
+- Paths are relative to the working directory, that of `extends` to its file.
+"""
+
+
+def reference() -> str:
+    """The whole document."""
+    return HEAD + "".join(_sections()) + "".join(_verl())
+
+
+def _sections() -> Iterator[str]:
+    section = None
+    for leaf in leaves(RunConfig):
+        here, _, name = leaf.key.rpartition(".")
+        if here != section:
+            section = here
+            yield f"\n## {section}\n\n| key | type | default | meaning |\n|---|---|---|---|\n"
+        default = as_text(value_of(RunConfig(), leaf.key))
+        limits = str(INTERVALS[leaf.key]) if INTERVALS.get(leaf.key, Interval()) != Interval() else ""
+        meaning = f"{leaf.doc} ({limits})" if limits else leaf.doc
+        yield f"| `{name}` | {_cell(type_name(leaf.type))} | `{_cell(default)}` | {_cell(meaning)} |\n"
+
+
+def _verl() -> Iterator[str]:
+    yield "\n## Coming from verl\n\nAll other keys have verl's names. A key of this table is answered with its line.\n\n"
+    yield "| verl | here | note |\n|---|---|---|\n"
+    for old, new in RENAMED_SECTIONS:
+        yield f"| `{old}.*` | `{new}.*` | |\n"
+    for entry in VERL_NAMES:
+        yield f"| `{entry.name}` | {f'`{entry.target}`' if entry.target else '-'} | {_cell(entry.note)} |\n"
+
+
+def type_name(kind: Any) -> str:
+    """A type as a reader of YAML would say it."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return " or ".join(type_name(argument) for argument in arguments)
+    if origin is Literal:
+        return ", ".join(str(argument) for argument in arguments)
+    if origin in (tuple, list):
+        if origin is tuple and arguments[-1] is not Ellipsis:
+            return f"list of {len(arguments)}: {', '.join(type_name(argument) for argument in arguments)}"
+        return f"list of {type_name(arguments[0])}"
+    if origin is dict:
+        return "mapping"
+    names = {type(None): "null", int: "whole number", float: "number", bool: "true or false", str: "text", Any: "any"}
+    return names[kind]
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")

@@ -1,0 +1,242 @@
+"""The rules between settings. Each is a generator of problems over a loaded configuration; none touches a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import PurePath
+from urllib.parse import urlsplit
+
+from rlhf_megatron.config.errors import Problem
+from rlhf_megatron.config.provenance import Loaded
+from rlhf_megatron.config.schema import OptimConfig, RunConfig
+
+GROUP_ESTIMATORS = ("grpo", "rloo")
+"""Advantage estimators whose baseline is made of a prompt's other samples."""
+
+TP = "actor.megatron.tensor_model_parallel_size"
+PP = "actor.megatron.pipeline_model_parallel_size"
+NODES, GPUS = "trainer.nnodes", "trainer.n_gpus_per_node"
+LENGTHS = ("data.max_prompt_length", "data.max_response_length")
+
+
+def world_size(config: RunConfig) -> int:
+    return config.trainer.nnodes * config.trainer.n_gpus_per_node
+
+
+def model_parallel_size(config: RunConfig) -> int:
+    return config.actor.megatron.tensor_model_parallel_size * config.actor.megatron.pipeline_model_parallel_size
+
+
+def layout(loaded: Loaded) -> Iterator[Problem]:
+    c = loaded.config
+    world, ranks = world_size(c), model_parallel_size(c)
+    if world < 1 or ranks < 1:
+        return  # `ranges` says it
+    if world % ranks:
+        near = _near_multiples(world, ranks)
+        yield Problem(
+            f"trainer.nnodes x n_gpus_per_node ({c.trainer.nnodes} x {c.trainer.n_gpus_per_node} = {world}) must be a"
+            f" multiple of {TP} x pipeline_model_parallel_size ({c.actor.megatron.tensor_model_parallel_size} x"
+            f" {c.actor.megatron.pipeline_model_parallel_size} = {ranks}); use {near} ranks or another layout.",
+            (GPUS, NODES, TP, PP),
+        )
+    if c.trainer.runtime == "inline" and world != 1:
+        yield Problem(
+            f"trainer.runtime (inline) has one rank, but trainer.nnodes x n_gpus_per_node is {world}; set both to 1 or"
+            " use runtime: torchrun.",
+            ("trainer.runtime", GPUS, NODES),
+        )
+
+
+def batches(loaded: Loaded) -> Iterator[Problem]:
+    c = loaded.config
+    mini, samples = c.actor.mini_batch_size, c.data.train_batch_size * c.rollout.n
+    if mini < 1 or samples < 1 or world_size(c) < 1 or model_parallel_size(c) < 1:
+        return
+    if samples % mini:
+        divisors = [d for d in range(1, samples + 1) if samples % d == 0]
+        below, above = [d for d in divisors if d < mini], [d for d in divisors if d > mini]
+        near = " or ".join(str(d) for d in below[-1:] + above[:1])
+        yield Problem(
+            f"actor.mini_batch_size ({mini} samples) must divide data.train_batch_size x rollout.n"
+            f" ({c.data.train_batch_size} x {c.rollout.n} = {samples} samples a step); use {near}.",
+            ("actor.mini_batch_size", "data.train_batch_size", "rollout.n"),
+        )
+    replicas = world_size(c) // model_parallel_size(c)
+    sizes = [("actor.mini_batch_size", mini)]
+    if c.warmup.max_steps > 0:
+        sizes.append(("warmup.batch_size", c.warmup.batch_size))
+    for key, size in sizes:
+        if 1 <= size < replicas:
+            yield Problem(
+                f"{key} ({size} samples) must be at least the data-parallel size ({replicas}), or replicas have no work"
+                f" in any optimizer step; use {replicas} or more, or fewer ranks.",
+                (key, GPUS, NODES, TP, PP),
+            )
+
+
+def token_budgets(loaded: Loaded) -> Iterator[Problem]:
+    c = loaded.config
+    longest = c.data.max_prompt_length + c.data.max_response_length
+    budgets = [("actor.ppo_max_token_len_per_gpu", c.actor.ppo_max_token_len_per_gpu)]
+    if not c.rollout.endpoints:
+        budgets.append(("rollout.max_num_batched_tokens", c.rollout.max_num_batched_tokens))
+    if c.actor.use_kl_loss and c.reference.max_token_len_per_gpu is not None:
+        budgets.append(("reference.max_token_len_per_gpu", c.reference.max_token_len_per_gpu))
+    for key, budget in budgets:
+        if 1 <= budget < longest:
+            yield Problem(
+                f"{key} ({budget}) must hold the longest sample, data.max_prompt_length + max_response_length"
+                f" ({c.data.max_prompt_length} + {c.data.max_response_length} = {longest}); use {longest} or more.",
+                (key, *LENGTHS),
+            )
+
+
+def sampling(loaded: Loaded) -> Iterator[Problem]:
+    r = loaded.config.rollout
+    if not 0 < r.temperature < float("inf"):
+        yield Problem(
+            f"rollout.temperature ({r.temperature}) must be above 0: the loss needs log-probs of the distribution that"
+            " was sampled; use 1.0 (greedy decoding is for rollout.val_kwargs).",
+            ("rollout.temperature",),
+        )
+    for name, value, off in (("top_p", r.top_p, 1.0), ("top_k", r.top_k, -1), ("min_p", r.min_p, 0.0)):
+        if value != off:
+            yield Problem(
+                f"rollout.{name} ({value}) must be {off} (off): the trainer's log-probs are those of the full"
+                " distribution; remove it.",
+                (f"rollout.{name}",),
+            )
+    if r.val_kwargs.temperature == 0 and r.val_kwargs.n > 1:
+        yield Problem(
+            f"rollout.val_kwargs.n ({r.val_kwargs.n}) must be 1 at temperature 0, where all samples are equal; set n: 1"
+            " or a temperature.",
+            ("rollout.val_kwargs.n", "rollout.val_kwargs.temperature"),
+        )
+    if len(set(r.stop)) != len(r.stop) or "" in r.stop:
+        yield Problem(f"rollout.stop ({list(r.stop)}) must be distinct, non-empty strings.", ("rollout.stop",))
+    estimator = loaded.config.algorithm.adv_estimator
+    if estimator.startswith(GROUP_ESTIMATORS) and r.n == 1:
+        yield Problem(
+            f"rollout.n (1) must be at least 2 for algorithm.adv_estimator {estimator}: alone in its group, a sample"
+            " has advantage 0; use 8.",
+            ("rollout.n", "algorithm.adv_estimator"),
+        )
+
+
+def engines(loaded: Loaded) -> Iterator[Problem]:
+    c = loaded.config
+    endpoints = c.rollout.endpoints
+    if endpoints and c.rollout.engine == "local":
+        yield Problem(
+            f"rollout.endpoints ({list(endpoints)}) need rollout.engine sglang: local engines are started by the run;"
+            " remove the endpoints or set engine: sglang.",
+            ("rollout.endpoints", "rollout.engine"),
+        )
+    for url in endpoints:
+        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
+            yield Problem(
+                f"rollout.endpoints ({url}) must be URLs; write http://host:port.",
+                ("rollout.endpoints",),
+            )
+    if len(set(endpoints)) != len(endpoints):
+        yield Problem(f"rollout.endpoints ({list(endpoints)}) must differ; name each once.", ("rollout.endpoints",))
+    for name in c.rollout.sglang.args:
+        if name.startswith("-"):
+            plain = name.lstrip("-")
+            key = f"rollout.sglang.args.{name}"
+            yield Problem(f"{key} must be written without leading dashes; use {plain}.", (key,))
+    if c.rollout.dtype == "float32" and c.model.dtype == "bfloat16":
+        yield Problem(
+            "rollout.dtype (float32) must not be wider than model.dtype (bfloat16): the engine would spend twice the"
+            " memory on the same values; remove it or set model.dtype: float32.",
+            ("rollout.dtype", "model.dtype"),
+        )
+
+
+def kl(loaded: Loaded) -> Iterator[Problem]:
+    actor = loaded.config.actor
+    if actor.use_kl_loss and actor.kl_loss_coef == 0:
+        yield Problem(
+            "actor.kl_loss_coef (0) must be above 0 with actor.use_kl_loss, or the reference is run for nothing; give"
+            " it a weight such as 0.001 or set use_kl_loss: false.",
+            ("actor.kl_loss_coef", "actor.use_kl_loss"),
+        )
+
+
+def data(loaded: Loaded) -> Iterator[Problem]:
+    d = loaded.config.data
+    for name, files in (("train_files", d.train_files), ("val_files", d.val_files)):
+        key = f"data.{name}"
+        if d.task is not None and files:
+            yield Problem(
+                f"{key} ({list(files)}) and data.task ({d.task}) exclude each other; set task: null or {name}: [].",
+                (key, "data.task"),
+            )
+        if d.task is None and not files:
+            other = "name a data.task" if name == "train_files" else "keep some of the training rows for it"
+            yield Problem(f"{key} ([]) must name a JSONL file; give one, or {other}.", (key, "data.task"))
+
+
+def schedules(loaded: Loaded) -> Iterator[Problem]:
+    c = loaded.config
+    steps = 0
+    if c.actor.mini_batch_size > 0:
+        a_step = c.data.train_batch_size * c.rollout.n // c.actor.mini_batch_size * c.actor.ppo_epochs
+        steps = c.trainer.total_training_steps * a_step
+    yield from _schedule("actor.optim", c.actor.optim, steps, "trainer.total_training_steps")
+    if c.warmup.max_steps > 0:
+        yield from _schedule("warmup.optim", c.warmup.optim, c.warmup.max_steps, "warmup.max_steps")
+        if c.warmup.stop_accuracy < 1 and c.warmup.test_freq > c.warmup.max_steps:
+            yield Problem(
+                f"warmup.test_freq ({c.warmup.test_freq}) must be at most warmup.max_steps ({c.warmup.max_steps}), or"
+                f" stop_accuracy is never looked at; use {c.warmup.max_steps} or less.",
+                ("warmup.test_freq", "warmup.max_steps", "warmup.stop_accuracy"),
+            )
+
+
+def _schedule(section: str, optim: OptimConfig, num_steps: int, length_key: str) -> Iterator[Problem]:
+    """Rules of megatron-core's OptimizerParamScheduler. `num_steps`: optimizer steps that the phase makes."""
+    if optim.min_lr > optim.lr:
+        yield Problem(
+            f"{section}.min_lr ({optim.min_lr}) must not be above {section}.lr ({optim.lr}); lower it.",
+            (f"{section}.min_lr", f"{section}.lr"),
+        )
+    decay, warmup = optim.lr_decay_steps, optim.lr_warmup_steps
+    end, key = (num_steps, length_key) if decay is None else (decay, f"{section}.lr_decay_steps")
+    if optim.lr_decay_style != "constant" and end > 0 and warmup >= end:
+        name = f"the run's optimizer steps ({end})" if decay is None else f"{key} ({end})"
+        yield Problem(
+            f"{section}.lr_warmup_steps ({warmup}) must be below {name} for lr_decay_style {optim.lr_decay_style}; warm"
+            f" up for {max(end // 10, 0)} steps or run longer.",
+            (f"{section}.lr_warmup_steps", key),
+        )
+    if optim.weight_decay_end is not None and optim.weight_decay_end < optim.weight_decay:
+        yield Problem(
+            f"{section}.weight_decay_end ({optim.weight_decay_end}) must be at least {section}.weight_decay"
+            f" ({optim.weight_decay}): the schedule only rises; swap them or remove it.",
+            (f"{section}.weight_decay_end", f"{section}.weight_decay"),
+        )
+
+
+def outputs(loaded: Loaded) -> Iterator[Problem]:
+    trainer = loaded.config.trainer
+    name = PurePath(trainer.experiment_name)
+    if len(name.parts) != 1 or name.name in ("", ".", ".."):
+        yield Problem(
+            f"trainer.experiment_name ({trainer.experiment_name!r}) must be one plain directory name; set the parent in"
+            " trainer.default_local_dir.",
+            ("trainer.experiment_name",),
+        )
+    if len(set(trainer.logger)) != len(trainer.logger):
+        yield Problem(f"trainer.logger ({list(trainer.logger)}) must differ; name each once.", ("trainer.logger",))
+    if not loaded.config.model.path:
+        yield Problem("model.path ('') must name a model directory; set it.", ("model.path",))
+
+
+def _near_multiples(value: int, of: int) -> str:
+    below = value // of * of
+    return f"{below} or {below + of}" if below else str(of)
+
+
+RULES = (layout, batches, token_budgets, sampling, engines, kl, data, schedules, outputs)

@@ -1,0 +1,66 @@
+"""A resolved configuration for people: each value and where it came from, or the whole as YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import yaml
+
+from rlhf_megatron.config.keys import leaf_keys, value_of
+from rlhf_megatron.config.provenance import DEFAULT, Loaded
+from rlhf_megatron.config.schema import RunConfig
+
+MAX_VALUE_WIDTH = 40
+_DIM, _BOLD, _RESET = "\x1b[2m", "\x1b[1m", "\x1b[0m"
+
+
+def table(loaded: Loaded, use_colours: bool = False) -> str:
+    """One line a setting: key, value, origin, aligned. Values that somebody wrote are bold, defaults dim."""
+    rows = list(_rows(loaded))
+    key_width = max(len(key) for key, _, _ in rows)
+    value_width = min(MAX_VALUE_WIDTH, max(len(value) for _, value, _ in rows))
+    lines = []
+    for key, value, origin in rows:
+        line = f"{key:<{key_width}}  {value:<{value_width}}  {origin}"
+        if use_colours:
+            line = f"{_DIM if origin == str(DEFAULT) else _BOLD}{line}{_RESET}"
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def _rows(loaded: Loaded) -> Iterator[tuple[str, str, str]]:
+    for key in leaf_keys(RunConfig):
+        value = value_of(loaded.config, key)
+        if isinstance(value, dict) and value:
+            for name, entry in value.items():
+                yield f"{key}.{name}", as_text(entry), str(loaded.origin(f"{key}.{name}"))
+        else:
+            yield key, as_text(value), str(loaded.origin(key))
+
+
+def as_text(value: Any) -> str:
+    """A value as one would write it in YAML or on the command line."""
+    if isinstance(value, float):
+        return repr(value)
+    text = yaml.safe_dump(_plain(value), default_flow_style=True, width=10**9, allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def as_yaml(config: RunConfig) -> str:
+    """The whole configuration as YAML; `load_run_config` reads it back as an equal one."""
+    return yaml.dump(_plain(asdict(config)), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes floats with all digits, and never an anchor."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True

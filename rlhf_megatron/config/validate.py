@@ -1,0 +1,68 @@
+"""All rules on a configuration, and on the model and files that it points to. Nothing is started or imported for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from rlhf_megatron.config.errors import Problem
+from rlhf_megatron.config.file_rules import file_problems
+from rlhf_megatron.config.ignored import ignored
+from rlhf_megatron.config.model_rules import FAMILIES, model_problems
+from rlhf_megatron.config.provenance import DEFAULT, Loaded
+from rlhf_megatron.config.ranges import ranges
+from rlhf_megatron.config.rules import RULES, world_size
+from rlhf_megatron.config.schema import RunConfig
+
+__all__ = ["FAMILIES", "check_world_size", "problems_of", "problems_of_files", "validate", "validate_model"]
+
+PURE_RULES: tuple[Callable[[Loaded], Iterable[Problem]], ...] = (ranges, *RULES, ignored)
+
+
+def validate(source: RunConfig | Loaded) -> list[str]:
+    """What contradicts itself, lies out of range or would be ignored. A Loaded also tells what somebody wrote, and where."""
+    return [str(problem) for problem in problems_of(_loaded(source))]
+
+
+def validate_model(source: RunConfig | Loaded, hf_config: Mapping[str, Any]) -> list[str]:
+    """The configuration against the model's parsed config.json."""
+    loaded = _loaded(source)
+    return [str(_located(loaded, problem)) for problem in model_problems(loaded.config, hf_config)]
+
+
+def check_world_size(config: RunConfig, actual: int) -> list[str]:
+    """`actual`: the number of processes that the launcher started (WORLD_SIZE)."""
+    expected = world_size(config)
+    if actual == expected:
+        return []
+    return [
+        f"the launcher started {actual} processes (WORLD_SIZE), but trainer.nnodes x n_gpus_per_node is"
+        f" {config.trainer.nnodes} x {config.trainer.n_gpus_per_node} = {expected}; start torchrun with"
+        f" --nnodes={config.trainer.nnodes} --nproc-per-node={config.trainer.n_gpus_per_node}, or change these settings."
+    ]
+
+
+def problems_of(loaded: Loaded) -> list[Problem]:
+    """Of the rules that need no file, with the places where the values were written."""
+    return [_located(loaded, problem) for rule in PURE_RULES for problem in rule(loaded)]
+
+
+def problems_of_files(loaded: Loaded) -> list[Problem]:
+    """Of model, tokenizer and data on disk."""
+    return [_located(loaded, problem) for problem in file_problems(loaded.config)]
+
+
+def _loaded(source: RunConfig | Loaded) -> Loaded:
+    return source if isinstance(source, Loaded) else Loaded.of(source)
+
+
+def _located(loaded: Loaded, problem: Problem) -> Problem:
+    """The problem with the origins of its keys, as far as somebody wrote them."""
+    origins = {key: loaded.origin(key) for key in problem.keys}
+    written = [(key, origin) for key, origin in origins.items() if origin is not DEFAULT and origin.source != "code"]
+    if problem.where or not written:
+        return problem
+    if len(problem.keys) == 1:
+        return replace(problem, where=str(written[0][1]))
+    return replace(problem, where=", ".join(f"{key}: {origin}" for key, origin in written))
