@@ -59,3 +59,16 @@ gpu-check:  ## GPU tests and benchmarks with the system's Python and torch
 clean:  ## remove the virtual environment, caches and runs
 	rm -rf $(VENV) .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis runs .cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv-sglang/.installed: tools/sglang_cpu/requirements.txt
+	$(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/python -m pip install --quiet --upgrade pip
+	.venv-sglang/bin/python -m pip install --quiet torch==2.13.0 numpy
+	.venv-sglang/bin/python -m pip install --quiet --no-deps sglang==0.5.21 xgrammar==0.2.7 apache-tvm-ffi==0.1.11 torchvision==0.28.0
+	.venv-sglang/bin/python -m pip install --quiet -r tools/sglang_cpu/requirements.txt
+	@touch $@
+
+sglang-cpu: .venv-sglang/.installed  ## stock SGLang for a machine without a GPU, in a virtual environment of its own
+
+sglang-smoke: $(VENV)/.installed sglang-cpu  ## three steps of the quickstart with stock SGLang as the engine
+	$(BIN)/rlhf-megatron train configs/quickstart_sglang.yaml $(ARGS)

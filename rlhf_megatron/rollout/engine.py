@@ -6,7 +6,7 @@ Token ids in, token ids and log-probs out. All calls block; the balancer runs th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from rlhf_megatron.resharding.manifest import BucketManifest
@@ -60,7 +60,7 @@ class EngineAddress:
     name: str  # "engine0", used in messages
     kind: Literal["local", "sglang"]
     url: str
-    token: str  # bearer token of the admin verbs; never logged
+    token: str = field(repr=False)  # bearer token of the admin verbs; never logged
     tp_size: int = 1
 
 

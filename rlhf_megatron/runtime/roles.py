@@ -5,23 +5,34 @@ This is the one place that puts workers, resharding and engine clients together.
 
 from __future__ import annotations
 
-import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from rlhf_megatron.config.schema import RunConfig
-from rlhf_megatron.parallel.world import World
+from rlhf_megatron.checkpoint.hf_reader import HFReader, read_hf_config
+from rlhf_megatron.checkpoint.random_init import random_source
+from rlhf_megatron.checkpoint.source import WeightSource
+from rlhf_megatron.config.schema import ActorConfig, RunConfig
+from rlhf_megatron.data import codec
+from rlhf_megatron.models.families.base import HFConfig, table_for
+from rlhf_megatron.parallel.device import device_for, local_rank
+from rlhf_megatron.parallel.world import World, create_world, destroy_world
+from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.resharding.sender import SendReport, send_weights
 from rlhf_megatron.rollout.clients import connect
 from rlhf_megatron.rollout.engine import EngineAddress
-from rlhf_megatron.workers.actor import MegatronActor
+from rlhf_megatron.runtime.host import BuildRoles
+from rlhf_megatron.runtime.pool import Pool
+from rlhf_megatron.workers.actor import MegatronActor, Phase
 from rlhf_megatron.workers.reference import MegatronReference
+
+codec.register(EngineAddress)
+codec.register(SendReport)
 
 
 class HostRole:
-    """Methods that are about the rank and not about one model: weight sync, export, reference refresh."""
+    """Methods that are about the rank and not about one model."""
 
     def __init__(self, world: World, actor: MegatronActor, reference: MegatronReference | None) -> None:
         self.world = world
@@ -31,35 +42,89 @@ class HostRole:
     def send_weights(
         self, version: int, engines: list[EngineAddress], transfer_dir: Path, bucket_bytes: int, dtype: str
     ) -> SendReport:
-        """Every rank takes part in the gathers; the sender of each pipeline stage feeds all engines."""
-        clients = [connect(address) for address in engines]
+        """The actor's weights to all engines. Every rank takes part; one rank of each pipeline stage sends."""
+        clients = [connect(address, transfer_dir) for address in engines]
+        with ThreadPoolExecutor(max(1, len(clients))) as threads:
 
-        def deliver(manifest: Any) -> None:
-            for client in clients:
-                client.update_weights(manifest)
+            def deliver(manifest: BucketManifest) -> None:
+                for done in [threads.submit(client.update_weights, manifest) for client in clients]:
+                    done.result()
 
-        return send_weights(
-            self.actor.export(),
-            self.world,
-            version=version,
-            dtype=getattr(torch, dtype),
-            bucket_bytes=bucket_bytes,
-            transfer_dir=transfer_dir,
-            deliver=deliver,
-        )
+            try:
+                return send_weights(
+                    self.actor.export(),
+                    self.world,
+                    version=version,
+                    dtype=getattr(torch, dtype),
+                    bucket_bytes=bucket_bytes,
+                    transfer_dir=transfer_dir,
+                    deliver=deliver,
+                )
+            finally:
+                for client in clients:
+                    client.close()
 
     def refresh_reference(self) -> None:
         """The reference becomes the actor as it is now (after a warm-up)."""
         if self.reference is not None:
-            self.reference.copy_from(self.actor)
+            self.reference.copy_weights(self.actor.model.chunks)
+
+    def close(self) -> None:
+        """The world's process groups end with the pool."""
+        destroy_world(is_default_group_ended=False)
 
 
-def build_roles(config: RunConfig, world: World) -> dict[str, object]:
-    """Role name -> object, on this rank. Called on every rank of the pool."""
-    hf_config = json.loads((Path(config.model.path) / "config.json").read_text())
-    actor = MegatronActor(config, hf_config, world)
-    reference = MegatronReference(config, hf_config, world) if config.actor.use_kl_loss else None
-    roles: dict[str, object] = {"actor": actor, "host": HostRole(world, actor, reference)}
-    if reference is not None:
-        roles["reference"] = reference
-    return roles
+def weight_source(path: Path, init_seed: int | None, hf_config: HFConfig, tp: int) -> WeightSource:
+    """The weights of a Hugging Face directory, checked against the table; or random ones of its architecture."""
+    if init_seed is not None:
+        return random_source(hf_config, init_seed)
+    reader = HFReader(path)
+    reader.check(table_for(hf_config, tp))
+    return reader
+
+
+def training_phases(config: RunConfig) -> dict[str, Phase]:
+    """Optimizers by phase, in the order in which the run goes through them."""
+    actor, data = config.actor, config.data
+    samples = data.train_batch_size * config.rollout.n
+    steps = config.trainer.total_training_steps * actor.ppo_epochs * (samples // actor.mini_batch_size)
+    phases = {"rl": Phase(actor.optim, steps)}
+    if config.warmup.max_steps:
+        phases = {"warmup": Phase(config.warmup.optim, config.warmup.max_steps), **phases}
+    return phases
+
+
+def role_builder(config: RunConfig) -> BuildRoles:
+    """The factory that a launcher calls on every rank of the pool."""
+
+    def build(pool: Pool) -> dict[str, object]:
+        world = create_world(pool.layout, device_for(config.trainer.device, local_rank()), seed=config.trainer.seed)
+        path, dtype = Path(config.model.path), getattr(torch, config.model.dtype)
+        hf_config = read_hf_config(path)
+        weights = weight_source(path, config.model.init_seed, hf_config, pool.layout.tp)
+        actor = MegatronActor(hf_config, weights, world, dtype, config.actor, training_phases(config))
+        reference = _reference(config, config.actor, hf_config, weights, world, dtype)
+        roles: dict[str, object] = {"actor": actor, "host": HostRole(world, actor, reference)}
+        if reference is not None:
+            roles["reference"] = reference
+        return roles
+
+    return build
+
+
+def _reference(
+    config: RunConfig,
+    actor: ActorConfig,
+    hf_config: HFConfig,
+    weights: WeightSource,
+    world: World,
+    dtype: torch.dtype,
+) -> MegatronReference | None:
+    if not actor.use_kl_loss:
+        return None
+    if config.reference.path is not None:
+        path = Path(config.reference.path)
+        hf_config = read_hf_config(path)
+        weights = weight_source(path, None, hf_config, world.layout.tp)
+    offload = config.reference.param_offload
+    return MegatronReference(hf_config, weights, world, dtype, actor.log_prob_chunk_size, offload)

@@ -1,6 +1,6 @@
 """The loop: generate -> score -> annotate -> advantages -> update -> sync. Read this page first.
 
-Nothing here knows an algorithm, an engine, a launcher or a layout. Each stage is a method of `Stages`; what flows
+Nothing here knows an algorithm, an engine, a launcher or a layout. Each line is a method of `Stages`; what flows
 between them stands in `data/batch.py`.
 """
 
@@ -11,12 +11,11 @@ from rlhf_megatron.scheduler.tracker import Tracker
 
 
 def run(stages: Stages, tracker: Tracker, total_training_steps: int, test_freq: int, val_before_train: bool) -> None:
-    """All steps of a run. Stages raise what a user can fix as ValueError; `Tracker` owns what is shown and written."""
-    with tracker.stage("sync"):
-        stages.sync()
+    """All steps of a run. The engines serve the current weights when it is called and when it returns."""
     if val_before_train:
         with tracker.stage("evaluate"):
-            tracker.evaluation(step=0, result=stages.evaluate())
+            result = stages.evaluate()
+        tracker.evaluation(0, result)
 
     for step in range(1, total_training_steps + 1):
         with tracker.step(step):
@@ -27,15 +26,17 @@ def run(stages: Stages, tracker: Tracker, total_training_steps: int, test_freq: 
             with tracker.stage("score"):
                 scored = stages.score(rollout)
             with tracker.stage("annotate"):
-                annotated = stages.annotate(scored)
+                annotated = stages.annotate(step, scored)
             with tracker.stage("advantages"):
                 train = stages.advantages(annotated)
             with tracker.stage("update"):
-                metrics = stages.update(step, train)
+                stages.update(step, train)
             with tracker.stage("sync"):
-                stages.sync()
+                metrics = stages.sync()
             tracker.batch(train, metrics)
 
-        if test_freq and step % test_freq == 0 or step == total_training_steps:
+        is_last = step == total_training_steps
+        if is_last or (test_freq and step % test_freq == 0):
             with tracker.stage("evaluate"):
-                tracker.evaluation(step, stages.evaluate(is_final=step == total_training_steps))
+                result = stages.evaluate(is_final=is_last)
+            tracker.evaluation(step, result)

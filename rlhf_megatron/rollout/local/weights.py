@@ -120,7 +120,7 @@ class WeightReceiver:
         return part
 
     def commit(self, version: int) -> None:
-        """Raises ValueError when `version` is not the open one, or a parameter never came (the sync has failed then)."""
+        """Raises ValueError when `version` is not the open one, or a parameter never came (the sync failed)."""
         if self._open_version is None and self.stale_reason is None and version == self.version:
             return  # the answer to the first call was lost
         if version != self._open_version:

@@ -1,0 +1,145 @@
+"""`rlhf-megatron train`: checks everything, then becomes the launcher, a host or the controller, as the case may be."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhf_megatron.config.errors import ConfigError
+from rlhf_megatron.config.load import load_run_config
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.show import as_yaml
+from rlhf_megatron.config.validate import check_world_size
+
+CONTROLLER_ENV = "RLHF_MEGATRON_RUN_DIR"  # set in the controller's environment: where the run goes
+
+
+def train(args: argparse.Namespace) -> int:
+    """The exit code of the process. Under torchrun every rank comes through here."""
+    config = load_run_config(args.config, args.overrides).config
+    if args.replay is not None and not args.replay_from:
+        raise ValueError("--replay needs --replay-from RUN_DIR: the directory of the run that was made with --record.")
+    if CONTROLLER_ENV in os.environ:
+        return _control(args, config, Path(os.environ.pop(CONTROLLER_ENV)))
+    if config.trainer.runtime == "inline":
+        _check(config)
+        return _inline(args, config, _new_run_dir(config, as_yaml(config)))
+    from rlhf_megatron.runtime import torchrun
+
+    if not torchrun.is_under_torchrun():
+        _check(config)
+        if config.trainer.nnodes > 1:
+            raise ValueError(
+                f"trainer.nnodes is {config.trainer.nnodes}: start this run with launch/torchrun.sh on every node."
+            )
+        torchrun.launch_single_node(_arguments(args), config.trainer.n_gpus_per_node)
+    return _host(args, config, as_yaml(config))
+
+
+def _arguments(args: argparse.Namespace) -> Sequence[str]:
+    """The command line that says the same again."""
+    words = ["train", str(args.config), *args.overrides]
+    words += ["--record"] if args.record else []
+    words += ["--replay", str(args.replay)] if args.replay is not None else []
+    words += ["--replay-from", str(args.replay_from)] if args.replay_from else []
+    return words
+
+
+def _check(config: RunConfig) -> None:
+    """What the configuration names must exist and fit, before any process is started."""
+    from rlhf_megatron.scheduler.plugins import load_plugins
+    from rlhf_megatron.scheduler.run import load_data
+
+    load_plugins(config)
+    load_data(config)
+
+
+def _layout(config: RunConfig):  # type: ignore[no-untyped-def]
+    from rlhf_megatron.parallel.layout import Layout
+
+    megatron = config.actor.megatron
+    world_size = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    return Layout(world_size, megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size)
+
+
+def _new_run_dir(config: RunConfig, resolved: str) -> Path:
+    from rlhf_megatron.scheduler.run_dir import fresh_run_dir
+
+    run_dir, moved = fresh_run_dir(config.trainer.default_local_dir, config.trainer.experiment_name)
+    if moved is not None:
+        print(f"{run_dir} held a former run; it is {moved} now")
+    (run_dir / "config.yaml").write_text(resolved)
+    return run_dir
+
+
+def _run(args: argparse.Namespace, config: RunConfig, run_dir: Path, group) -> int:  # type: ignore[no-untyped-def]
+    from rlhf_megatron.rollout.engine import EngineError
+    from rlhf_megatron.scheduler import run
+
+    try:
+        if args.replay is not None:
+            run.replay(config, group, run_dir, Path(args.replay_from), args.replay)
+        else:
+            run.train(config, group, run_dir, args.record)
+    except EngineError as error:
+        raise ValueError(str(error)) from error
+    return 0
+
+
+def _inline(args: argparse.Namespace, config: RunConfig, run_dir: Path) -> int:
+    from rlhf_megatron.runtime.inline import InlineGroup
+    from rlhf_megatron.runtime.roles import role_builder
+
+    return _run(args, config, run_dir, lambda: InlineGroup(role_builder(config), backend=_backend(config)))
+
+
+def _deadlines(config: RunConfig):  # type: ignore[no-untyped-def]
+    from rlhf_megatron.runtime.torchrun import Deadlines
+
+    return Deadlines(startup_s=config.rollout.startup_timeout_s, call_s=config.trainer.stage_timeout_s)
+
+
+def _host(args: argparse.Namespace, config: RunConfig, resolved: str) -> int:
+    from rlhf_megatron.runtime.torchrun import run_host
+
+    problems = check_world_size(config, int(os.environ["WORLD_SIZE"]))
+    if problems:
+        raise ConfigError(problems)
+    trainer = config.trainer
+    run_dir = Path(trainer.default_local_dir) / trainer.experiment_name
+    if os.environ["RANK"] == "0":
+        run_dir = _new_run_dir(config, resolved)
+        os.environ[CONTROLLER_ENV] = str(run_dir)
+    return run_host(
+        _lazy_roles(config),
+        _layout(config),
+        ["-m", "rlhf_megatron", *_arguments(args)],
+        run_dir / "logs",
+        _deadlines(config),
+        backend=_backend(config),
+    )
+
+
+def _backend(config: RunConfig) -> str:
+    from rlhf_megatron.parallel.device import has_accelerator
+
+    return "cpu:gloo,cuda:nccl" if config.trainer.device != "cpu" and has_accelerator() else "gloo"
+
+
+def _lazy_roles(config: RunConfig):  # type: ignore[no-untyped-def]
+    """Megatron is imported after the host has registered, so that what fails there is told with coordinates."""
+
+    def build(pool):  # type: ignore[no-untyped-def]
+        from rlhf_megatron.runtime.roles import role_builder
+
+        return role_builder(config)(pool)
+
+    return build
+
+
+def _control(args: argparse.Namespace, config: RunConfig, run_dir: Path) -> int:
+    from rlhf_megatron.runtime.torchrun import run_controller
+
+    return run_controller(lambda group: _run(args, config, run_dir, lambda: group), _layout(config), _deadlines(config))

@@ -1,0 +1,56 @@
+"""Engines of a run: servers started for it, or running ones that the configuration names."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.parallel.device import has_accelerator
+from rlhf_megatron.rollout.process import EngineServers, Progress, start_local_engines
+from rlhf_megatron.rollout.sglang_process import start_sglang_engines
+
+MIB = 1 << 20
+
+
+def engine_dtype(config: RunConfig) -> str:
+    """Name of the engine's weight type."""
+    return config.rollout.dtype or config.model.dtype
+
+
+def transfer_bytes(config: RunConfig) -> int:
+    """Room that the two buffers of every sender need, bytes."""
+    num_senders = config.actor.megatron.pipeline_model_parallel_size
+    return 2 * num_senders * config.rollout.update_weights_bucket_megabytes * MIB
+
+
+def start_engines(config: RunConfig, run_dir: Path, transfer_dir: Path, progress: Progress | None) -> EngineServers:
+    """Servers of `rollout.engine`, without weights: the first sync brings them. Raises EngineError."""
+    rollout = config.rollout
+    if rollout.engine == "sglang":
+        return start_sglang_engines(
+            config.model.path,
+            rollout.num_engines,
+            run_dir,
+            python=rollout.sglang.python or sys.executable,
+            transfer_dir=transfer_dir,
+            dtype=engine_dtype(config),
+            arguments=rollout.sglang.args,
+            env=rollout.sglang.env,
+            startup_timeout_s=rollout.startup_timeout_s,
+            progress=progress,
+        )
+    use_cuda = config.trainer.device == "cuda" or (config.trainer.device == "auto" and has_accelerator())
+    return start_local_engines(
+        config.model.path,
+        rollout.num_engines,
+        run_dir,
+        transfer_dir=transfer_dir,
+        dtype=engine_dtype(config),
+        device="cuda" if use_cuda else "cpu",
+        load_weights=False,
+        max_num_seqs=rollout.max_num_seqs,
+        max_num_batched_tokens=rollout.max_num_batched_tokens,
+        startup_timeout_s=rollout.startup_timeout_s,
+        progress=progress,
+    )

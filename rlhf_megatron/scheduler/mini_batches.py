@@ -1,0 +1,55 @@
+"""A step's samples as mini-batches, each with its loss weights under one global denominator. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron.algorithms.aggregate import loss_weights, metric_weights
+from rlhf_megatron.data.batch import MiniBatch, TokenBatch, TrainBatch, select
+from rlhf_megatron.scheduler.seeds import derive_seed
+
+
+def weigh(batch: TokenBatch, mode: str) -> tuple[Tensor, Tensor]:
+    """(loss weights [T], metric weights [T]); the counts are those of `batch`, which is a whole mini-batch."""
+    num_tokens = int(batch.response_mask.sum())
+    weights = loss_weights(mode, batch.response_mask, batch.offsets, num_tokens, len(batch))
+    return weights, metric_weights(batch.response_mask, num_tokens)
+
+
+def mini_batches(
+    batch: TrainBatch, mini_batch_size: int, mode: str, use_shuffle: bool, seed: int, step: int, epoch: int
+) -> Iterator[MiniBatch]:
+    """Cut the step's B samples into mini-batches of `mini_batch_size` samples, in an order of (seed, step, epoch)."""
+    order = list(range(len(batch)))
+    if use_shuffle:
+        generator = torch.Generator().manual_seed(derive_seed(seed, step, epoch, 7))
+        order = torch.randperm(len(batch), generator=generator).tolist()
+    for start in range(0, len(order), mini_batch_size):
+        part = select(batch, order[start : start + mini_batch_size])
+        weights, for_metrics = weigh(part, mode)
+        yield MiniBatch(
+            offsets=part.offsets,
+            token_ids=part.token_ids,
+            response_mask=part.response_mask,
+            loss_weights=weights,
+            metric_weights=for_metrics,
+            advantages=part.advantages,
+            old_log_probs=part.old_log_probs,
+            ref_log_probs=part.ref_log_probs,
+            rollout_log_probs=part.rollout_log_probs,
+        )
+
+
+def supervised_mini_batch(batch: TokenBatch) -> MiniBatch:
+    """A mini-batch for the loss "sft": token-mean over the answers of `batch`."""
+    weights, for_metrics = weigh(batch, "token-mean")
+    return MiniBatch(
+        offsets=batch.offsets,
+        token_ids=batch.token_ids,
+        response_mask=batch.response_mask,
+        loss_weights=weights,
+        metric_weights=for_metrics,
+    )

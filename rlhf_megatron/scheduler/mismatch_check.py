@@ -1,0 +1,45 @@
+"""Engine against trainer on the sampled tokens: metrics every step, stop thresholds at the first."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rlhf_megatron.algorithms.mismatch import mismatch_statistics
+from rlhf_megatron.config.schema import CheckConfig
+from rlhf_megatron.data.batch import ScoredBatch
+
+
+class MismatchCheck:
+    """Callable: (step, batch, trainer's log-probs [T]) -> metrics. Raises ValueError past a threshold at step 1."""
+
+    def __init__(self, checks: CheckConfig, trainer_dtype: str, engine_dtype: str | None) -> None:
+        self.checks = checks
+        self.is_exact = trainer_dtype == "float32" and engine_dtype in (None, "float32")
+
+    def __call__(self, step: int, batch: ScoredBatch, log_probs: Tensor) -> dict[str, float]:
+        found = mismatch_statistics(batch.rollout_log_probs, log_probs, batch.response_mask)
+        if step == 1:
+            self._stop_past_thresholds(found)
+        return found
+
+    def _stop_past_thresholds(self, found: dict[str, float]) -> None:
+        checks, name = self.checks, "training/rollout_log_probs_diff"
+        bounds = (
+            [(f"{name}_max", "log_prob_max_abs_diff", checks.log_prob_max_abs_diff)]
+            if self.is_exact
+            else [
+                (f"{name}_p50", "log_prob_p50_abs_diff", checks.log_prob_p50_abs_diff),
+                (f"{name}_p99", "log_prob_p99_abs_diff", checks.log_prob_p99_abs_diff),
+                ("training/rollout_kl", "log_prob_mean_kl", checks.log_prob_mean_kl),
+            ]
+        )
+        past = [
+            f"{key} = {found[key]:.3g} (checks.{rule} = {bound:g})" for key, rule, bound in bounds if found[key] > bound
+        ]
+        if past:
+            raise ValueError(
+                "engine and trainer disagree on the sampled tokens before the first update: "
+                + "; ".join(past)
+                + ". The engine serves other weights or another temperature, or its arithmetic differs: compare the"
+                " model configuration of both, or raise the threshold if this precision is what you want."
+            )

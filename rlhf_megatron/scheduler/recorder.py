@@ -1,0 +1,37 @@
+"""Recorded rollouts: one file a step, written after `score`, read by `--replay`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlhf_megatron.data.batch import ScoredBatch
+from rlhf_megatron.data.codec import read_file, write_file
+
+
+class Recorder:
+    """Files `step_000001.batch` ... under a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def _path(self, step: int) -> Path:
+        return self.directory / f"step_{step:06d}.batch"
+
+    def write(self, step: int, batch: ScoredBatch) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        write_file(self._path(step), batch)
+
+    def read(self, step: int) -> ScoredBatch:
+        """Raises ValueError when the step was not recorded."""
+        path = self._path(step)
+        if not path.exists():
+            known = sorted(p.name for p in self.directory.glob("step_*.batch"))
+            raise ValueError(
+                f"step {step} is not recorded: {path} does not exist (recorded: {known[0]} .. {known[-1]})."
+                if known
+                else f"no recorded step under {self.directory}; run with --record first."
+            )
+        batch = read_file(path)
+        if not isinstance(batch, ScoredBatch):
+            raise ValueError(f"{path} holds a {type(batch).__name__}, not a ScoredBatch; record the run again.")
+        return batch

@@ -1,0 +1,208 @@
+"""A whole run on the controller: engines and hosts up, warm-up, the loop, summary. Used by `rlhf-megatron train`."""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Callable
+from contextlib import ExitStack
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.data.batch import TokenBatch
+from rlhf_megatron.data.prompts import (
+    PromptSets,
+    PromptStream,
+    load_prompts,
+    majority_answer_accuracy,
+    prompt_batch,
+    supervised_batch,
+)
+from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
+from rlhf_megatron.rollout.clients import connect
+from rlhf_megatron.rollout.fleet import EngineFleet
+from rlhf_megatron.runtime.worker_group import WorkerGroup
+from rlhf_megatron.scheduler.curve import draw_curve
+from rlhf_megatron.scheduler.engines import MIB, engine_dtype, start_engines, transfer_bytes
+from rlhf_megatron.scheduler.evaluation import EvaluationResult
+from rlhf_megatron.scheduler.loop import run
+from rlhf_megatron.scheduler.plugins import load_plugins
+from rlhf_megatron.scheduler.recorder import Recorder
+from rlhf_megatron.scheduler.run_dir import write_json
+from rlhf_megatron.scheduler.stages import ReplayStages, RunData, Stages
+from rlhf_megatron.scheduler.tracker import Tracker
+from rlhf_megatron.scheduler.warmup import warm_up
+from rlhf_megatron.scheduler.weight_sync import NoSync, WeightSync
+
+logger = logging.getLogger(__name__)
+PACKAGES = ("torch", "megatron-core", "transformers", "rlhf-megatron")
+
+
+def load_data(config: RunConfig) -> tuple[PromptSets, Tokenizer]:
+    """Prompts and tokenizer of a run. Raises ValueError for what a user can fix; starts nothing."""
+    tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path, config.model.path)
+    return load_prompts(config.data, tokenizer), tokenizer
+
+
+def train(config: RunConfig, connect_group: Callable[[], WorkerGroup], run_dir: Path, is_recorded: bool) -> None:
+    """A run from the first sync to the summary. `connect_group` waits for the hosts."""
+    plugins = load_plugins(config)
+    sets, tokenizer = load_data(config)
+    with ExitStack() as stack:
+        tracker = stack.enter_context(_tracker(config, run_dir))
+        tracker.note(_description(config, sets))
+        transfer = stack.enter_context(make_transfer_dir(config.rollout.transfer_dir, transfer_bytes(config)))
+        servers = stack.enter_context(start_engines(config, run_dir, transfer.path, _report(tracker)))
+        fleet = EngineFleet(
+            [connect(address, transfer.path) for address in servers.addresses],
+            config.rollout.request_timeout_s,
+            config.rollout.request_retries,
+        )
+        stack.callback(fleet.close)
+        group = connect_group()
+        stack.callback(group.close)
+        bucket_bytes = config.rollout.update_weights_bucket_megabytes * MIB
+        weight_sync = WeightSync(group, fleet, transfer.path, bucket_bytes, engine_dtype(config))
+        recorder = Recorder(run_dir / "record") if is_recorded else None
+        data = _run_data(config, sets, tokenizer)
+        stages = Stages(config, group, fleet, data, plugins, weight_sync, recorder)
+        warm = _warm_up(config, stages, tracker, sets)
+        stages.sync()
+        trainer = config.trainer
+        run(stages, tracker, trainer.total_training_steps, trainer.test_freq, trainer.val_before_train)
+        if trainer.save_hf:
+            group.broadcast("host.save_hf", directory=run_dir / "hf").result()
+        _finish(config, tracker, run_dir, sets, warm, str(group.layout))
+
+
+def replay(config: RunConfig, connect_group: Callable[[], WorkerGroup], run_dir: Path, source: Path, last: int) -> None:
+    """Train on the recorded rollouts of steps 1 .. `last` of the run `source`, without engines."""
+    plugins = load_plugins(config)
+    recorder = Recorder(source / "record")
+    recorder.read(last)  # a missing record is told before the hosts are waited for
+    tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path, config.model.path)
+    with ExitStack() as stack:
+        tracker = stack.enter_context(_tracker(config, run_dir))
+        tracker.note(f"replay of steps 1 .. {last} of {source}")
+        group = connect_group()
+        stack.callback(group.close)
+        stages = ReplayStages(config, group, plugins, recorder, tokenizer, NoSync())
+        run(stages, tracker, last, test_freq=0, val_before_train=False)
+        write_json(run_dir / "summary.json", {"layout": str(group.layout), "steps": last, "seconds": tracker.seconds})
+
+
+def _tracker(config: RunConfig, run_dir: Path) -> Tracker:
+    return Tracker(run_dir, config.trainer.logger, config.trainer.total_training_steps)
+
+
+def _report(tracker: Tracker) -> Callable[[str, float, str], None]:
+    def report(name: str, seconds: float, line: str) -> None:
+        tracker.waiting(f"{name} starts ({seconds:.0f} s) {line[-80:]}")
+
+    return report
+
+
+def _description(config: RunConfig, sets: PromptSets) -> str:
+    megatron = config.actor.megatron
+    size = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    text = (
+        f"{config.trainer.experiment_name}: {config.model.path} ({config.model.dtype}), actor tp{tp} pp{pp}"
+        f" dp{size // (tp * pp)} on {size} ranks, {config.rollout.num_engines} {config.rollout.engine} engine(s),"
+        f" {len(sets.train)} training and {len(sets.held_out)} held-out prompts"
+    )
+    skipped = {"malformed rows skipped": sets.num_bad_rows, "over-long prompts dropped": sets.num_overlong}
+    skipped["held-out prompts that are trained on too"] = sets.num_shared
+    return text + "".join(f"; {count} {what}" for what, count in skipped.items() if count)
+
+
+def _run_data(config: RunConfig, sets: PromptSets, tokenizer: Tokenizer) -> RunData:
+    seed = config.trainer.seed if config.data.seed is None else config.data.seed
+    stops = [*tokenizer.eos_token_ids, *(tokenizer.token_id(text) for text in config.rollout.stop)]
+    return RunData(
+        stream=PromptStream(sets.train, config.data.train_batch_size, config.data.shuffle, seed),
+        held_out=prompt_batch(sets.held_out),
+        tokenizer=tokenizer,
+        stop_token_ids=tuple(dict.fromkeys(stops)),
+    )
+
+
+def _warm_up(config: RunConfig, stages: Stages, tracker: Tracker, sets: PromptSets) -> EvaluationResult | None:
+    if not config.warmup.max_steps:
+        return None
+
+    def make_batch(items: list[int]) -> TokenBatch:
+        return supervised_batch([sets.train[i] for i in items], stages.data.tokenizer)
+
+    def accuracy(num_items: int) -> EvaluationResult:
+        stages.sync()
+        return stages.accuracy(num_items, temperature=1.0, num_samples=1)
+
+    result = warm_up(
+        config.warmup,
+        stages.group,
+        tracker,
+        len(sets.train),
+        make_batch,
+        accuracy,
+        config.actor.ppo_max_token_len_per_gpu,
+        config.trainer.seed,
+    )
+    if stages.plugins.needs_reference and config.reference.path is None:
+        stages.group.broadcast("host.refresh_reference").result()
+    return result
+
+
+def _finish(
+    config: RunConfig,
+    tracker: Tracker,
+    run_dir: Path,
+    sets: PromptSets,
+    warm: EvaluationResult | None,
+    layout: str,
+) -> None:
+    majority = majority_answer_accuracy(sets.held_out) if sets.held_out else None
+    title = f"{config.trainer.experiment_name} ({layout})"
+    has_curve = draw_curve(run_dir / "curve.png", title, tracker.rewards, tracker.evaluations, majority)
+    write_json(run_dir / "summary.json", summary(config, tracker, layout, majority, warm))
+    tracker.note(f"summary: {run_dir / 'summary.json'}")
+    tracker.note(
+        f"curve: {run_dir / 'curve.png'}" if has_curve else "no curve: install matplotlib (pip install '.[demo]')"
+    )
+
+
+def summary(
+    config: RunConfig, tracker: Tracker, layout: str, majority: float | None, warm: EvaluationResult | None
+) -> dict[str, Any]:
+    """What a run came to, for people and for scripts."""
+    found: dict[str, Any] = {}
+    for name, (_, result) in zip(
+        ("before", "after"), (tracker.evaluations[:1] + tracker.evaluations[-1:]), strict=False
+    ):
+        found[f"accuracy_{name}"] = result.accuracy
+        found[f"accuracy_{name}_interval"] = [result.low, result.high]
+        found[f"accuracy_{name}_items"] = result.num_items
+    return {
+        **found,
+        "majority_answer_accuracy": majority,
+        "warmup_sampled_accuracy": warm.accuracy if warm else None,
+        "reward_first": tracker.rewards[0][1],
+        "reward_last": tracker.rewards[-1][1],
+        "steps": tracker.rewards[-1][0],
+        "layout": layout,
+        "seconds": round(tracker.seconds, 1),
+        "seed": config.trainer.seed,
+        "log_prob_max_abs_diff": tracker.first_mismatch,
+        "model": config.model.path,
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,16 @@
+"""Seeds as pure functions of what they are for, so that nothing random depends on the history of a process."""
+
+from __future__ import annotations
+
+_MASK = (1 << 64) - 1
+
+
+def derive_seed(*parts: int) -> int:
+    """A seed in [0, 2^31) from integers such as (run seed, step, group, sample). SplitMix64 over the parts."""
+    state = 0x9E3779B97F4A7C15
+    for part in parts:
+        state = (state ^ (part & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK
+        state ^= state >> 31
+    return state >> 33
