@@ -205,7 +205,7 @@ def _unpack_tensor(value: Any, buffers: Iterator[memoryview]) -> Tensor:
     if type(value) is not list or len(value) != 2 or value[0] not in list(DTYPES) or type(value[1]) is not list:
         raise ValueError("a tensor needs a known dtype and a shape")
     dtype, shape = DTYPES[value[0]], value[1]
-    if any(type(size) is not int or size < 0 for size in shape):
+    if any(type(size) is not int or size < 0 for size in shape) or math.prod(size or 1 for size in shape) >= 2**60:
         raise ValueError(f"{shape} is not a shape")
     count = math.prod(shape)
     buffer = _take(buffers, count * dtype.itemsize)
@@ -226,7 +226,11 @@ def _unpack_dataclass(value: Any, buffers: Iterator[memoryview]) -> Any:
     known = {f.name for f in fields(cls)}
     if set(columns) != known:
         raise ValueError(f"{name} was written with other fields (differing: {', '.join(sorted(known ^ set(columns)))})")
-    return cls(**{key: _unpack(node, buffers) for key, node in columns.items()})
+    values = {key: _unpack(node, buffers) for key, node in columns.items()}
+    try:
+        return cls(**values)
+    except Exception as error:  # whatever the class's own checks raise on values of a wrong type
+        raise ValueError(f"{name} refuses its fields ({error})") from error
 
 
 def _slices(view: memoryview, position: int, sizes: Any) -> Iterator[memoryview]:

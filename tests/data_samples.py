@@ -1,0 +1,26 @@
+"""A small batch with a value in every column, for the tests of data/."""
+
+import torch
+
+from rlhf_megatron.data.batch import ScoredBatch
+
+
+def scored() -> ScoredBatch:
+    """Three samples of 3, 1 and 2 tokens; token t has id 10 + t and log-prob -t."""
+    return ScoredBatch(
+        offsets=torch.tensor([0, 3, 4, 6]),
+        token_ids=torch.arange(10, 16),
+        response_mask=torch.tensor([False, True, True, False, False, True]),
+        rollout_log_probs=-torch.arange(6.0),
+        group_ids=torch.tensor([7, 7, 8]),
+        sample_ids=torch.tensor([70, 71, 80]),
+        policy_versions=torch.tensor([1, 1, 2]),
+        finish_reasons=("stop", "abort", "length"),
+        prompts=("p", "p", "q"),
+        responses=("r0", "r1", "r2"),
+        labels=("l0", "l1", "l2"),
+        sources=("s", "s", "s"),
+        rewards=torch.tensor([1.0, 0.0, 0.5]),
+        reward_statuses=("ok", "masked:aborted", "ok"),
+        reward_parts={"exact": torch.tensor([1.0, 0.0, 0.0])},
+    )

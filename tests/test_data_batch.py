@@ -1,0 +1,72 @@
+"""Every column follows when samples are picked, put together or carried to a later stage."""
+
+import torch
+from data_samples import scored
+
+from rlhf_megatron.data.batch import (
+    LogProbs,
+    PromptBatch,
+    RolloutBatch,
+    ScoredBatch,
+    TokenBatch,
+    concat,
+    gain,
+    offsets_from_lengths,
+    select,
+    token_index,
+)
+
+
+def test_token_index_follows_the_order_of_the_samples() -> None:
+    offsets = torch.tensor([0, 3, 4, 6])
+    assert token_index(offsets, [2, 0]).tolist() == [4, 5, 0, 1, 2]
+    assert token_index(offsets, []).tolist() == []
+    assert token_index(offsets, [1, 1]).tolist() == [3, 3]
+
+
+def test_select_takes_every_column_along() -> None:
+    picked = select(scored(), [2, 0])
+    assert type(picked) is ScoredBatch
+    assert picked.offsets.tolist() == [0, 2, 5]
+    assert picked.token_ids.tolist() == [14, 15, 10, 11, 12]
+    assert picked.response_mask.tolist() == [False, True, False, True, True]
+    assert picked.rollout_log_probs.tolist() == [-4.0, -5.0, 0.0, -1.0, -2.0]
+    assert picked.group_ids.tolist() == [8, 7]
+    assert picked.labels == ("l2", "l0")
+    assert picked.reward_parts["exact"].tolist() == [0.0, 1.0]
+
+
+def test_select_of_nothing_is_an_empty_batch() -> None:
+    empty = select(scored(), [])
+    assert len(empty) == 0 and empty.num_tokens == 0
+    assert empty.token_ids.dtype == torch.int64 and empty.labels == ()
+
+
+def test_concat_undoes_a_cut() -> None:
+    batch = scored()
+    whole = concat([select(batch, [0]), select(batch, []), select(batch, [1, 2])])
+    assert whole.offsets.tolist() == batch.offsets.tolist()
+    assert whole.token_ids.tolist() == batch.token_ids.tolist()
+    assert whole.finish_reasons == batch.finish_reasons
+    assert whole.reward_parts["exact"].tolist() == [1.0, 0.0, 0.0]
+
+
+def test_optional_columns_stay_absent() -> None:
+    batch = LogProbs(torch.tensor([0, 2]), torch.tensor([1, 2]), torch.tensor([False, True]), torch.tensor([0.0, -1.0]))
+    assert concat([batch, batch]).entropies is None
+    assert select(batch, [0]).entropies is None
+
+
+def test_gain_keeps_what_was_there() -> None:
+    tokens = TokenBatch(torch.tensor([0, 2]), torch.tensor([1, 2]), torch.tensor([False, True]))
+    result = gain(LogProbs, tokens, log_probs=torch.tensor([0.0, -3.0]))
+    assert type(result) is LogProbs
+    assert result.token_ids is tokens.token_ids and result.log_probs.tolist() == [0.0, -3.0]
+
+
+def test_lengths() -> None:
+    assert scored().lengths.tolist() == [3, 1, 2]
+    assert offsets_from_lengths(torch.tensor([3, 1, 2])).tolist() == [0, 3, 4, 6]
+    assert offsets_from_lengths(torch.tensor([], dtype=torch.int64)).tolist() == [0]
+    assert len(PromptBatch(((1,),), ("a",), ("b",), ("c",), (0,))) == 1
+    assert issubclass(ScoredBatch, RolloutBatch)

@@ -1,0 +1,113 @@
+"""Rewards: what scores, what scores 0 and why, what is left out."""
+
+import pytest
+
+from rlhf_megatron.rewards import REWARDS, RewardResult, is_masked
+from rlhf_megatron.rewards.base import masked
+from rlhf_megatron.rewards.exact_match import ExactMatchParams, exact_match
+
+
+def score(response: str, label: str = "52", reason: str = "stop", **params: object) -> tuple[float, str]:
+    (result,) = exact_match([response], [label], [reason], ExactMatchParams(**params))  # type: ignore[arg-type]
+    return result.score, result.status
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "expected"),
+    [
+        ("52", "52", (1.0, "ok")),
+        (" 52\n", "52", (1.0, "ok")),
+        ("52", " 52 ", (1.0, "ok")),
+        ("152", "52", (0.0, "ok")),
+        ("52 or 53", "52", (0.0, "ok")),
+        ("052", "52", (0.0, "ok")),
+        ("5", "52", (0.0, "ok")),
+        ("", "52", (0.0, "malformed")),
+        (" \n", "52", (0.0, "malformed")),
+    ],
+)
+def test_the_whole_response(response: str, label: str, expected: tuple[float, str]) -> None:
+    assert score(response, label) == expected
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("so <answer> 52 </answer> it is", (1.0, "ok")),
+        ("<answer>52</answer> no, <answer>53</answer>", (0.0, "ok")),
+        ("<answer>53</answer> no, <answer>52</answer>", (1.0, "ok")),
+        ("<answer>52, 53</answer>", (0.0, "ok")),
+        ("52", (0.0, "malformed")),
+        ("<answer>52", (0.0, "malformed")),
+        ("<answer> </answer>", (0.0, "malformed")),
+    ],
+)
+def test_a_slot(response: str, expected: tuple[float, str]) -> None:
+    assert score(response, pattern=r"<answer>(.*?)</answer>") == expected
+
+
+def test_a_group_that_did_not_take_part_is_malformed() -> None:
+    assert score("none", pattern=r"(\d+)|none") == (0.0, "malformed")
+
+
+def test_a_response_that_ended_by_length() -> None:
+    assert score("52", reason="length") == (0.0, "malformed")
+    assert score("52", reason="length", allow_truncated=True) == (1.0, "ok")
+
+
+def test_an_aborted_response_is_left_out() -> None:
+    assert score("52", reason="abort", allow_truncated=True) == (0.0, "masked:aborted")
+    assert is_masked("masked:aborted") and not is_masked("malformed")
+
+
+def test_long_answers_are_malformed() -> None:
+    assert score("1234", "1234", max_answer_chars=4) == (1.0, "ok")
+    assert score("12345", "12345", max_answer_chars=4) == (0.0, "malformed")
+
+
+def test_results_come_in_order() -> None:
+    results = exact_match(["1", "2", "3"], ["1", "3", "3"], ["stop", "stop", "length"], ExactMatchParams())
+    assert [(r.score, r.status) for r in results] == [(1.0, "ok"), (0.0, "ok"), (0.0, "malformed")]
+    with pytest.raises(ValueError, match="zip"):
+        exact_match(["1"], ["1", "2"], ["stop"], ExactMatchParams())
+
+
+@pytest.mark.parametrize(
+    ("params", "problem"),
+    [
+        ({"pattern": "(x"}, r"pattern \('\(x'\) is not a regular expression"),
+        ({"pattern": "x"}, r"pattern \('x'\) needs a group"),
+        ({"max_answer_chars": 0}, r"max_answer_chars \(0\) must be at least 1"),
+    ],
+)
+def test_wrong_params(params: dict[str, object], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        ExactMatchParams(**params)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("score_", "status", "problem"),
+    [
+        (0.0, "fine", r"status \('fine'\) must be ok, malformed, timeout or masked:<why>"),
+        (0.0, "masked:", "status"),
+        (1.0, "malformed", r"score \(1.0\) must be 0 when the status is malformed"),
+        (float("nan"), "ok", r"score \(nan\) must be finite"),
+        (float("-inf"), "ok", "must be finite"),
+    ],
+)
+def test_impossible_results(score_: float, status: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        RewardResult(score_, status)
+
+
+def test_results_of_every_kind() -> None:
+    assert RewardResult(-0.5).status == "ok"
+    assert RewardResult(0.0, "timeout").parts == {}
+    assert masked("server_down").status == "masked:server_down"
+
+
+def test_the_registry_finds_rewards_of_the_package() -> None:
+    entry = REWARDS.get("exact_match")
+    assert entry.build is exact_match and entry.params is ExactMatchParams
+    with pytest.raises(ValueError, match="Did you mean 'exact_match'"):
+        REWARDS.get("exact_mach")
