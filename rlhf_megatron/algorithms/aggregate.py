@@ -1,0 +1,67 @@
+"""How token losses become one number: weights per token, divided by a denominator of the whole mini-batch.
+
+`loss = sum(token_loss * weights)`. As the weights carry the global count, the sum may be cut anywhere (micro-batches,
+replicas, context parallelism) and nothing divides afterwards.
+
+    mode                   weight of response token t of sequence i     with N response tokens, S sequences, n_i in i
+    token-mean             1 / N
+    seq-mean-token-sum     1 / S
+    seq-mean-token-mean    1 / (S n_i)
+
+A sequence without response tokens counts in S. All counts are those before any rejection: a caller that rejects tokens
+passes the mask from before, and multiplies the weights with what it keeps.
+"""
+
+# B sequences, T packed tokens
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
+
+
+def loss_weights(
+    mode: str, response_mask_T: Tensor, offsets: Tensor, num_response_tokens: int, num_sequences: int
+) -> Tensor:
+    """[T] float32 weights, 0 outside of `response_mask_T`.
+
+    Args:
+        mode: one of LOSS_AGG_MODES.
+        offsets: [B + 1] int64; sequence i owns tokens offsets[i] : offsets[i + 1]. May be a part of the mini-batch.
+        num_response_tokens: N, of the whole mini-batch over all replicas.
+        num_sequences: S, likewise.
+
+    Raises ValueError for an unknown mode, and for a global count below the count in this part.
+    """
+    num_here = int(response_mask_T.sum())
+    if num_here > num_response_tokens or offsets.numel() - 1 > num_sequences:
+        raise ValueError(
+            f"global counts ({num_response_tokens} response tokens, {num_sequences} sequences) must cover this part"
+            f" ({num_here} tokens, {offsets.numel() - 1} sequences); count the whole mini-batch, before any rejection."
+        )
+    mask_T = response_mask_T.to(torch.float64)
+    if mode == "token-mean":
+        weights_T = mask_T / max(num_response_tokens, 1)
+    elif mode == "seq-mean-token-sum":
+        weights_T = mask_T / max(num_sequences, 1)
+    elif mode == "seq-mean-token-mean":
+        counts_B = sequence_sums(mask_T, offsets).clamp(min=1)
+        weights_T = mask_T / (max(num_sequences, 1) * counts_B.repeat_interleave(offsets.diff()))
+    else:
+        raise ValueError(f"unknown loss_agg_mode {mode!r}; known: {', '.join(LOSS_AGG_MODES)}.")
+    return weights_T.to(torch.float32)
+
+
+def metric_weights(response_mask_T: Tensor, num_response_tokens: int) -> Tensor:
+    """[T] float32: sum(metric * weights) over the mini-batch is the mean over its `num_response_tokens` tokens."""
+    return (response_mask_T.to(torch.float64) / max(num_response_tokens, 1)).to(torch.float32)
+
+
+def sequence_sums(column_T: Tensor, offsets: Tensor) -> Tensor:
+    """[T] -> [B] float64: the sum of a token column over each sequence."""
+    num_sequences = offsets.numel() - 1
+    owner_T = torch.arange(num_sequences, device=offsets.device).repeat_interleave(offsets.diff())
+    sums_B = torch.zeros(num_sequences, dtype=torch.float64, device=column_T.device)
+    return sums_B.index_add_(0, owner_T, column_T.to(torch.float64))
