@@ -11,6 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from rlhf_megatron.checkpoint.source import one_dtype
 from rlhf_megatron.models.families.base import family_for
 from rlhf_megatron.models.table import HFTensor, Rule
 
@@ -27,7 +28,7 @@ def read_hf_config(directory: Path) -> dict[str, Any]:
     path = Path(directory) / "config.json"
     if not path.is_file():
         raise ValueError(f"{path} does not exist; model.path must be a directory in Hugging Face layout.")
-    config = _read_json(path)
+    config = read_json(path)
     family_for(config)
     return config
 
@@ -66,23 +67,23 @@ class HFReader:
                 " Fetch the directory again, or correct config.json."
             )
 
-    def dtype(self, name: str) -> str:
-        """ "float32", "bfloat16" or "float16"; nothing is read but the file's header. Raises ValueError."""
-        return DTYPES[self._slice(name)[1]]
+    def dtype_of(self, rule: Rule) -> str:
+        """Nothing is read but the header of the file. Raises ValueError."""
+        for hf in rule.hf:
+            self._raise_problem(hf)
+        return one_dtype(rule, {DTYPES[self._slice(hf.name)[1]] for hf in rule.hf})
 
     def hf_tensors(self, rule: Rule) -> tuple[Tensor, ...]:
         """Views of the mapped file. Raises ValueError naming file, tensor and shapes."""
         for hf in rule.hf:
-            problem = self._problem(hf)
-            if problem is not None:
-                raise ValueError(f"{self.directory}: {problem}. Fetch the directory again, or correct config.json.")
+            self._raise_problem(hf)
         return tuple(self._file(self._file_of[hf.name]).get_tensor(hf.name) for hf in rule.hf)
 
     def _find_tensors(self) -> dict[str, str]:
         """Tensor name -> file name."""
         index = self.directory / INDEX
         if index.is_file():
-            weight_map = _read_json(index).get("weight_map")
+            weight_map = read_json(index).get("weight_map")
             if not isinstance(weight_map, dict) or not weight_map:
                 raise ValueError(f"{index} has no weight_map; fetch it again.")
             for file in set(weight_map.values()):
@@ -122,6 +123,11 @@ class HFReader:
             raise ValueError(f"{name} is not in {file}, though {INDEX} says so") from error
         return tuple(view.get_shape()), view.get_dtype()
 
+    def _raise_problem(self, hf: HFTensor) -> None:
+        problem = self._problem(hf)
+        if problem is not None:
+            raise ValueError(f"{self.directory}: {problem}. Fetch the directory again, or correct config.json.")
+
     def _problem(self, hf: HFTensor) -> str | None:
         """What is wrong with a tensor, or None."""
         if hf.name not in self._file_of:
@@ -138,7 +144,8 @@ class HFReader:
         return None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises ValueError naming the file."""
     try:
         value = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

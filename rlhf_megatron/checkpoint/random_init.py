@@ -28,6 +28,9 @@ class RandomSource:
         """The HF tensors of a rule, float32 on the CPU."""
         return tuple(self.tensor(hf) for hf in rule.hf)
 
+    def dtype_of(self, rule: Rule) -> str:
+        return "float32"
+
     def tensor(self, hf: HFTensor) -> Tensor:
         """One HF tensor, float32 on the CPU."""
         if len(hf.shape) == 1:

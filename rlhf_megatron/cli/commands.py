@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhf_megatron.cli import convert
+
 
 @dataclass(frozen=True)
 class Command:
@@ -59,4 +61,5 @@ def add_traceback(parser: argparse.ArgumentParser) -> None:
 COMMANDS = (
     Command("train", "train a policy", _train, "rlhf_megatron.cli.train:train"),
     Command("config", "show, check or document configurations", _config, ""),
+    Command("convert", "change the layout of weights on disk", convert.add_arguments, ""),
 )
