@@ -28,10 +28,13 @@ class Plugins:
     needs_reference: bool
 
 
-def _look_up(registry: Registry[Any], name: str, params: dict[str, Any], key: str, problems: list[str]) -> Any:
+def _look_up(
+    registry: Registry[Any], name: str, params: dict[str, Any], key: str, problems: list[Any], field: str = "params"
+) -> Any:
+    """(entry, its parameters), or a pair of None and the problems told."""
     try:
         entry = registry.get(name)
-        return entry, (params_from_mapping(entry.params, params, f"{key}.params") if entry.params else None)
+        return entry, (params_from_mapping(entry.params, params, f"{key}.{field}") if entry.params else None)
     except ConfigError as error:
         problems += error.problems
     except ValueError as error:
@@ -41,7 +44,7 @@ def _look_up(registry: Registry[Any], name: str, params: dict[str, Any], key: st
 
 def load_plugins(config: RunConfig) -> Plugins:
     """Raises ConfigError with all unknown names and wrong parameters at once."""
-    problems: list[str] = []
+    problems: list[Any] = []
     estimator, estimator_params = _look_up(
         ADV_ESTIMATORS, config.algorithm.adv_estimator, config.algorithm.params, "algorithm", problems
     )
@@ -54,7 +57,7 @@ def load_plugins(config: RunConfig) -> Plugins:
     )
     reward, reward_params = _look_up(REWARDS, config.reward.name, config.reward.params, "reward", problems)
     if config.data.task is not None:
-        _look_up(TASKS, config.data.task, config.data.task_params, "data.task", problems)
+        _look_up(TASKS, config.data.task, config.data.task_params, "data", problems, "task_params")
     provided = PROVIDED | ({"ref_log_probs"} if config.actor.use_kl_loss else set())
     if loss is not None:
         for need in sorted(set(loss.needs) - provided):
