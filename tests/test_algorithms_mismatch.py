@@ -1,0 +1,75 @@
+"""Statistics of engine against trainer: numbers by hand, nothing slips through."""
+
+import math
+
+import pytest
+import torch
+
+from rlhf_megatron.algorithms.metric_names import METRICS
+from rlhf_megatron.algorithms.mismatch import mismatch_statistics, worst_tokens
+
+NAME = "training/rollout_log_probs_diff"
+
+
+def test_by_hand() -> None:
+    engine = torch.tensor([9.0, math.log(0.5), math.log(0.25), math.log(0.8)], dtype=torch.float64)
+    trainer = torch.tensor([0.0, math.log(0.25), math.log(0.25), math.log(0.4)], dtype=torch.float64)
+    mask = torch.tensor([False, True, True, True])
+    found = mismatch_statistics(engine, trainer, mask)
+    d = math.log(2)
+    k3 = 0.5 - 1 + d  # ratio trainer / engine is 1/2 on two tokens, 1 on one
+    probs = torch.tensor([0.25, 0.0, 0.4], dtype=torch.float64)
+    expected = {
+        f"{NAME}_max": d,
+        f"{NAME}_p50": d,
+        f"{NAME}_p99": d,
+        f"{NAME}_mean": 2 * d / 3,
+        "training/rollout_kl": 2 * k3 / 3,
+        "training/rollout_probs_diff_valid": 1.0,
+        "training/rollout_probs_diff_max": 0.4,
+        "training/rollout_probs_diff_mean": 0.65 / 3,
+        "training/rollout_probs_diff_std": probs.std().item(),
+    }
+    assert found == pytest.approx(expected, rel=1e-12)
+    assert set(found) <= set(METRICS)
+
+
+def test_kl_is_that_of_the_engine_to_the_trainer() -> None:
+    """Tokens in the engine's proportions: the mean is KL(engine || trainer), not its mirror image."""
+    engine = torch.tensor([0.75, 0.25], dtype=torch.float64)
+    trainer = torch.tensor([0.5, 0.5], dtype=torch.float64)
+    index = torch.tensor([0, 0, 0, 1])
+    found = mismatch_statistics(engine.log()[index], trainer.log()[index], torch.ones(4, dtype=torch.bool))
+    assert found["training/rollout_kl"] == pytest.approx((engine * (engine / trainer).log()).sum().item())
+
+
+def test_percentiles_are_nearest_rank() -> None:
+    differences = torch.arange(1, 201, dtype=torch.float64)[torch.randperm(200)] / 1000
+    found = mismatch_statistics(torch.zeros(200).double(), -differences, torch.ones(200, dtype=torch.bool))
+    assert found[f"{NAME}_p50"] == pytest.approx(0.100)
+    assert found[f"{NAME}_p99"] == pytest.approx(0.198)
+    assert found[f"{NAME}_max"] == pytest.approx(0.200)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_a_number_is_infinitely_wrong(bad: float) -> None:
+    trainer = torch.tensor([-1.0, bad, -1.0])
+    found = mismatch_statistics(torch.full((3,), -1.0), trainer, torch.ones(3, dtype=torch.bool))
+    assert found[f"{NAME}_max"] == math.inf
+    assert found["training/rollout_kl"] > 1.0
+    assert found[f"{NAME}_p50"] == 0.0
+    assert worst_tokens(torch.full((3,), -1.0), trainer, torch.ones(3, dtype=torch.bool), 1).tolist() == [1]
+
+
+def test_no_tokens() -> None:
+    found = mismatch_statistics(torch.zeros(3), torch.ones(3), torch.zeros(3, dtype=torch.bool))
+    assert set(found.values()) == {0.0}
+    assert worst_tokens(torch.zeros(3), torch.ones(3), torch.zeros(3, dtype=torch.bool), 5).tolist() == []
+
+
+def test_worst_tokens_are_response_tokens_in_order() -> None:
+    engine = torch.zeros(5)
+    trainer = torch.tensor([9.0, -0.5, 0.1, 2.0, -1.0])
+    mask = torch.tensor([False, True, True, True, True])
+    assert worst_tokens(engine, trainer, mask, 3).tolist() == [3, 4, 1]
+    assert worst_tokens(engine, trainer, mask, 99).tolist() == [3, 4, 1, 2]
