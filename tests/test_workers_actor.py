@@ -81,6 +81,26 @@ def test_three_steps_equal_transformers(dist_pool: DistPool, case: Case, tp: int
 
     for step in range(reference.STEPS):
         result = summed(results, step)
-        assert result.grad_norm == pytest.approx(case.exact[step].grad_norm, rel=1e-5)
-        assert result.sums["actor/loss"] == pytest.approx(case.exact[step].loss, abs=2e-6, rel=1e-6)
+        assert result.grad_norm == pytest.approx(case.exact[step].grad_norm, rel=1e-4)
+        assert result.sums["actor/loss"] == pytest.approx(case.exact[step].loss, abs=1e-5, rel=1e-5)
         assert (result.lr, result.is_skipped) == (reference.LR, False)
+
+
+def test_metrics_of_an_update_are_averages_over_all_response_tokens(dist_pool: DistPool, case: Case) -> None:
+    """Summed over replicas and micro-batches, against the same averages taken in one piece."""
+    if case.loss == "sft":
+        pytest.skip("the supervised loss has no policy metrics")
+    results = dist_pool.run(train, dp=2, name=case.name, state=case.state, batch=case.batch, loss="policy", num_steps=1)
+    sums, mask, batch = summed(results, 0).sums, case.batch.response_mask, case.batch
+    log_probs = case.exact[0].log_probs[mask]
+    log_ratio = log_probs - batch.old_log_probs[mask]
+    k3 = (batch.ref_log_probs[mask] - log_probs).exp() - (batch.ref_log_probs[mask] - log_probs) - 1
+    ratio, advantages = log_ratio.exp(), batch.advantages[mask]
+    is_clipped = ((ratio > 1 + reference.CLIP_HIGH) & (advantages > 0)) | (
+        (ratio < 1 - reference.CLIP_LOW) & (advantages < 0)
+    )
+    assert sums["actor/ppo_kl"] == pytest.approx(float(-log_ratio.mean()), abs=2e-6)
+    assert sums["actor/kl_loss"] == pytest.approx(float(k3.mean()), abs=2e-6)
+    assert sums["actor/entropy_loss"] == pytest.approx(float(case.entropies[mask].mean()), abs=2e-6)
+    assert sums["actor/pg_clipfrac"] == pytest.approx(float(is_clipped.double().mean()), abs=1e-6)
+    assert 0.1 < sums["actor/pg_clipfrac"] < 0.9, "the case must clip some tokens and spare some"

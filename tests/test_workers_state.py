@@ -1,4 +1,4 @@
-"""What an actor keeps and refuses: checkpoints under another layout, skipped steps, fresh optimizers, empty replicas."""
+"""What an actor keeps and refuses: checkpoints, skipped steps, fresh optimizers, replicas without samples."""
 
 from __future__ import annotations
 

@@ -96,14 +96,17 @@ def with_past(batch: MiniBatch, log_probs: Tensor) -> MiniBatch:
 
 
 def policy_token_loss(log_probs: Tensor, entropies: Tensor, batch: MiniBatch) -> Tensor:
-    """[T]: PPO with clip-higher and dual clip, k3 KL against the reference, entropy bonus, from the papers."""
+    """[T]: PPO with clip-higher and dual clip, k3 KL against the reference, entropy bonus, from the papers.
+
+    The bound on k3 is the field's.
+    """
     old, ref, advantages = (
         column.to(log_probs.dtype) for column in (batch.old_log_probs, batch.ref_log_probs, batch.advantages)
     )
     ratio = (log_probs - old).exp()
     clipped = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH))
     dual = torch.where(advantages < 0, torch.minimum(clipped, -advantages * CLIP_C), clipped)
-    k3 = (ref - log_probs).exp() - (ref - log_probs) - 1
+    k3 = ((ref - log_probs).exp() - (ref - log_probs) - 1).clamp(max=10.0)
     return dual + KL_COEF * k3 - ENTROPY_COEFF * entropies
 
 

@@ -23,7 +23,7 @@ from rlhf_megatron.models.table import Rule
 from rlhf_megatron.parallel.world import World
 from rlhf_megatron.workers.contract import UpdateResult
 from rlhf_megatron.workers.forward import RowLogProbs, forward_log_probs
-from rlhf_megatron.workers.losses import RowLoss, make_row_loss
+from rlhf_megatron.workers.losses import make_row_losses
 from rlhf_megatron.workers.memory import move_to_device, move_to_host
 from rlhf_megatron.workers.optimizer import Optimizer, reset
 from rlhf_megatron.workers.pack import MicroBatch, pack, token_columns
@@ -61,6 +61,7 @@ class MegatronActor:
         self.dtype = dtype
         self.config = config
         self.phases = dict(phases)
+        self.losses = make_row_losses(config)
         self.table = table_for(hf_config, world.layout.tp)
         self.model = build_model(hf_config, world, dtype)
         load_hf(self.model.chunks, self.table, weights, world.coordinates.tp, world.layout.tp)
@@ -83,13 +84,15 @@ class MegatronActor:
         self, batch: MiniBatch, plan: ReplicaPlan, temperature: float, loss: str = "policy"
     ) -> UpdateResult | None:
         """See `contract.TrainWorker`. Raises ValueError for an unknown loss or a column that it needs and lacks."""
-        row_loss = make_row_loss(loss, self.config)
+        if loss not in self.losses:
+            raise ValueError(f"unknown loss {loss!r}; known: {', '.join(self.losses)}.")
+        row_loss = self.losses[loss]
         packed = pack(batch, plan, COLUMNS, fill=self.world.layout.pp > 1, device=self.world.device)
         rows = RowLogProbs(self.model, self.world, temperature, row_loss.needs_entropy, self.config.log_prob_chunk_size)
         names: list[str] = []
 
         def on_rows(hidden_RH: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-            value, sums = _weighted(row_loss, *rows(hidden_RH, micro), micro)
+            value, sums = row_loss(*rows(hidden_RH, micro), micro.columns)
             names[:] = sums
             return value, torch.stack(list(sums.values()))
 
@@ -152,14 +155,3 @@ def _data_parallel(config: Any, chunk: torch.nn.Module, world: World) -> Distrib
         check_for_nan_in_grad=False,  # Optimizer.step sees it in the norm, and skips instead of ending the run
     )
     return DistributedDataParallel(config, settings, chunk, pg_collection=world.pg_collection)
-
-
-def _weighted(
-    row_loss: RowLoss, log_probs_R: Tensor, entropies_R: Tensor | None, micro: MicroBatch
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The micro-batch's share of the loss, with grad, and of every metric."""
-    terms = row_loss(log_probs_R, entropies_R, micro.columns)
-    value = (terms.loss_R * micro.columns["loss_weights"]).sum()
-    weights_R = micro.columns["metric_weights"]
-    sums = {name: (metric_R.detach() * weights_R).sum() for name, metric_R in terms.metrics.items()}
-    return value, {"actor/loss": value.detach(), **sums}
