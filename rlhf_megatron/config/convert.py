@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import types
 from collections.abc import Callable
 from dataclasses import is_dataclass, replace
@@ -22,6 +23,14 @@ BROKEN: Any = object()
 """Stands for a value that could not be converted; its problem has been noted."""
 
 NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+UNQUOTED = {
+    int: re.compile(r"[-+]?(0|[1-9]\d*)\Z"),
+    float: re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\Z"),
+    bool: re.compile(r"(?i)(true|false)\Z"),
+    str: re.compile(r"(?!)"),
+}
+"""What would have been right without quotes."""
 
 
 class Converter:
@@ -98,7 +107,7 @@ class Converter:
             return value
         if value is None:
             fix = "give a value, or remove the key for the default."
-        elif isinstance(value, str) and not node.is_plain and kind is not str:
+        elif isinstance(value, str) and not node.is_plain and UNQUOTED[kind].match(value):
             fix = "remove the quotes and write it plainly."
         elif kind is str:
             fix = f"put it in quotes: '{node.text}'."

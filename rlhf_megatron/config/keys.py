@@ -90,7 +90,7 @@ def nearest(path: str, known: Sequence[str]) -> Suggestion:
     near_names = difflib.get_close_matches(name, [key.rpartition(".")[2] for key in siblings], n=1, cutoff=0.6)
     if near_names:
         return _did_you_mean([join(section, near_names[0])])
-    near = difflib.get_close_matches(path, known, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(path, known, n=1, cutoff=0.8)
     if not near:
         by_name = {key.rpartition(".")[2]: key for key in known}
         near = [by_name[n] for n in difflib.get_close_matches(name, by_name, n=1, cutoff=0.7)]

@@ -54,7 +54,7 @@ def _sections() -> Iterator[str]:
 
 
 def _verl() -> Iterator[str]:
-    yield "\n## Coming from verl\n\nAll other keys have verl's names. A key of this table is answered with its line.\n\n"
+    yield "\n## Coming from verl\n\nOther keys have the names of verl.\n\n"
     yield "| verl | here | note |\n|---|---|---|\n"
     for old, new in RENAMED_SECTIONS:
         yield f"| `{old}.*` | `{new}.*` | |\n"

@@ -1,16 +1,18 @@
-"""A resolved configuration for people: each value and where it came from, or the whole as YAML."""
+"""A resolved configuration: each value and where it came from for people, or the whole as YAML."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
 import yaml
 
+from rlhf_megatron.config.ignored import ignored
 from rlhf_megatron.config.keys import leaf_keys, value_of
-from rlhf_megatron.config.provenance import DEFAULT, Loaded
+from rlhf_megatron.config.provenance import DEFAULT, Loaded, Origin
 from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.source import CORE_SCHEMA
 
 MAX_VALUE_WIDTH = 40
 _DIM, _BOLD, _RESET = "\x1b[2m", "\x1b[1m", "\x1b[0m"
@@ -44,13 +46,23 @@ def as_text(value: Any) -> str:
     """A value as one would write it in YAML or on the command line."""
     if isinstance(value, float):
         return repr(value)
-    text = yaml.safe_dump(_plain(value), default_flow_style=True, width=10**9, allow_unicode=True)
+    text = yaml.dump(_plain(value), Dumper=_Dumper, default_flow_style=True, width=10**9, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")
 
 
 def as_yaml(config: RunConfig) -> str:
-    """The whole configuration as YAML; `load_run_config` reads it back as an equal one."""
-    return yaml.dump(_plain(asdict(config)), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    """The resolved configuration as YAML that `load_run_config` accepts: all settings but those that are not in use."""
+    every = Loaded(config, {key: Origin("resolved", layer=0) for key in leaf_keys(RunConfig)})
+    idle = {problem.keys[0] for problem in ignored(every)}
+    tree: dict[str, Any] = {}
+    for key in leaf_keys(RunConfig):
+        if key not in idle:
+            *sections, name = key.split(".")
+            node = tree
+            for section in sections:
+                node = node.setdefault(section, {})
+            node[name] = _plain(value_of(config, key))
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def _plain(value: Any) -> Any:
@@ -60,7 +72,11 @@ def _plain(value: Any) -> Any:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes floats with all digits, and never an anchor."""
+    """Quotes every text that YAML 1.1 or 1.2 would take for something else; writes no anchors."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
+
+
+for _tag, _pattern, _first in CORE_SCHEMA:
+    _Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _first)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import yaml
 
@@ -40,21 +40,27 @@ class MappingNode:
 Node: TypeAlias = Scalar | SequenceNode | MappingNode
 
 
-class _CoreSchemaLoader(yaml.SafeLoader):
-    """Resolves plain scalars as YAML 1.2 does."""
-
-
-_CoreSchemaLoader.yaml_implicit_resolvers = {}
-for _tag, _pattern, _first in (
+CORE_SCHEMA = (
     ("null", r"(?:~|null|Null|NULL|)\Z", ["~", "n", "N", ""]),
     ("bool", r"(?:true|True|TRUE|false|False|FALSE)\Z", list("tTfF")),
     ("int", r"[-+]?(?:0|[1-9][0-9_]*)\Z", list("-+0123456789")),
     (
         "float",
-        r"(?:[-+]?(?:\.[0-9]+|(?:0|[1-9][0-9_]*)(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z",
+        r"(?:[-+]?(?:\.[0-9]+|(?:0|[1-9][0-9_]*)(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z",
         list("-+.0123456789"),
     ),
-):
+)
+"""(type, pattern of the plain scalars that have it, characters with which these begin)"""
+
+
+class _CoreSchemaLoader(yaml.SafeLoader):
+    """Resolves plain scalars as YAML 1.2 does."""
+
+    yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {}
+
+
+for _tag, _pattern, _first in CORE_SCHEMA:
     _CoreSchemaLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _first)
 
 _PLAIN_VALUES: dict[str, Callable[[str], Any]] = {
@@ -161,4 +167,4 @@ def merge(lower: Node, upper: Node) -> Node:
     items = dict(lower.items)
     for key, node in upper.items.items():
         items[key] = merge(items[key], node) if key in items else node
-    return MappingNode(items, upper.origin)
+    return MappingNode(items, lower.origin)

@@ -1,8 +1,8 @@
-"""All rules on a configuration, and on the model and files that it points to. Nothing is started or imported for them."""
+"""All rules on a configuration, and on the model and files that it points to. Nothing is started for them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +17,9 @@ from rlhf_megatron.config.schema import RunConfig
 
 __all__ = ["FAMILIES", "check_world_size", "problems_of", "problems_of_files", "validate", "validate_model"]
 
-PURE_RULES: tuple[Callable[[Loaded], Iterable[Problem]], ...] = (ranges, *RULES, ignored)
-
 
 def validate(source: RunConfig | Loaded) -> list[str]:
-    """What contradicts itself, lies out of range or would be ignored. A Loaded also tells what somebody wrote, and where."""
+    """What contradicts itself, lies out of range or would be ignored. A Loaded also tells where it was written."""
     return [str(problem) for problem in problems_of(_loaded(source))]
 
 
@@ -39,13 +37,17 @@ def check_world_size(config: RunConfig, actual: int) -> list[str]:
     return [
         f"the launcher started {actual} processes (WORLD_SIZE), but trainer.nnodes x n_gpus_per_node is"
         f" {config.trainer.nnodes} x {config.trainer.n_gpus_per_node} = {expected}; start torchrun with"
-        f" --nnodes={config.trainer.nnodes} --nproc-per-node={config.trainer.n_gpus_per_node}, or change these settings."
+        f" --nnodes={config.trainer.nnodes} --nproc-per-node={config.trainer.n_gpus_per_node}, or change the settings."
     ]
 
 
 def problems_of(loaded: Loaded) -> list[Problem]:
     """Of the rules that need no file, with the places where the values were written."""
-    return [_located(loaded, problem) for rule in PURE_RULES for problem in rule(loaded)]
+    found = list(ranges(loaded))
+    impossible = {key for problem in found for key in problem.keys}
+    for rule in (*RULES, ignored):  # what is out of range is not complained about twice
+        found += [problem for problem in rule(loaded) if impossible.isdisjoint(problem.keys)]
+    return [_located(loaded, problem) for problem in found]
 
 
 def problems_of_files(loaded: Loaded) -> list[Problem]:

@@ -132,7 +132,7 @@ def suggest(key: str) -> Suggestion:
         return Suggestion(f"Here it is {path}.", (path,))
     entry = _entry(path)
     if entry is None:
-        return nearest(path, known)
+        return nearest(path, [name for name in known if not path.startswith(name + ".")])
     if entry.target is None:
         return Suggestion(f"{entry.note[0].upper()}{entry.note[1:]}.")
     text = f"Here it is {entry.target}"

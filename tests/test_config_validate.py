@@ -1,0 +1,240 @@
+"""Rules between settings, with the model, with the world size and with files."""
+
+# ruff: noqa: E501  (tables of messages)
+
+import json
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_megatron.config.errors import ConfigError
+from rlhf_megatron.config.keys import leaf_keys, section_keys
+from rlhf_megatron.config.load import load_run_config, read_run_config
+from rlhf_megatron.config.overrides import parse_overrides
+from rlhf_megatron.config.ranges import INTERVALS
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.validate import check_world_size, validate, validate_model
+from rlhf_megatron.config.verl_names import RENAMED_SECTIONS, VERL_NAMES
+
+VALID = """
+model: {path: model, dtype: float32}
+data: {task: addition, train_batch_size: 32, max_prompt_length: 6, max_response_length: 4}
+actor:
+  megatron: {tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2}
+  mini_batch_size: 128
+rollout: {engine: local, n: 16}
+trainer: {n_gpus_per_node: 8, total_training_steps: 20}
+"""
+HF_CONFIG: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 32,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(VALID)
+    return path
+
+
+def test_the_base_of_these_tests_is_valid(run_file: Path) -> None:
+    loaded = read_run_config(run_file)
+    assert validate(loaded) == [] and validate(loaded.config) == [] and validate_model(loaded, HF_CONFIG) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["trainer.n_gpus_per_node=6"], "trainer.nnodes x n_gpus_per_node (1 x 6 = 6) must be a multiple of actor.megatron.tensor_model_parallel_size x pipeline_model_parallel_size (2 x 2 = 4); use 4 or 8 ranks or another layout."),
+        (["trainer.n_gpus_per_node=2"], "(1 x 2 = 2) must be a multiple of"),
+        (["trainer.runtime=inline"], "trainer.runtime (inline) has one rank, but trainer.nnodes x n_gpus_per_node is 8; set both to 1 or use runtime: torchrun."),
+        (["actor.mini_batch_size=100"], "actor.mini_batch_size (100 samples) must divide data.train_batch_size x rollout.n (32 x 16 = 512 samples a step); use 64 or 128."),
+        (["actor.mini_batch_size=1024"], "(32 x 16 = 512 samples a step); use 512."),
+        (["actor.mini_batch_size=1"], "actor.mini_batch_size (1 samples) must be at least the data-parallel size (2)"),
+        (["warmup.max_steps=5", "warmup.batch_size=1"], "warmup.batch_size (1 samples) must be at least the data-parallel size (2)"),
+        (["actor.ppo_max_token_len_per_gpu=9"], "actor.ppo_max_token_len_per_gpu (9) must hold the longest sample, data.max_prompt_length + max_response_length (6 + 4 = 10); use 10 or more."),
+        (["rollout.max_num_batched_tokens=9"], "rollout.max_num_batched_tokens (9) must hold the longest sample"),
+        (["actor.use_kl_loss=true", "reference.max_token_len_per_gpu=9"], "reference.max_token_len_per_gpu (9) must hold"),
+        (["rollout.temperature=0"], "rollout.temperature (0.0) must be above 0"),
+        (["rollout.temperature=.inf"], "rollout.temperature (inf) must be above 0"),
+        (["rollout.top_p=0.9"], "rollout.top_p (0.9) must be 1.0 (off)"),
+        (["rollout.top_k=50"], "rollout.top_k (50) must be -1 (off)"),
+        (["rollout.min_p=0.1"], "rollout.min_p (0.1) must be 0.0 (off)"),
+        (["rollout.val_kwargs.n=4"], "rollout.val_kwargs.n (4) must be 1 at temperature 0"),
+        (["rollout.stop=[a,a]"], "rollout.stop (['a', 'a']) must be distinct, non-empty strings."),
+        (["rollout.n=1", "actor.mini_batch_size=32"], "rollout.n (1) must be at least 2 for algorithm.adv_estimator grpo"),
+        (["rollout.endpoints=['http://h:1']"], "rollout.endpoints (['http://h:1']) need rollout.engine sglang"),
+        (["rollout.engine=sglang", "rollout.endpoints=['h:1']"], "rollout.endpoints (h:1) must be URLs; write http://host:port."),
+        (["rollout.engine=sglang", "rollout.sglang.args={--tp-size: 2}"], "rollout.sglang.args.--tp-size must be written without leading dashes; use tp-size."),
+        (["model.dtype=bfloat16", "rollout.dtype=float32"], "rollout.dtype (float32) must not be wider than model.dtype (bfloat16)"),
+        (["actor.use_kl_loss=true", "actor.kl_loss_coef=0"], "actor.kl_loss_coef (0) must be above 0 with actor.use_kl_loss"),
+        (["data.train_files=[a]"], "data.train_files (['a']) and data.task (addition) exclude each other"),
+        (["data.task=null", "data.val_files=[a]"], "data.train_files ([]) must name a JSONL file; give one, or name a data.task."),
+        (["data.task=null", "data.train_files=[a]"], "data.val_files ([]) must name a JSONL file"),
+        (["warmup.max_steps=5", "warmup.stop_accuracy=0.5"], "warmup.test_freq (20) must be at most warmup.max_steps (5)"),
+        (["actor.optim.lr_decay_style=linear", "actor.optim.min_lr=1e-3"], "actor.optim.min_lr (0.001) must not be above actor.optim.lr (1e-06); lower it."),
+        (["actor.optim.lr_decay_style=linear", "actor.optim.lr_warmup_steps=80"], "actor.optim.lr_warmup_steps (80) must be below the run's optimizer steps (80) for lr_decay_style linear; warm up for 8 steps or run longer."),
+        (["actor.optim.lr_decay_style=cosine", "actor.optim.lr_decay_steps=9", "actor.optim.lr_warmup_steps=9"], "actor.optim.lr_warmup_steps (9) must be below actor.optim.lr_decay_steps (9)"),
+        (["actor.optim.weight_decay_end=0.001"], "actor.optim.weight_decay_end (0.001) must be at least actor.optim.weight_decay (0.01)"),
+        (["trainer.experiment_name=../x"], "trainer.experiment_name ('../x') must be one plain directory name"),
+        (["trainer.logger=[jsonl,jsonl]"], "trainer.logger (['jsonl', 'jsonl']) must differ"),
+        (["actor.optim.lr=-1"], "actor.optim.lr (-1.0) must be at least 0 and below 1; the default is 1e-06."),
+        (["actor.optim.betas=[0.9,1]"], "actor.optim.betas (1.0) must be at least 0 and below 1; the default is [0.9, 0.95]."),
+        (["actor.optim.eps=0"], "actor.optim.eps (0.0) must be above 0 and at most 1"),
+        (["actor.entropy_coeff=-0.1"], "actor.entropy_coeff (-0.1) must be at least 0 and below 1; the default is 0.0."),
+        (["trainer.test_freq=-1"], "trainer.test_freq (-1) must be at least 0; the default is 10."),
+        (["trainer.stage_timeout_s=0"], "trainer.stage_timeout_s (0.0) must be above 0 and below inf"),
+        (["model.path=''"], "model.path ('') must name a model directory; set it."),
+    ],
+)  # fmt: skip
+def test_a_contradiction_is_one_problem(run_file: Path, overrides: list[str], expected: str) -> None:
+    found = validate(read_run_config(run_file, overrides))
+    assert len(found) == 1 and expected in found[0] and found[0].endswith("]") and "command line" in found[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["actor.kl_loss_coef=0.001"], "actor.kl_loss_coef"),  # even at its default value
+        (["actor.kl_loss_type=k1"], "actor.kl_loss_type"),
+        (["reference.path=model"], "reference.path"),
+        (["rollout.sglang.args.tp-size=2"], "rollout.sglang.args.tp-size"),
+        (["rollout.engine=sglang", "rollout.endpoints=['http://h:1']", "rollout.num_engines=2"], "rollout.num_engines"),
+        (["data.prompt_key=q"], "data.prompt_key"),
+        (["warmup.optim.lr=1e-3"], "warmup.optim.lr"),
+        (["actor.optim.lr_decay_steps=9"], "actor.optim.lr_decay_steps"),
+        (["checks.log_prob_mean_kl=1"], "checks.log_prob_mean_kl"),
+        (["model.dtype=bfloat16", "checks.log_prob_max_abs_diff=1"], "checks.log_prob_max_abs_diff"),
+        (["trainer.test_freq=30"], "trainer.test_freq"),
+    ],
+)
+def test_a_setting_that_would_be_ignored_is_an_error(run_file: Path, overrides: list[str], key: str) -> None:
+    (problem,) = validate(read_run_config(run_file, overrides))
+    assert problem.startswith(f"{key} (") and "would be ignored because" in problem
+
+
+def test_a_later_layer_may_switch_off_what_an_earlier_one_set(tmp_path: Path, run_file: Path) -> None:
+    base = tmp_path / "kl.yaml"
+    base.write_text(
+        "extends: run.yaml\nactor: {use_kl_loss: true, kl_loss_coef: 0.1}\nreference: {param_offload: true}\n"
+    )
+    assert validate(read_run_config(base)) == []
+    assert validate(read_run_config(base, ["actor.use_kl_loss=false"])) == []
+    again = validate(read_run_config(base, ["actor.use_kl_loss=false", "actor.kl_loss_coef=0.2"]))
+    assert [problem.split(" ")[0] for problem in again] == ["actor.kl_loss_coef"]
+
+
+def test_without_provenance_what_differs_from_the_default_is_set(run_file: Path) -> None:
+    config = read_run_config(run_file).config
+    assert validate(replace(config, actor=replace(config.actor, kl_loss_coef=0.5))) == [
+        "actor.kl_loss_coef (0.5) would be ignored because actor.use_kl_loss is false; remove it, or set it to true."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides", "expected"),
+    [
+        ({"model_type": "gpt2"}, [], "model_type ('gpt2') must be one of qwen3, llama"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 96}, ["actor.megatron.tensor_model_parallel_size=4"], "num_attention_heads (6) must be a multiple of actor.megatron.tensor_model_parallel_size (4); use 1 or 2 or 3."),
+        ({}, ["actor.megatron.tensor_model_parallel_size=4"], "num_key_value_heads (2) must be a multiple of actor.megatron.tensor_model_parallel_size (4); use 1 or 2."),
+        ({"num_key_value_heads": None, "intermediate_size": 383}, [], "intermediate_size (383) must be a multiple of actor.megatron.tensor_model_parallel_size (2); use 1."),
+        ({"num_hidden_layers": 5}, [], "num_hidden_layers (5) must be a multiple of actor.megatron.pipeline_model_parallel_size (2); use 1."),
+        ({"num_attention_heads": 6, "num_key_value_heads": 4, "hidden_size": 96}, [], "num_attention_heads (6) must be a multiple of num_key_value_heads (4)."),
+        ({"max_position_embeddings": 9}, [], "max_position_embeddings (9) must cover data.max_prompt_length + max_response_length (6 + 4 = 10); shorten one by 1."),
+        ({"hidden_size": 130}, [], "hidden_size (130) must be a multiple of num_attention_heads (4)."),
+        ({"vocab_size": "32"}, [], "vocab_size ('32') must be a positive integer; mend the file."),
+        ({"model_type": "llama", "attention_bias": True}, [], "attention_bias (True) is not supported; it must be False"),
+        ({"model_type": "llama", "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, [], "rotary embeddings of type 'llama3' are not supported"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, [], "rotary embeddings of type 'yarn' are not supported"),
+        ({"hidden_act": "gelu"}, [], "hidden_act ('gelu') is not supported; it must be 'silu'"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, [], "layer_types ['sliding_attention'] are not supported"),
+    ],
+)  # fmt: skip
+def test_a_model_that_does_not_fit(
+    run_file: Path, changes: dict[str, Any], overrides: list[str], expected: str
+) -> None:
+    found = validate_model(read_run_config(run_file, overrides), {**HF_CONFIG, **changes})
+    assert any(problem.startswith(f"model/config.json: {expected}") for problem in found), found
+    assert len(found) <= 2
+
+
+def test_plain_rope_is_accepted(run_file: Path) -> None:
+    rope = {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    assert validate_model(read_run_config(run_file), {**HF_CONFIG, **rope}) == []
+
+
+def test_world_size(run_file: Path) -> None:
+    config = read_run_config(run_file, ["trainer.nnodes=2"]).config
+    assert check_world_size(config, 16) == []
+    (problem,) = check_world_size(config, 4)
+    assert "4 processes" in problem and "2 x 8 = 16" in problem and "--nnodes=2 --nproc-per-node=8" in problem
+
+
+def test_files(tmp_path: Path, run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def problems(*overrides: str) -> list[str]:
+        try:
+            load_run_config(run_file, overrides)
+        except ConfigError as error:
+            return [problem.rpartition(" [")[0] for problem in error.problems]
+        return []
+
+    assert problems() == ["model.path (model) is not a directory; correct it, or make or fetch the model first."]
+    model = tmp_path / "model"
+    model.mkdir()
+    assert problems() == [
+        "model.path (model) has no *.safetensors; put weights there, or set model.init_seed for random ones.",
+        "model.path (model) has no config.json; name a model in Hugging Face layout.",
+        "model.path (model) has no tokenizer.json; set model.tokenizer_path to a directory that has.",
+    ]
+    (model / "tokenizer.json").write_text("{}")
+    (model / "config.json").write_text("{")
+    (problem,) = problems("model.init_seed=1")
+    assert problem.startswith("model/config.json cannot be read as JSON")
+    (model / "config.json").write_text(json.dumps(HF_CONFIG))
+    assert problems("model.init_seed=1") == []
+    (model / "model.safetensors").write_bytes(b"")
+    assert problems() == []
+    assert problems("model.tokenizer_path=other", "rollout.transfer_dir=gone") == [
+        "model.tokenizer_path (other) has no tokenizer.json; set model.tokenizer_path to a directory that has.",
+        "rollout.transfer_dir (gone) must be a directory; make it or remove the key.",
+    ]
+    reference = tmp_path / "reference"
+    reference.mkdir()
+    (reference / "model.safetensors").write_bytes(b"")
+    (reference / "config.json").write_text(json.dumps({**HF_CONFIG, "vocab_size": 64}))
+    assert problems("actor.use_kl_loss=true", "reference.path=reference") == [
+        "reference.path: vocab_size (64) must be that of model.path (32); choose a reference of the same architecture."
+    ]
+
+
+def test_tables_name_existing_settings_only() -> None:
+    known = {*leaf_keys(RunConfig), *section_keys(RunConfig)}
+    free = tuple(f"{key}." for key in known if key.endswith(("params", "args")))
+    assert set(INTERVALS) <= known
+    for entry in VERL_NAMES:
+        assert entry.target is None or entry.target in known or entry.target.startswith(free), entry
+        assert entry.name not in known, entry  # a key that exists is never looked up here
+        assert entry.target or entry.note, entry
+    assert {new for _, new in RENAMED_SECTIONS} <= known
+    assert len({entry.name for entry in VERL_NAMES}) == len(VERL_NAMES)
+
+
+def test_every_setting_is_described_and_can_be_overridden() -> None:
+    def sections(cls: type) -> list[type]:
+        below = [f.default_factory for f in fields(cls) if isinstance(f.default_factory, type)]  # type: ignore[misc]
+        return [cls, *(s for b in below if is_dataclass(b) for s in sections(b))]
+
+    for section in sections(RunConfig):
+        assert all(f.metadata.get("doc") for f in fields(section)), section
+    assert len(parse_overrides([f"{key}=1" for key in leaf_keys(RunConfig)], 0)) == len(leaf_keys(RunConfig))
