@@ -1,14 +1,16 @@
-"""Core attention over packed documents and rotary positions, against arithmetic written out."""
+"""Core attention over packed documents, rotary positions and the norm, against arithmetic written out."""
 
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from rlhf_megatron.models.attention import Run, _by_length, packed_documents
+from rlhf_megatron.models.norm import RMSNorm, _RMSNorm
 from rlhf_megatron.models.rotary import rotary_tables, rotate
 
 
@@ -74,6 +76,31 @@ def test_rotation_by_hand_and_its_gradient() -> None:
     assert got[0].tolist() == x[0].tolist()
     torch.testing.assert_close(got[1, 0], torch.tensor(turned, dtype=torch.float64), atol=1e-6, rtol=0)
     assert torch.autograd.gradcheck(lambda x: rotate(x, cos, sin), (x.requires_grad_(),))
+
+
+def test_norm_by_hand_and_its_gradient() -> None:
+    config = SimpleNamespace(params_dtype=torch.float64, sequence_parallel=True)
+    norm = RMSNorm(config, 2, eps=0.5)
+    assert norm.weight.sequence_parallel and list(norm.state_dict()) == ["weight"]
+    with torch.no_grad():
+        norm.weight.copy_(torch.tensor([1.0, 10.0]))
+        # mean of squares 12.5, with eps 13; zeros stay zeros
+        got = norm(torch.tensor([[[3.0, 4.0]], [[0.0, 0.0]]], dtype=torch.float64))
+    want = torch.tensor([[[3 / math.sqrt(13), 40 / math.sqrt(13)]], [[0.0, 0.0]]], dtype=torch.float64)
+    torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
+    torch.manual_seed(0)
+    x = torch.randn(3, 1, 2, 5, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, weight: _RMSNorm.apply(x, weight, 0.1), (x, weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm_equals_torch(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    norm = RMSNorm(SimpleNamespace(params_dtype=dtype, sequence_parallel=False), 64, eps=1e-6)
+    x = torch.randn(7, 1, 64, dtype=dtype)
+    want = torch.nn.functional.rms_norm(x.double(), (64,), norm.weight.double(), 1e-6)
+    torch.testing.assert_close(norm(x).double(), want, atol=1e-5 if dtype == torch.float32 else 2e-2, rtol=0)
 
 
 @pytest.mark.gpu

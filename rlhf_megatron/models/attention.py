@@ -25,7 +25,7 @@ from rlhf_megatron.models.rotary import rotary_tables, rotate
 try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:
-    varlen_attn = None
+    varlen_attn = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class PackedAttention(MegatronModule):
 def _varlen(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, scale: float) -> Tensor:
     """Flash attention over document borders that stay on the device."""
     borders, longest = documents.cu_seqlens_q, documents.max_seqlen_q
-    return varlen_attn(
+    return varlen_attn(  # type: ignore[return-value]
         query.contiguous(),
         key.contiguous(),
         value.contiguous(),

@@ -176,13 +176,13 @@ def _tensor_type() -> None:
 
 
 def _rng_state() -> None:
-    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
 
 
 def _moe_split_sizes() -> None:
-    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
 
     def to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

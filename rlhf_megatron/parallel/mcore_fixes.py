@@ -11,7 +11,7 @@ from rlhf_megatron.parallel.mcore_patch import Patch, apply_all
 
 
 def _router_gemm() -> None:
-    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
 
