@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import yaml
 
@@ -57,9 +57,8 @@ CORE_SCHEMA = (
 class _CoreSchemaLoader(yaml.SafeLoader):
     """Resolves plain scalars as YAML 1.2 does."""
 
-    yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {}
 
-
+_CoreSchemaLoader.yaml_implicit_resolvers = {}
 for _tag, _pattern, _first in CORE_SCHEMA:
     _CoreSchemaLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _first)
 
