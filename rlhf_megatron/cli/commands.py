@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_megatron.cli import convert
+from rlhf_megatron.cli import convert, fetch
 
 
 @dataclass(frozen=True)
@@ -61,5 +61,6 @@ def add_traceback(parser: argparse.ArgumentParser) -> None:
 COMMANDS = (
     Command("train", "train a policy", _train, "rlhf_megatron.cli.train:train"),
     Command("config", "show, check or document configurations", _config, ""),
+    Command("fetch", "get a real model without a model hub", fetch.add_arguments, "rlhf_megatron.cli.fetch:fetch"),
     Command("convert", "change the layout of weights on disk", convert.add_arguments, ""),
 )
