@@ -1,0 +1,109 @@
+"""Tiny models, requests and weight buckets for the tests of rollout/."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from rlhf_megatron.resharding.digest import as_hex, digest
+from rlhf_megatron.resharding.manifest import BucketManifest, TensorEntry
+from rlhf_megatron.rollout.engine import GeneratedSample, GenerateRequest, SamplingParams
+
+SHAPE = {
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,  # peaked distributions: log-probs far from uniform
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def tiny_qwen3(seed: int, tied: bool = True) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    return Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=tied)).eval()
+
+
+def tiny_llama(seed: int) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    config = LlamaConfig(**{**SHAPE, "num_key_value_heads": 4, "vocab_size": 700}, tie_word_embeddings=False)
+    return LlamaForCausalLM(config).eval()
+
+
+def request(
+    prompt: tuple[int, ...], seeds: tuple[int, ...], max_new_tokens: int, temperature: float = 1.0, **params: object
+) -> GenerateRequest:
+    return GenerateRequest(prompt, seeds, SamplingParams(max_new_tokens, temperature, **params))
+
+
+def reference_log_probs(
+    model: PreTrainedModel, prompt: tuple[int, ...], response: tuple[int, ...], temperature: float = 1.0
+) -> Tensor:
+    """log p of each response token under softmax(logits / temperature) of transformers' own forward pass."""
+    ids = torch.tensor([[*prompt, *response]])
+    with torch.no_grad():
+        log_probs = (model(ids).logits[0].float() / temperature).log_softmax(-1)
+    index = torch.arange(len(prompt) - 1, ids.shape[1] - 1)
+    return log_probs[index, ids[0, len(prompt) :]]
+
+
+def reference_greedy(model: PreTrainedModel, prompt: tuple[int, ...], max_new_tokens: int) -> tuple[int, ...]:
+    ids = torch.tensor([prompt])
+    mask = torch.ones_like(ids)  # or token 0 would be taken for padding
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0)
+    return tuple(out[0, len(prompt) :].tolist())
+
+
+def assert_same(got: Sequence[GeneratedSample], expected: Sequence[GeneratedSample]) -> None:
+    """Same tokens, reasons and versions; log-probs within rounding (other batch shapes round otherwise)."""
+    for one, other in zip(got, expected, strict=True):
+        assert (one.token_ids, one.finish_reason, one.policy_version) == (
+            other.token_ids,
+            other.finish_reason,
+            other.policy_version,
+        )
+        assert torch.allclose(torch.tensor(one.log_probs), torch.tensor(other.log_probs), atol=1e-4, rtol=0)
+
+
+def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def digests_of(weights: Mapping[str, Tensor]) -> dict[str, str]:
+    return {name: as_hex(digest(tensor)) for name, tensor in weights.items()}
+
+
+def write_buckets(
+    weights: Mapping[str, Tensor], directory: Path, version: int, num_buckets: int = 2
+) -> list[BucketManifest]:
+    """The tensors in order, cut into files of raw bytes with their manifests."""
+    names = list(weights)
+    size = -(-len(names) // num_buckets)
+    manifests = []
+    for bucket in range(num_buckets):
+        raw, entries = b"", []
+        for name in names[bucket * size : (bucket + 1) * size]:
+            tensor = weights[name].contiguous()
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            entries.append(TensorEntry(name, dtype, tuple(tensor.shape), len(raw), as_hex(digest(tensor))))
+            raw += tensor.view(-1).view(torch.uint8).numpy().tobytes()
+        file = f"v{version}-{bucket}"
+        (directory / file).write_bytes(raw)
+        manifests.append(BucketManifest(version, "actor dp0 pp0 tp0", bucket, file, len(raw), tuple(entries)))
+    return manifests
+
+
+def with_entry(manifest: BucketManifest, index: int, **changes: object) -> BucketManifest:
+    tensors = list(manifest.tensors)
+    tensors[index] = replace(tensors[index], **changes)
+    return replace(manifest, tensors=tuple(tensors))

@@ -1,0 +1,189 @@
+"""The receiving side of a weight sync, without a server: nothing wrong is ever written, nothing stale is ever fit."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rollout_tools import digests_of, tiny_qwen3, weights_of, with_entry, write_buckets
+
+from rlhf_megatron.resharding.manifest import BucketManifest
+from rlhf_megatron.rollout.local.weights import WeightReceiver
+
+SENT = weights_of(tiny_qwen3(11))
+
+
+@pytest.fixture
+def receiver(tmp_path: Path) -> WeightReceiver:
+    return WeightReceiver(tiny_qwen3(10), tmp_path, is_loaded=True)
+
+
+def test_a_sync_leaves_the_sent_weights_standing(receiver: WeightReceiver, tmp_path: Path) -> None:
+    assert receiver.stale_reason is None and receiver.version is None
+    assert receiver.digests() == digests_of(weights_of(tiny_qwen3(10)))
+    receiver.begin(3, full_resync=False)
+    assert "to version 3 is under way" in str(receiver.stale_reason)
+    for manifest in write_buckets(SENT, tmp_path, 3, num_buckets=3):
+        receiver.load(manifest)
+    assert receiver.stale_reason is not None
+    receiver.commit(3)
+    assert receiver.stale_reason is None and receiver.version == 3
+    assert receiver.digests() == digests_of(SENT)
+    assert "lm_head.weight" not in receiver.digests()  # tied: the embedding's, once
+    receiver.commit(3)  # again, as after a lost answer
+
+
+def test_no_weights_means_stale_until_the_first_sync(tmp_path: Path) -> None:
+    receiver = WeightReceiver(tiny_qwen3(10), tmp_path, is_loaded=False)
+    assert "without weights" in str(receiver.stale_reason)
+
+
+def damaged(kind: str, manifest: BucketManifest, directory: Path) -> BucketManifest:
+    """A bucket that must be refused; returns its manifest."""
+    path = directory / manifest.file
+    if kind == "flipped bit":
+        raw = bytearray(path.read_bytes())
+        raw[manifest.tensors[-1].offset + 5] ^= 1
+        path.write_bytes(raw)
+    elif kind == "truncated":
+        path.write_bytes(path.read_bytes()[:-1])
+    elif kind == "symlink":
+        path.rename(directory / "elsewhere")
+        path.symlink_to(directory / "elsewhere")
+    elif kind == "missing file":
+        path.unlink()
+    elif kind == "pipe":
+        path.unlink()
+        os.mkfifo(path)
+    elif kind == "name":
+        return with_entry(manifest, -1, name="lm_head.weight")
+    elif kind == "shape":
+        shape = manifest.tensors[-1].shape
+        return with_entry(manifest, -1, shape=(1, *shape))
+    elif kind == "dtype":
+        return with_entry(manifest, -1, dtype="bfloat16")
+    elif kind == "digest":
+        return with_entry(manifest, -1, digest="0" * 16)
+    return manifest
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("flipped bit", "digest .* of the bytes received"),
+        ("truncated", "the manifest says"),
+        ("symlink", "plain file"),
+        ("missing file", "No such file"),
+        ("pipe", "plain file of the user"),
+        ("name", "no parameter of that name"),
+        ("shape", "sent as float32 .* engine holds float32"),
+        ("dtype", "sent as bfloat16"),
+        ("digest", "0000000000000000 in the manifest"),
+    ],
+)
+def test_a_wrong_bucket_is_refused_and_nothing_is_written(
+    receiver: WeightReceiver, tmp_path: Path, kind: str, words: str
+) -> None:
+    before = receiver.digests()
+    receiver.begin(1, full_resync=False)
+    bad, good = write_buckets(SENT, tmp_path, 1)
+    with pytest.raises(ValueError, match=words):
+        receiver.load(damaged(kind, bad, tmp_path))
+    assert receiver.digests() == before
+    assert "failed" in str(receiver.stale_reason)
+    with pytest.raises(ValueError, match="open sync is None"):
+        receiver.load(good)
+    with pytest.raises(ValueError, match="open sync is None"):
+        receiver.commit(1)
+    assert receiver.stale_reason is not None and receiver.version is None
+    receiver.begin(1, full_resync=False)  # a new full sync mends it
+    for path in tmp_path.iterdir():
+        path.unlink()
+    for manifest in write_buckets(SENT, tmp_path, 1):
+        receiver.load(manifest)
+    receiver.commit(1)
+    assert receiver.stale_reason is None and receiver.digests() == digests_of(SENT)
+
+
+def test_commit_needs_every_tensor(receiver: WeightReceiver, tmp_path: Path) -> None:
+    receiver.begin(1, full_resync=False)
+    receiver.load(write_buckets(SENT, tmp_path, 1)[0])
+    with pytest.raises(ValueError, match=r"\d+ of \d+ tensors never came: model\.layers\.1"):
+        receiver.commit(1)
+    assert "failed" in str(receiver.stale_reason)
+
+
+def test_versions_only_rise(receiver: WeightReceiver, tmp_path: Path) -> None:
+    def sync(version: int, full_resync: bool = False) -> None:
+        receiver.begin(version, full_resync)
+        for manifest in write_buckets(SENT, tmp_path, version):
+            receiver.load(manifest)
+        receiver.commit(version)
+
+    sync(0)
+    sync(5)
+    for version, full_resync in ((5, False), (4, False), (4, True), (-1, False)):
+        with pytest.raises(ValueError, match="must be above"):
+            receiver.begin(version, full_resync)
+    assert receiver.stale_reason is None  # a refused begin changes nothing
+    sync(5, full_resync=True)
+    sync(6)
+    assert receiver.version == 6
+
+
+def test_a_bucket_of_another_sync_changes_nothing(receiver: WeightReceiver, tmp_path: Path) -> None:
+    old = write_buckets(SENT, tmp_path, 1)
+    with pytest.raises(ValueError, match="open sync is None"):
+        receiver.load(old[0])
+    assert receiver.stale_reason is None
+    receiver.begin(2, full_resync=False)
+    with pytest.raises(ValueError, match="bucket of version 1, but the open sync is 2"):
+        receiver.load(old[0])
+    for manifest in write_buckets(SENT, tmp_path, 2):
+        receiver.load(manifest)
+        receiver.load(manifest)  # a request that arrives twice does no harm
+    receiver.commit(2)
+    assert receiver.digests() == digests_of(SENT)
+
+
+def test_one_tensor_with_two_contents_is_refused(receiver: WeightReceiver, tmp_path: Path) -> None:
+    receiver.begin(1, full_resync=False)
+    first = write_buckets(SENT, tmp_path, 1)[0]
+    receiver.load(first)
+    name = first.tensors[0].name
+    (tmp_path / "other").mkdir()
+    other = write_buckets({name: SENT[name] + 1}, tmp_path / "other", 1, 1)[0]
+    (tmp_path / "other" / other.file).rename(tmp_path / "second")
+    with pytest.raises(ValueError, match="came before in this sync"):
+        receiver.load(replace(other, file="second"))
+
+
+def test_release_and_resume(receiver: WeightReceiver, tmp_path: Path) -> None:
+    receiver.release()
+    assert all(p.numel() == 0 for p in receiver._parameters.values())
+    assert receiver.stale_reason == "its memory is released"
+    with pytest.raises(ValueError, match="resume_memory must come before"):
+        receiver.begin(1, full_resync=False)
+    receiver.resume()
+    assert "have not been sent again" in str(receiver.stale_reason)
+    receiver.begin(1, full_resync=False)
+    for manifest in write_buckets(SENT, tmp_path, 1):
+        receiver.load(manifest)
+    receiver.commit(1)
+    assert receiver.digests() == digests_of(SENT)
+
+
+def test_bfloat16_weights_and_receiver(tmp_path: Path) -> None:
+    receiver = WeightReceiver(tiny_qwen3(10).to(torch.bfloat16), tmp_path, is_loaded=True)
+    sent = {name: tensor.to(torch.bfloat16) for name, tensor in SENT.items()}
+    receiver.begin(1, full_resync=False)
+    with pytest.raises(ValueError, match="engine holds bfloat16"):
+        receiver.load(write_buckets(SENT, tmp_path, 1)[0])
+    receiver.begin(1, full_resync=False)
+    for manifest in write_buckets(sent, tmp_path, 1):
+        receiver.load(manifest)
+    receiver.commit(1)
+    assert receiver.digests() == digests_of(sent)
