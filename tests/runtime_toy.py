@@ -21,7 +21,7 @@ from rlhf_megatron.runtime.remote import RemoteGroup
 from rlhf_megatron.runtime.torchrun import Deadlines, launch_single_node, run_controller, run_host
 from rlhf_megatron.workers.contract import UpdateResult
 
-CALL_TIMEOUT_S = 4.0
+CALL_TIMEOUT_S = 2.0
 
 
 class Toy:
@@ -51,23 +51,22 @@ class Toy:
         self.num_calls += 1
         return f"{self.pool.where} {note} {self.num_calls}"
 
-    def fail_on(self, rank: int, error: str) -> None:
+    def fail_on(self, rank: int) -> None:
         if self.pool.rank == rank:
-            raise {"value": ValueError, "runtime": RuntimeError}[error](f"tensor w{rank} is missing.")
+            raise RuntimeError(f"tensor w{rank} is missing.")
         dist.barrier()
 
-    def signal_on(self, rank: int, number: int) -> None:
+    def kill_on(self, rank: int) -> None:
         if self.pool.rank == rank:
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), signal.SIGKILL)
         dist.barrier()
 
-    def sleep_on(self, rank: int) -> None:
-        if self.pool.rank == rank:
+    def hang(self, sleeper: int, stopped: int) -> None:
+        if self.pool.rank == sleeper:
             time.sleep(600)
+        if self.pool.rank == stopped:
+            os.kill(os.getpid(), signal.SIGSTOP)
         dist.barrier()
-
-    def opaque(self) -> object:
-        return object()
 
     def close(self) -> None:
         (self.directory / f"closed{self.pool.rank}").touch()
@@ -98,27 +97,17 @@ def run_scenario(name: str, group: RemoteGroup, directory: Path) -> int:
         }
         (directory / "result.json").write_text(json.dumps(result))
     elif name == "raise":
-        group.broadcast("toy.fail_on", rank=1, error="runtime").result()
-    elif name == "raise_value":
-        group.broadcast("toy.fail_on", rank=1, error="value").result()
+        group.broadcast("toy.fail_on", rank=1).result()
     elif name == "kill":
-        group.broadcast("toy.signal_on", rank=1, number=int(signal.SIGKILL)).result()
-    elif name == "freeze":
-        group.broadcast("toy.signal_on", rank=1, number=int(signal.SIGSTOP)).result()
+        group.broadcast("toy.kill_on", rank=1).result()
     elif name == "hang":
-        group.broadcast("toy.sleep_on", rank=1).result()
-    elif name == "opaque":
-        group.broadcast("toy.opaque").result()
+        group.broadcast("toy.hang", sleeper=1, stopped=2).result()
     elif name == "exit7":
         return 7
-    elif name == "abrupt9":
-        os._exit(9)
-    elif name == "idle":
-        (directory / "ready").touch()
-        time.sleep(600)
-    elif name == "busy":  # all ranks but one in a collective
-        future = group.broadcast("toy.sleep_on", rank=1)
-        (directory / "ready").touch()
+    elif name == "busy":  # rank 0 in a collective, rank 1 asleep
+        future = group.broadcast("toy.hang", sleeper=1, stopped=-1)
+        inherited = [variable for variable in os.environ if variable.startswith(("RLHF_MEGATRON", "TORCHELASTIC"))]
+        (directory / "ready").write_text(json.dumps(inherited))
         future.result()
     else:
         raise AssertionError(f"no scenario {name}")
@@ -129,7 +118,7 @@ def main(command: str, scenario: str, num_ranks: str, tp: str, pp: str, director
     arguments = [scenario, num_ranks, tp, pp, directory]
     layout = Layout(int(num_ranks), int(tp), int(pp))
     place = Path(directory)
-    deadlines = Deadlines(startup_s=60, call_s=CALL_TIMEOUT_S if scenario in ("hang", "freeze") else 60)
+    deadlines = Deadlines(startup_s=60, call_s=CALL_TIMEOUT_S if scenario == "hang" else 60)
     if command == "launch":
         launch_single_node(["host", *arguments], int(num_ranks), module="runtime_toy")
     if command == "host":

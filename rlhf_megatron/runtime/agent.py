@@ -1,19 +1,25 @@
 """torch.distributed.run, with the run's own exit code and without the noise: `python -m rlhf_megatron.runtime.agent`.
 
-torchrun exits with 1 and prints a table whatever a rank's exit code was. The controller has said what went wrong.
+torchrun exits with 1 and prints a table whatever a rank's exit code was; the controller has said what went wrong.
+On one machine (--standalone) the control channel's secret is drawn here and gloo keeps to the loopback interface.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
+from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
+from rlhf_megatron.runtime.channel import SECRET_ENV, SECRET_FILE_ENV, new_secret
+
 ELASTIC = "torch.distributed.elastic"
+USAGE_EXIT_CODE = 2
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -21,13 +27,25 @@ def main(arguments: Sequence[str]) -> int:
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(ELASTIC):  # each of them has a level of its own
             logging.getLogger(name).setLevel(logging.CRITICAL)
+    parsed = parse_args(list(arguments))
+    if parsed.standalone:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if SECRET_FILE_ENV not in os.environ:
+            os.environ[SECRET_ENV] = new_secret()
     try:
-        run(parse_args(list(arguments)))
+        run(parsed)
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         return 128 - failure.exitcode if failure.exitcode < 0 else failure.exitcode
     except SignalException as error:
         return 128 + error.sigval
+    except (DistNetworkError, DistStoreError) as error:
+        place = f"{parsed.master_addr}:{parsed.master_port}"
+        sys.stderr.write(
+            f"no rendezvous at {place} (MASTER_ADDR:MASTER_PORT): {str(error).splitlines()[0]}\n"
+            "On node 0 the port must be free; on the others it must be reachable. Set MASTER_PORT to another port.\n"
+        )
+        return USAGE_EXIT_CODE
     return 0
 
 

@@ -82,7 +82,7 @@ class Host:
                 try:
                     role.close()
                 except Exception:  # the other roles are still to be closed
-                    logger.exception("%s closing %s failed", self.pool.where, name)
+                    logger.exception("closing %s failed", name)
         self._roles = {}
 
     def _find(self, method: str) -> Callable[..., Any]:

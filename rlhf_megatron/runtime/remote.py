@@ -27,7 +27,7 @@ FAILURE_GRACE_S = 1.0  # after a call failed on one rank: for the others to say 
 STATUS_TIMEOUT_S = 3.0  # for hosts to answer a ping
 CLOSE_GRACE_S = 30.0  # for roles to close at the end of a run
 ABORT_GRACE_S = 1.0  # the same after a failure
-KILL_AFTER_S = 5.0  # beyond the grace; then hosts on this machine are killed
+KILL_AFTER_S = 3.0  # beyond the grace; then hosts on this machine are killed
 
 
 @dataclass
@@ -81,10 +81,10 @@ class RemoteGroup:
         self._statuses: dict[int, dict[int, Status]] = {}  # ping id -> rank -> status
         self._is_closing = False
         self._built = self._expect(BUILD, _Pending("building roles", Future(), lambda values: None, startup_timeout_s))
-        for link in links:
-            threading.Thread(target=self._read, args=(link,), name=f"read {link.where}", daemon=True).start()
-        self._monitor_thread = threading.Thread(target=self._monitor, name="monitor", daemon=True)
-        self._monitor_thread.start()
+        self._readers = [threading.Thread(target=self._read, args=(link,), daemon=True) for link in links]
+        self._monitor_thread = threading.Thread(target=self._monitor, daemon=True)
+        for thread in (*self._readers, self._monitor_thread):
+            thread.start()
 
     def wait_until_built(self) -> None:
         """Returns when the roles stand on all ranks. Raises HostError, also a ValueError where the user can fix it."""
@@ -128,6 +128,8 @@ class RemoteGroup:
         if is_first:
             self._end_hosts("the run is over", CLOSE_GRACE_S if is_idle else ABORT_GRACE_S)
             self._fail_pending(HostError("the group was closed."))
+        for reader in self._readers:  # a thread that frees a tensor while the interpreter shuts down aborts the process
+            reader.join(timeout=ABORT_GRACE_S)
 
     def _submit(self, method: str, calls: Sequence[Call], finish: Callable[[dict[int, Any]], Any]) -> Future[Any]:
         future: Future[Any] = Future()
@@ -172,6 +174,7 @@ class RemoteGroup:
                         self._changed.notify_all()
                 else:
                     raise FrameError(f"a host sent a {type(message).__name__}.")
+                del message  # and its tensors, while the next is waited for
         except (EOFError, FrameError) as error:
             logger.debug("%s %s", link.where, error)
         with self._changed:

@@ -32,7 +32,8 @@ class Service:
         self._exit_code = exit_code
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._is_left = threading.Event()
-        threading.Thread(target=self._read, name="control", daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def next_call(self) -> Call | None:
         """Waits for it. None: the host shall end."""
@@ -46,12 +47,13 @@ class Service:
             except ValueError as error:
                 self._channel.send(Reply(reply.id, failure=describe(error, self._activity.where)))
         except ConnectionError:
-            logger.warning("%s the controller is gone; reply %d is lost", self._activity.where, reply.id)
+            logger.warning("the controller is gone; reply %d is lost", reply.id)
 
     def leave(self) -> None:
         """The main thread is done."""
         self._is_left.set()
         self._channel.close()
+        self._reader.join(timeout=LOST_GRACE_S)  # it must not free a tensor while the interpreter shuts down
 
     def _read(self) -> None:
         grace_s = LOST_GRACE_S
@@ -63,18 +65,17 @@ class Service:
                 elif isinstance(message, Call):
                     self._calls.put(message)
                 elif isinstance(message, Leave):
-                    logger.info("%s leaving: %s", self._activity.where, message.reason)
+                    logger.info("leaving: %s", message.reason)
                     grace_s = message.grace_s
                     break
+                del message  # and its tensors, while the next is waited for
         except (EOFError, FrameError, ConnectionError) as error:
             if not self._is_left.is_set():
-                logger.warning("%s lost the controller: %s", self._activity.where, error)
+                logger.warning("lost the controller: %s", error)
         self._calls.put(None)
         if not self._is_left.wait(grace_s):
             status = self._activity.status(0)
-            logger.error(
-                "%s ended in %s, %s:\n  %s", status.where, status.method, status.stage, "\n  ".join(status.stack)
-            )
+            logger.error("ended in %s, %s:\n  %s", status.method, status.stage, "\n  ".join(status.stack))
             self._channel.close()
             os._exit(self._exit_code())
 
@@ -88,11 +89,12 @@ def serve(service: Service, activity: Activity, join: Callable[[], Pool], build_
         host.build(build_roles)
         service.answer(Reply(BUILD))
     except Exception as error:  # whatever it is, the controller must learn it
-        logger.exception("%s did not start", activity.where)
+        logger.exception("this host did not start")
         service.answer(Reply(BUILD, failure=describe(error, activity.where)))
     while (call := service.next_call()) is not None:
         assert host is not None, "no call comes before the roles stand"
         service.answer(execute(host, call))
+        del call  # and its tensors, while the next is waited for
     if host is not None:
         host.close()
     service.leave()
@@ -103,5 +105,5 @@ def execute(host: Host, call: Call) -> Reply:
     try:
         return Reply(call.id, value=host.call(call))
     except Exception as error:  # whatever it is, the controller must learn it
-        logger.exception("%s %s failed", host.pool.where, call.method)
+        logger.exception("%s failed", call.method)
         return Reply(call.id, failure=describe(error, host.pool.where))

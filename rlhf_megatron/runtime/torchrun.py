@@ -59,9 +59,7 @@ class Deadlines:
 def launch_single_node(arguments: Sequence[str], num_processes: int, module: str = "rlhf_megatron") -> NoReturn:
     """Become `python -m module arguments` on `num_processes` ranks of this machine, under torchrun. Does not return."""
     environment = dict(os.environ)
-    environment[channel.SECRET_ENV] = channel.new_secret()
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
-    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     command = [sys.executable, "-m", "rlhf_megatron.runtime.agent", "--standalone", "--local-addr", "127.0.0.1"]
     command += ["--nproc-per-node", str(num_processes), "-m", module, *arguments]
     sys.stdout.flush()

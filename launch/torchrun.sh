@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Train under torchrun, on one machine or several:
+#
+#   launch/torchrun.sh configs/x.yaml key=value ...                          one machine, all its GPUs
+#   NPROC_PER_NODE=4 launch/torchrun.sh configs/x.yaml                       one machine, four ranks (CPU: processes)
+#   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 launch/torchrun.sh x.yaml      on each of two machines, NODE_RANK 0 and 1
+#
+# NNODES          machines (1)
+# NODE_RANK       number of this machine, 0 .. NNODES - 1 (0); the controller and the engines that it starts run on 0
+# MASTER_ADDR     address of machine 0 on a private network, as the others reach it; only there does the controller listen
+# MASTER_PORT     free port of machine 0 for torch's rendezvous (29500); not used on one machine
+# NPROC_PER_NODE  ranks on each machine (its GPUs, or 1); NNODES x NPROC_PER_NODE must be the configuration's
+#                 trainer.nnodes x trainer.n_gpus_per_node
+# PYTHON          interpreter (python)
+# RLHF_MEGATRON_SECRET_FILE   file with at least 32 random characters, mode 0600, the same on all machines: the secret of
+#                 the control channel. Without it the secret is drawn for the run and passed through torch's rendezvous.
+#
+# Exits with the run's exit code, on every machine.
+set -euo pipefail
+
+if [[ $# -lt 1 || $1 == -* ]]; then
+    sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0" >&2
+    exit 2
+fi
+PYTHON=${PYTHON:-python}
+NNODES=${NNODES:-1}
+NODE_RANK=${NODE_RANK:-0}
+NPROC_PER_NODE=${NPROC_PER_NODE:-$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 1)')}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(($(nproc) > NPROC_PER_NODE ? $(nproc) / NPROC_PER_NODE : 1))}
+
+if ((NNODES == 1)); then
+    export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
+    rendezvous=(--standalone --local-addr 127.0.0.1)
+else
+    : "${MASTER_ADDR:?set MASTER_ADDR to the address of the machine with NODE_RANK 0}"
+    rendezvous=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
+fi
+# rlhf_megatron.runtime.agent is torch.distributed.run with the run's own exit code and without its log lines.
+exec "$PYTHON" -m rlhf_megatron.runtime.agent "${rendezvous[@]}" --nproc-per-node "$NPROC_PER_NODE" \
+    -m rlhf_megatron train "$@"
