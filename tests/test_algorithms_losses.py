@@ -200,7 +200,7 @@ def test_registered_with_its_parameters_and_needs() -> None:
     entry = POLICY_LOSSES.get("ppo_clip")
     assert entry.build is ppo_clip and entry.params is PPOClipParams
     assert set(entry.needs) == {"advantages", "old_log_probs"}
-    with pytest.raises(ValueError, match="policy loss .ppo_clop.*ppo_clip"):
+    with pytest.raises(ValueError, match=r"policy loss .ppo_clop.*ppo_clip"):
         POLICY_LOSSES.get("ppo_clop")
 
 
