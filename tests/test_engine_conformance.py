@@ -1,0 +1,240 @@
+"""What every engine promises, run against each. An engine joins by a line in STARTERS."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from rollout_tools import (
+    assert_same,
+    digests_of,
+    reference_greedy,
+    reference_log_probs,
+    request,
+    tiny_qwen3,
+    weights_of,
+    with_entry,
+    write_buckets,
+)
+from transformers import PreTrainedModel
+
+from rlhf_megatron.rollout.engine import Engine, EngineError, EngineTimeoutError, GeneratedSample
+from rlhf_megatron.rollout.local_client import LocalEngine
+from rlhf_megatron.rollout.process import start_local_engines
+
+PROMPT = (1, 2, 3, 4)
+LONG = 200  # tokens of a response that takes a while
+
+
+@dataclass
+class Server:
+    engine: Engine
+    transfer_dir: Path
+    version: int  # of the last sync
+
+
+def start_local(model: Path, folder: Path) -> Iterator[Server]:
+    transfer = folder / "transfer"
+    transfer.mkdir()
+    with start_local_engines(model, 1, folder, transfer_dir=transfer, startup_timeout_s=120) as servers:
+        yield Server(LocalEngine(servers.addresses[0]), transfer, -1)
+
+
+STARTERS: dict[str, Callable[[Path, Path], Iterator[Server]]] = {"local": start_local}
+ENGINES = [pytest.param("local", marks=pytest.mark.dist)]
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("conformance")
+    tiny_qwen3(1).save_pretrained(folder / "model")
+    running = STARTERS[request.param](folder / "model", folder)
+    yield next(running)
+    next(running, None)
+
+
+@pytest.fixture
+def synced(server: Server) -> Iterator[tuple[Server, PreTrainedModel]]:
+    """The server with weights of `tiny_qwen3(1)` from a fresh sync."""
+    sync(server, tiny_qwen3(1))
+    yield server, tiny_qwen3(1)
+    server.engine.resume()
+
+
+def sync(server: Server, model: PreTrainedModel) -> None:
+    server.version += 1
+    server.engine.begin_update(server.version)
+    for manifest in write_buckets(weights_of(model), server.transfer_dir, server.version):
+        server.engine.update_weights(manifest)
+    server.engine.commit_update(server.version)
+
+
+def in_thread(engine: Engine, *requests: object) -> tuple[threading.Thread, list[list[list[GeneratedSample]]]]:
+    out: list[list[list[GeneratedSample]]] = []
+    thread = threading.Thread(target=lambda: out.append(engine.generate(requests, 60)))
+    thread.start()
+    return thread, out
+
+
+def test_serves_before_a_sync_with_its_own_weights(server: Server) -> None:
+    if server.version == -1:
+        assert server.engine.version() is None
+        (sample,) = server.engine.generate([request(PROMPT, (1,), 5, 0.0)], 60)[0]
+        assert sample.token_ids == reference_greedy(tiny_qwen3(1), PROMPT, 5)
+        assert sample.policy_version == -1
+
+
+def test_greedy_and_log_probs(synced: tuple[Server, PreTrainedModel]) -> None:
+    server, model = synced
+    requests = [request(PROMPT[: 1 + i], (5, 6), 6 + i, t) for i, t in enumerate((0.0, 0.7, 1.0))]
+    groups = server.engine.generate(requests, 60)
+    for sent, group in zip(requests, groups, strict=True):
+        assert len(group) == 2
+        for got in group:
+            temperature = sent.params.temperature or 1.0
+            expected = reference_log_probs(model, sent.prompt_ids, got.token_ids, temperature)
+            assert (torch.tensor(got.log_probs) - expected).abs().max() <= 1e-4
+            assert got.finish_reason == "length" and got.policy_version == server.version
+    assert groups[0][0].token_ids == reference_greedy(model, PROMPT[:1], 6)
+    assert server.engine.generate([], 60) == []
+
+
+def test_seeds(synced: tuple[Server, PreTrainedModel]) -> None:
+    engine = synced[0].engine
+    first, second = engine.generate([request(PROMPT, (1, 2, 3, 4), 16), request(PROMPT, (4, 3), 16)], 60)
+    assert len({sample.token_ids for sample in first}) == 4
+    assert_same(second, [first[3], first[2]])
+
+
+def test_stop_token(synced: tuple[Server, PreTrainedModel]) -> None:
+    server, model = synced
+    free = reference_greedy(model, PROMPT, 12)
+    stop = free[4]
+    end = free.index(stop)
+    (got,) = server.engine.generate([request(PROMPT, (1,), 12, 0.0, stop_token_ids=(stop,))], 60)[0]
+    assert got.token_ids == free[: end + 1]
+    assert got.finish_reason == "stop" and len(got.log_probs) == end + 1
+
+
+def test_too_long_a_request_is_refused_with_numbers(synced: tuple[Server, PreTrainedModel]) -> None:
+    with pytest.raises(EngineError, match="256"):
+        synced[0].engine.generate([request(PROMPT, (1,), 300)], 60)
+    synced[0].engine.health(10)
+
+
+def test_pause_abort_resume(synced: tuple[Server, PreTrainedModel]) -> None:
+    engine = synced[0].engine
+    engine.pause()
+    thread, out = in_thread(engine, request(PROMPT, (1, 2), 8))
+    thread.join(0.7)
+    assert thread.is_alive() and not out
+    engine.resume()
+    thread.join(30)
+    assert [sample.finish_reason for sample in out[0][0]] == ["length"] * 2
+    engine.pause()
+    thread, out = in_thread(engine, request(PROMPT, (1, 2), 8))
+    time.sleep(0.5)
+    engine.abort()
+    engine.resume()
+    thread.join(30)
+    assert [sample.finish_reason for sample in out[0][0]] == ["abort"] * 2
+
+
+def test_abort_keeps_a_prefix(synced: tuple[Server, PreTrainedModel]) -> None:
+    engine = synced[0].engine
+    (full,) = engine.generate([request(PROMPT, (9,), LONG)], 60)[0]
+    thread, out = in_thread(engine, request(PROMPT, (9,), LONG))
+    time.sleep(0.1)
+    engine.abort()
+    thread.join(30)
+    (sample,) = out[0][0]
+    assert sample.token_ids == full.token_ids[: len(sample.token_ids)]
+    assert sample.finish_reason == ("length" if len(sample.token_ids) == LONG else "abort")
+
+
+def test_a_sync_changes_what_is_served(synced: tuple[Server, PreTrainedModel]) -> None:
+    server, old = synced
+    new = tiny_qwen3(2)
+    sync(server, new)
+    assert server.engine.version() == server.version
+    (got,) = server.engine.generate([request(PROMPT, (1,), 10, 0.0)], 60)[0]
+    assert got.token_ids == reference_greedy(new, PROMPT, 10) != reference_greedy(old, PROMPT, 10)
+    expected = reference_log_probs(new, PROMPT, got.token_ids)
+    assert (torch.tensor(got.log_probs) - expected).abs().max() <= 1e-4
+    assert got.policy_version == server.version
+    digests = server.engine.weight_digests()
+    assert digests is None or digests == digests_of(weights_of(new))
+
+
+def test_a_failed_sync_makes_it_stale_until_a_full_one(synced: tuple[Server, PreTrainedModel]) -> None:
+    server, engine = synced[0], synced[0].engine
+    version = server.version + 1
+    first, second = write_buckets(weights_of(tiny_qwen3(3)), server.transfer_dir, version)
+    engine.begin_update(version)
+    with pytest.raises(EngineError):
+        engine.generate([request(PROMPT, (1,), 4)], 60)
+    engine.update_weights(first)
+    with pytest.raises(EngineError, match="digest"):
+        engine.update_weights(with_entry(second, 0, digest="0" * 16))
+    with pytest.raises(EngineError):
+        engine.commit_update(version)
+    assert engine.version() is None
+    with pytest.raises(EngineError, match="STALE"):
+        engine.generate([request(PROMPT, (1,), 4)], 60)
+    sync(server, tiny_qwen3(3))
+    (got,) = engine.generate([request(PROMPT, (1,), 6, 0.0)], 60)[0]
+    assert got.token_ids == reference_greedy(tiny_qwen3(3), PROMPT, 6)
+
+
+def test_an_incomplete_sync_is_not_committed(synced: tuple[Server, PreTrainedModel]) -> None:
+    server, engine = synced[0], synced[0].engine
+    version = server.version + 1
+    engine.begin_update(version)
+    engine.update_weights(write_buckets(weights_of(tiny_qwen3(3)), server.transfer_dir, version)[0])
+    with pytest.raises(EngineError):
+        engine.commit_update(version)
+    with pytest.raises(EngineError, match="STALE"):
+        engine.generate([request(PROMPT, (1,), 4)], 60)
+
+
+def test_an_old_version_is_refused(synced: tuple[Server, PreTrainedModel]) -> None:
+    server = synced[0]
+    for version in (server.version, server.version - 1):
+        with pytest.raises(EngineError):
+            server.engine.begin_update(version)
+    assert server.engine.version() == server.version
+
+
+def test_the_same_version_again_as_a_full_resync(synced: tuple[Server, PreTrainedModel]) -> None:
+    server = synced[0]
+    server.engine.begin_update(server.version, full_resync=True)
+    for manifest in write_buckets(weights_of(tiny_qwen3(4)), server.transfer_dir, server.version):
+        server.engine.update_weights(manifest)
+    server.engine.commit_update(server.version)
+    assert server.engine.version() == server.version
+
+
+def test_release_and_resume_memory(synced: tuple[Server, PreTrainedModel]) -> None:
+    server, engine = synced[0], synced[0].engine
+    engine.release_memory()
+    engine.resume_memory()
+    sync(server, tiny_qwen3(5))
+    (got,) = engine.generate([request(PROMPT, (1,), 6, 0.0)], 60)[0]
+    assert got.token_ids == reference_greedy(tiny_qwen3(5), PROMPT, 6)
+
+
+def test_a_deadline_is_kept(synced: tuple[Server, PreTrainedModel]) -> None:
+    engine = synced[0].engine
+    engine.pause()
+    start = time.monotonic()
+    with pytest.raises(EngineTimeoutError, match=r"no answer within 0\.5 s"):
+        engine.generate([request(PROMPT, (1,), 4)], 0.5)
+    assert time.monotonic() - start < 3
+    engine.resume()
+    engine.health(10)
+    assert engine.generate([request(PROMPT, (1,), 4)], 60)[0][0].finish_reason == "length"
