@@ -97,7 +97,7 @@ def test_uniforms_are_uniform_and_differ_by_seed_and_position() -> None:
     seeds, positions = torch.arange(300).repeat_interleave(300), torch.arange(300).repeat(300)
     values = uniforms(seeds, positions)
     assert values.unique().numel() == values.numel()
-    assert 0 <= values.min() and values.max() < 1
+    assert values.min() >= 0 and values.max() < 1
     counts = torch.histc(values, 100, 0, 1)
     assert ((counts - 900) ** 2 / 900).sum() < 162  # 1e-4 quantile of chi2, 99 degrees of freedom
     grid = values.view(300, 300)
@@ -117,7 +117,9 @@ def test_stop_token_ends_a_response_and_belongs_to_it() -> None:
     free = generator().generate([request(PROMPTS[0], tuple(range(20)), 10)])[0]
     stop = free[0].token_ids[3]
     for before, got in zip(
-        free, generator().generate([request(PROMPTS[0], tuple(range(20)), 10, stop_token_ids=(31, stop))])[0], strict=True
+        free,
+        generator().generate([request(PROMPTS[0], tuple(range(20)), 10, stop_token_ids=(31, stop))])[0],
+        strict=True,
     ):
         ends = [i for i, token in enumerate(before.token_ids) if token in (31, stop)]
         expected = before.token_ids[: ends[0] + 1] if ends else before.token_ids

@@ -1,0 +1,178 @@
+"""The bundled server as a process: access, answers to bad input, start and end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import urllib3
+from rollout_tools import request, tiny_qwen3, weights_of, write_buckets
+
+from rlhf_megatron.rollout.engine import EngineError, EngineRequestError, EngineTimeoutError
+from rlhf_megatron.rollout.local.server import main, read_token
+from rlhf_megatron.rollout.local_client import LocalEngine
+from rlhf_megatron.rollout.process import EngineServers, start_local_engines, write_token
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("server") / "model"
+    tiny_qwen3(1).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def servers(model_dir: Path) -> Iterator[EngineServers]:
+    folder = model_dir.parent
+    (folder / "transfer").mkdir()
+    with start_local_engines(model_dir, 1, folder, transfer_dir=folder / "transfer", load_weights=False) as started:
+        yield started
+
+
+def raw_post(url: str, path: str, body: bytes, token: str | None) -> tuple[int, str]:
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    response = urllib3.request("POST", url + path, body=body, headers=headers, timeout=30, retries=False)
+    return response.status, json.loads(response.data)["error"]
+
+
+@pytest.mark.dist
+def test_started_without_weights_it_is_stale_until_the_first_sync(servers: EngineServers) -> None:
+    engine = LocalEngine(servers.addresses[0])
+    if not engine.info()["stale"]:
+        pytest.fail("this test must be the first of the module")
+    with pytest.raises(EngineError, match="503: STALE: it was started without weights"):
+        engine.generate([request((1,), (1,), 2)], 30)
+    engine.begin_update(1)
+    for manifest in write_buckets(weights_of(tiny_qwen3(1)), servers.processes[0].log.parent.parent / "transfer", 1):
+        engine.update_weights(manifest)
+    engine.commit_update(1)
+    assert engine.generate([request((1,), (1,), 2)], 30)[0][0].policy_version == 1
+
+
+@pytest.mark.dist
+def test_every_verb_needs_the_token(servers: EngineServers) -> None:
+    url, token = servers.addresses[0].url, servers.addresses[0].token
+    verbs = "generate abort pause resume begin_weight_update update_weights commit_weight_update weight_digests"
+    for verb in [*verbs.split(), "release_memory", "resume_memory"]:
+        for wrong in (None, "", token[:-1], token + "x"):
+            status, error = raw_post(url, f"/{verb}", b"{}", wrong)
+            assert status == 401 and "token" in error
+    with pytest.raises(EngineRequestError, match="401"):
+        LocalEngine(replace(servers.addresses[0], token="no")).abort()
+    engine = LocalEngine(servers.addresses[0])
+    info = engine.info()
+    assert not info["stale"] and not info["is_paused"] and token not in json.dumps(info)
+    process = servers.processes[0]
+    assert token not in process.log.read_text()
+    assert token not in Path(f"/proc/{process.pid}/cmdline").read_text()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/generate", b"not json", "Expecting value"),
+        ("/generate", b"[]", "JSON object"),
+        ("/generate", b'{"requests": [{"prompt_ids": [1]}]}', "a request must be"),
+        (
+            "/generate",
+            b'{"requests": [{"prompt_ids": [1.5], "seeds": [1], "params": {"max_new_tokens": 1}}]}',
+            "integers",
+        ),
+        ("/generate", b'{"requests": [{"prompt_ids": [1], "seeds": [1], "params": {"top_p": 0.5}}]}', "top_p"),
+        (
+            "/generate",
+            b'{"requests": [{"prompt_ids": [99], "seeds": [1], "params": {"max_new_tokens": 1}}]}',
+            "vocabulary",
+        ),
+        ("/begin_weight_update", b'{"version": "7"}', "version must be an integer"),
+        ("/begin_weight_update", b'{"version": 1}', "must be above 1"),
+        ("/update_weights", b"{}", "not a bucket manifest"),
+        (
+            "/update_weights",
+            b'{"version":2,"sender":"","bucket":0,"file":"../x","num_bytes":0,"tensors":[]}',
+            "plain name",
+        ),
+        ("/commit_weight_update", b'{"version": 9}', "open sync is None"),
+    ],
+)
+def test_bad_input_is_answered_with_a_message(servers: EngineServers, path: str, body: bytes, words: str) -> None:
+    status, error = raw_post(servers.addresses[0].url, path, body, servers.addresses[0].token)
+    assert status == 400 and words in error
+    engine = LocalEngine(servers.addresses[0])
+    engine.health(10)
+    assert engine.version() == 1
+
+
+@pytest.mark.dist
+def test_a_client_that_went_away_leaves_nothing_running(servers: EngineServers) -> None:
+    engine = LocalEngine(servers.addresses[0])
+    engine.pause()
+    with pytest.raises(EngineTimeoutError):
+        engine.generate([request((1, 2), tuple(range(8)), 200)], 0.3)
+    time.sleep(0.3)
+    engine.resume()
+    start = time.monotonic()
+    engine.generate([request((1,), (1,), 1)], 30)
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.dist
+def test_a_missing_model_shows_the_servers_own_words(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"(?s)engine0 exited with code 2 .*has no config\.json"):
+        start_local_engines(tmp_path / "nothing", 1, tmp_path, transfer_dir=None, startup_timeout_s=120)
+
+
+@pytest.mark.dist
+def test_sigterm_ends_it_cleanly_and_the_end_of_its_parent_too(model_dir: Path, tmp_path: Path) -> None:
+    """A starter process is killed: its engine must go. A second engine gets SIGTERM: exit code 0."""
+    code = (
+        "import sys, time; from rlhf_megatron.rollout.process import start_local_engines as s\n"
+        "e = s(sys.argv[1], 2, sys.argv[2], transfer_dir=None); print(*[p.pid for p in e.processes], flush=True)\n"
+        "import os, signal; os.kill(e.processes[1].pid, signal.SIGTERM)\n"
+        "print(e.processes[1]._process.wait(20), flush=True); time.sleep(600)"
+    )
+    command = [sys.executable, "-c", code, str(model_dir), str(tmp_path)]
+    starter = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert starter.stdout is not None
+        orphan = int(starter.stdout.readline().split()[0])
+        assert starter.stdout.readline().strip() == "0"
+        starter.send_signal(signal.SIGKILL)
+        starter.wait(10)
+        deadline = time.monotonic() + 10
+        while is_alive(orphan):
+            assert time.monotonic() < deadline, "the engine outlived its parent"
+            time.sleep(0.05)
+    finally:
+        starter.kill()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+
+
+def test_a_remote_address_needs_a_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--model", str(tmp_path), "--token-file", str(tmp_path / "t"), "--host", "0.0.0.0"])
+    assert "--allow-remote" in capsys.readouterr().err
+
+
+def test_a_token_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    token = write_token(tmp_path / "token")
+    assert read_token(tmp_path / "token") == token
+    (tmp_path / "token").chmod(0o644)
+    with pytest.raises(ValueError, match="must be 600"):
+        read_token(tmp_path / "token")
