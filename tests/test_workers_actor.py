@@ -73,11 +73,11 @@ def test_three_steps_equal_transformers(dist_pool: DistPool, case: Case, tp: int
     assert (log_probs - case.exact[0].log_probs).abs().max().item() <= bound
     assert (entropies - case.entropies).abs().max().item() <= bound
 
-    grads = whole(results, case.name, tp, dp, "grads")
-    assert worst(grads, case.exact[-1].grads) <= BAR * worst(case.single[-1].grads, case.exact[-1].grads)
+    exact, single = case.exact[-1], case.single[-1]
+    assert worst(whole(results, case.name, tp, dp, "grads"), exact.grads) <= BAR * worst(single.grads, exact.grads)
     updates = moved(whole(results, case.name, tp, dp, "weights"), case.state)
-    exact = moved(case.exact[-1].weights, case.state)
-    assert worst(updates, exact) <= BAR * worst(moved(case.single[-1].weights, case.state), exact)
+    wanted = moved(exact.weights, case.state)
+    assert worst(updates, wanted) <= BAR * worst(moved(single.weights, case.state), wanted)
 
     for step in range(reference.STEPS):
         result = summed(results, step)

@@ -11,7 +11,7 @@ import torch
 import workers_reference as reference
 from dist_pool import DistPool, JobError
 from torch import Tensor
-from workers_jobs import CONFIG, RankResult, make_actor, shards, share, summed, train, whole
+from workers_jobs import CONFIG, RankResult, StateSource, make_actor, shards, share, summed, train, whole
 
 from rlhf_megatron.config.schema import OptimConfig
 from rlhf_megatron.data.batch import MiniBatch, select
@@ -40,16 +40,18 @@ def test_a_checkpoint_goes_on_under_another_layout(
     through = dist_pool.run(train, tp=2, pp=1, num_steps=3, dtype=dtype, **common)
     dist_pool.run(train, tp=2, pp=1, num_steps=2, dtype=dtype, directory=directory, **common)
     expected = whole(through, NAME, 2, 1, "weights")
-    before = {key: value.to(dtype) for key, value in state.items()}
-    bound = 2e-5 if dtype == torch.float32 else 3e-2
     for tp, pp in ((2, 1), (1, 2)):
         resumed = dist_pool.run(
             train, tp=tp, pp=pp, num_steps=1, dtype=dtype, directory=directory, is_loading=True, **common
         )
         weights = whole(resumed, NAME, tp, 1, "weights")
-        moved = {key: weights[key].float() - before[key].float() for key in weights}
-        wanted = {key: expected[key].float() - before[key].float() for key in weights}
-        assert largest_difference(moved, wanted) <= (0.0 if tp == 2 else bound)
+        if tp == 2:
+            assert all(torch.equal(weights[key], expected[key]) for key in expected)
+        elif dtype == torch.float32:
+            moved, wanted = ({key: w[key] - state[key] for key in w} for w in (weights, expected))
+            assert largest_difference(moved, wanted) <= 1e-3
+        else:  # a step is about one unit in the last place: another layout rounds some weights the other way
+            assert largest_difference(weights, expected) <= 1e-3
         assert summed(resumed, 0).lr == summed(through, 2).lr
 
 
@@ -121,7 +123,6 @@ def test_loss_and_gradient_do_not_depend_on_the_token_budget(dist_pool: DistPool
 
 def schedules(world: World, state: dict[str, Tensor], batch: MiniBatch) -> list[tuple[float, float, float]]:
     """(lr, weight decay of matrices, weight decay of norms) at each step of a warm-up phase, then of a fresh one."""
-    from workers_jobs import StateSource
 
     from rlhf_megatron.workers.actor import MegatronActor, Phase
 
@@ -149,3 +150,33 @@ def test_schedules_and_a_fresh_optimizer(dist_pool: DistPool, state: dict[str, T
     assert [lr for lr, _, _ in seen] == pytest.approx([5e-4, 1e-3, 5e-4, 0.0, 5e-4])
     assert [decay for _, decay, _ in seen] == pytest.approx([0.15, 0.2, 0.25, 0.3, 0.2])
     assert [decay for _, _, decay in seen] == [0.0] * 5
+
+
+def two_references(world: World, state: dict[str, Tensor], batch: MiniBatch) -> tuple[Any, ...]:
+    """Log-probs of actor and reference, alike at first, after an update, and after the reference became the actor."""
+    from rlhf_megatron.workers.reference import MegatronReference
+
+    actor = make_actor(world, NAME, state)
+    config = reference.HF_CONFIGS[NAME]
+    frozen = MegatronReference(config, StateSource(state), world, torch.float32, chunk_size=50, is_offloaded=True)
+    shard, plan = share(world, batch, 40)
+
+    def both() -> tuple[Any, Any]:
+        return tuple(role.log_probs(shard, plan, reference.TEMPERATURE) for role in (actor, frozen))
+
+    before = both()
+    actor.update(shard, plan, reference.TEMPERATURE, "sft")
+    trained = both()
+    frozen.copy_weights(actor.model.chunks)
+    return before, trained, both()
+
+
+def test_a_reference_stays_until_it_is_told_to_become_the_actor(dist_pool: DistPool, state: dict[str, Tensor]) -> None:
+    ranks = dist_pool.run(two_references, tp=2, pp=2, state=state, batch=reference.make_batch())
+    assert [rank[0][0] is not None for rank in ranks] == [False, False, True, False], "results are the leader's"
+    (actor_0, frozen_0), (actor_1, frozen_1), (actor_2, frozen_2) = ranks[2]
+    assert torch.equal(actor_0.log_probs, frozen_0.log_probs)
+    assert torch.equal(frozen_1.log_probs, frozen_0.log_probs)
+    assert not torch.equal(actor_1.log_probs, frozen_1.log_probs)
+    assert torch.equal(actor_2.log_probs, frozen_2.log_probs)
+    assert frozen_2.entropies is None

@@ -28,7 +28,8 @@ HF_CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {**COMMON, "model_type": "llama", "tie_word_embeddings": False},
 }
 TEMPERATURE = 0.8
-LR, EPS, WEIGHT_DECAY, BETAS, CLIP = 1e-3, 1e-8, 0.1, (0.9, 0.95), 1.0
+# A larger epsilon than usual: at 1e-8 the first step is the sign of the gradient, which rounding decides near zero.
+LR, EPS, WEIGHT_DECAY, BETAS, CLIP = 2e-4, 1e-5, 0.1, (0.9, 0.95), 1.0
 CLIP_LOW, CLIP_HIGH, CLIP_C = 0.2, 0.28, 3.0
 KL_COEF, ENTROPY_COEFF = 0.05, 0.01
 STEPS = 3

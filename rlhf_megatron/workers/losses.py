@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ class RowLoss:
 def make_row_losses(config: ActorConfig) -> dict[str, RowLoss]:
     """The losses that `update` takes by name. Raises ValueError for an unknown policy loss or wrong parameters."""
     entry = POLICY_LOSSES.get(config.policy_loss.loss_mode)
-    params = None
+    params: Any = None
     if entry.params is not None:
         params = params_from_mapping(entry.params, config.policy_loss.params, "actor.policy_loss.params")
     regularizers = RegularizerParams(

@@ -71,8 +71,13 @@ class Optimizer:
         for part in self.megatron.chained_optimizers:
             for state in part.optimizer.state.values():
                 tensors += [value for value in state.values() if torch.is_tensor(value) and value.dim() > 0]
-            tensors += [main for group in getattr(part, "fp32_from_float16_groups", []) for main in group]
-        return tensors
+        return [*tensors, *self.main_parameters()]
+
+    def main_parameters(self) -> list[torch.Tensor]:
+        """The float32 copies of parameters in half precision; none in a float32 model."""
+        parts = self.megatron.chained_optimizers
+        groups = [group for part in parts for group in getattr(part, "fp32_from_float16_groups", [])]
+        return [parameter for group in groups for parameter in group]
 
     def sharded_state_dict(self, model_state: dict[str, Any], is_loading: bool) -> dict[str, Any]:
         """For megatron's distributed checkpoint: moments, main parameters and param groups."""
@@ -91,13 +96,10 @@ def reset(
     old: Optimizer, chunks: list[nn.Module], optim: OptimConfig, num_steps: int, dtype: torch.dtype, world: World
 ) -> Optimizer:
     """A fresh optimizer that keeps the float32 main parameters of `old`, which are finer than the model's."""
-    kept = {id(p): p.main_param for chunk in chunks for p in chunk.parameters() if hasattr(p, "main_param")}
+    kept = old.main_parameters()
     new = Optimizer(chunks, optim, num_steps, dtype, world)
-    with torch.no_grad():
-        for chunk in chunks:
-            for parameter in chunk.parameters():
-                if id(parameter) in kept:
-                    parameter.main_param.copy_(kept[id(parameter)])
+    for target, source in zip(new.main_parameters(), kept, strict=True):
+        target.data.copy_(source)
     return new
 
 
