@@ -140,7 +140,7 @@ def test_what_arrives_is_what_was_loaded(
 @pytest.mark.parametrize(
     ("fail", "fail_on", "own", "other"),
     [
-        ("deliver", "dp0 pp0 tp0", "OSError: engine0 said no", "SyncAbortedError: .* another tensor parallel rank"),
+        ("deliver", "dp0 pp0 tp0", "OSError: engine0 said no", "SyncAbortedError: .* another rank"),
         ("export", "dp0 pp0 tp1", "MemoryError: no memory left", "SyncAbortedError"),
         ("gather", "dp0 pp0 tp1", "AttributeError", "SyncAbortedError"),
         ("plan", "dp0 pp0 tp1", "ValueError: .*planned different", "ValueError: .*planned different"),

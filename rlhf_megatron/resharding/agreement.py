@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 
 
 class SyncAbortedError(RuntimeError):
-    """Another rank of the tp group failed; its own error says why."""
+    """Another rank of the group failed; its own error says why."""
 
 
 def agree(failure: BaseException | None, group: ProcessGroup, device: torch.device, plan: int = 0) -> None:
@@ -27,7 +27,7 @@ def agree(failure: BaseException | None, group: ProcessGroup, device: torch.devi
         raise failure
     if failed:
         raise SyncAbortedError(
-            "the weight sync was given up because another tensor parallel rank of this stage failed; see its error."
+            "given up because another rank that sends weights together with this one failed; see its error."
         )
     if highest != -negated_lowest:
         raise ValueError(

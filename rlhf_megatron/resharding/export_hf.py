@@ -1,0 +1,154 @@
+"""Write a sharded model as a Hugging Face directory. The weights travel as in a weight sync; buckets become files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from rlhf_megatron.checkpoint.aside import fsync, refuse_existing
+from rlhf_megatron.checkpoint.hf_writer import write_companions, write_index
+from rlhf_megatron.checkpoint.safetensors_writer import SafetensorsWriter, TensorSpec, dtype_name
+from rlhf_megatron.models.table import Rule
+from rlhf_megatron.resharding.agreement import agree
+from rlhf_megatron.resharding.manifest import BucketManifest
+from rlhf_megatron.resharding.sender import Place, send_weights
+from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
+
+_FILE_BYTES = 512 << 20
+
+
+class ExportPlace(Place, Protocol):
+    """What is needed of a `parallel.world.World`."""
+
+    @property
+    def pp_group(self) -> ProcessGroup: ...
+
+
+def export_hf(
+    export: Iterable[tuple[Rule, Tensor]],
+    place: ExportPlace,
+    *,
+    directory: Path,
+    hf_config: Mapping[str, Any],
+    dtype: torch.dtype,
+    companions_from: Path | None = None,
+    file_bytes: int = _FILE_BYTES,
+) -> None:
+    """Call on every rank of the pool; `directory` must be on a file system that the senders share.
+
+    Each stage's rank (dp 0, tp 0) writes its tensors, as `dtype`; the first stage completes the directory, which then
+    appears under its name. `companions_from`: directory whose tokenizer files are copied. Raises on every rank of
+    replica 0 when one fails, ValueError when the directory exists and is not empty; nothing is left behind.
+    """
+    if place.coordinates.dp != 0:
+        return
+    aside = directory.absolute().with_name(f".{directory.name}.partial")
+    is_sender, is_first = place.coordinates.tp == 0, place.coordinates.tp == place.coordinates.pp == 0
+    failure = _attempt(lambda: _prepare(directory, aside)) if is_first else None
+    if is_sender:
+        failure = _agreed(failure, place.pp_group, place.device)
+    agree(failure, place.tp_group, place.device)
+
+    failure = _attempt(lambda: _write_stage(export, place, aside, dtype, file_bytes))
+    if is_sender:
+        failure = _agreed(failure, place.pp_group, place.device)
+    if failure is None and is_first:
+        failure = _attempt(lambda: _complete(directory, aside, hf_config, dtype_name(dtype), companions_from))
+    if is_sender:
+        failure = _agreed(failure, place.pp_group, place.device)
+    if failure is not None and is_first:
+        shutil.rmtree(aside, ignore_errors=True)
+    agree(failure, place.tp_group, place.device)
+
+
+def _attempt(work: Callable[[], None]) -> Exception | None:
+    """What `work` raised: the other ranks are told before it goes on."""
+    try:
+        work()
+    except Exception as failure:
+        return failure
+    return None
+
+
+def _agreed(failure: Exception | None, group: ProcessGroup, device: torch.device) -> Exception | None:
+    """The own failure, or that of another rank of `group`."""
+    return _attempt(lambda: agree(failure, group, device))
+
+
+def _prepare(directory: Path, aside: Path) -> None:
+    refuse_existing(directory)
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+
+
+def _write_stage(
+    export: Iterable[tuple[Rule, Tensor]], place: ExportPlace, aside: Path, dtype: torch.dtype, file_bytes: int
+) -> None:
+    files: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+    with make_transfer_dir(None, 2 * file_bytes) as transfer:
+
+        def deliver(manifest: BucketManifest) -> None:
+            name = f"stage-{place.coordinates.pp:05d}-{manifest.bucket:05d}.safetensors"
+            _write_file(aside / name, transfer.path, manifest)
+            files[name] = [(entry.name, entry.shape) for entry in manifest.tensors]
+
+        send_weights(
+            export,
+            place,
+            version=0,
+            dtype=dtype,
+            bucket_bytes=file_bytes,
+            transfer_dir=transfer.path,
+            deliver=deliver,
+        )
+    if place.coordinates.tp == 0:
+        (aside / f"stage-{place.coordinates.pp:05d}.json").write_text(json.dumps(files))
+
+
+def _write_file(path: Path, transfer_dir: Path, manifest: BucketManifest) -> None:
+    size = manifest.num_bytes
+    bucket = torch.from_file(str(transfer_dir / manifest.file), shared=False, size=size, dtype=torch.uint8)
+    specs = [TensorSpec(entry.name, entry.dtype, entry.shape) for entry in manifest.tensors]
+    writer = SafetensorsWriter(path, specs)
+    try:
+        for entry in manifest.tensors:
+            raw = bucket[entry.offset : entry.offset + entry.num_bytes]
+            writer.write(entry.name, raw.view(getattr(torch, entry.dtype)).view(entry.shape))
+    except BaseException:
+        writer.close(is_complete=False)
+        raise
+    writer.close()
+    fsync(path)
+
+
+def _complete(
+    directory: Path, aside: Path, hf_config: Mapping[str, Any], dtype: str, companions_from: Path | None
+) -> None:
+    """Name the files of all stages as Hugging Face does, write what goes with them, rename the directory."""
+    written: dict[str, list[TensorSpec]] = {}
+    for listing in sorted(aside.glob("stage-*.json")):
+        for name, tensors in json.loads(listing.read_text()).items():
+            written[name] = [TensorSpec(tensor, dtype, tuple(shape)) for tensor, shape in tensors]
+        listing.unlink()
+    total = len(written)
+    files = {}
+    for number, (name, specs) in enumerate(written.items(), 1):
+        final = "model.safetensors" if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
+        os.rename(aside / name, aside / final)
+        files[final] = specs
+    if total > 1:
+        write_index(aside, files)
+    write_companions(aside, hf_config, {dtype}, companions_from)
+    for path in [*aside.iterdir(), aside]:
+        fsync(path)
+    refuse_existing(directory)
+    os.rename(aside, directory)
+    fsync(directory.absolute().parent)
