@@ -15,7 +15,7 @@ from typing import Any
 
 from rlhf_megatron.data.batch import TokenBatch
 from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.runtime.channel import Channel, FrameError
+from rlhf_megatron.runtime.channel import MAX_FRAME_BYTES, Channel, FrameError
 from rlhf_megatron.runtime.dispatch import join, scatter_calls
 from rlhf_megatron.runtime.failures import HostError, HostLostError, as_error, timeout_error
 from rlhf_megatron.runtime.messages import BUILD, Call, Leave, Ping, Reply, Status
@@ -23,6 +23,7 @@ from rlhf_megatron.runtime.processes import machine_id
 
 logger = logging.getLogger(__name__)
 
+MAX_SHARD_BYTES = MAX_FRAME_BYTES // 2  # the rest of a call is small
 FAILURE_GRACE_S = 1.0  # after a call failed on one rank: for the others to say why, or to turn out dead
 STATUS_TIMEOUT_S = 3.0  # for hosts to answer a ping
 CLOSE_GRACE_S = 30.0  # for roles to close at the end of a run
@@ -134,6 +135,12 @@ class RemoteGroup:
     def _submit(self, method: str, calls: Sequence[Call], finish: Callable[[dict[int, Any]], Any]) -> Future[Any]:
         future: Future[Any] = Future()
         call_id = self._next_id
+        largest = max(len(call.shard or b"") for call in calls)
+        if largest > MAX_SHARD_BYTES:
+            raise ValueError(
+                f"{method}: the shard of one replica has {largest} bytes, over the limit of {MAX_SHARD_BYTES};"
+                " lower data.train_batch_size or rollout.n, or use more replicas."
+            )
         with self._changed:
             if self.failure is not None or self._is_closing:
                 future.set_exception(self.failure or HostError("the group is closed."))
@@ -146,7 +153,7 @@ class RemoteGroup:
                     link.channel.send(call)
         except ValueError:  # cannot be encoded: no host has got it, since all calls have the same arguments
             with self._changed:
-                del self._pending[call_id]
+                self._pending.pop(call_id, None)
             raise
         return future
 

@@ -103,16 +103,16 @@ def run_host(
     else:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # also in the middle of a collective
         exit_code = _exit_code_from(store)
-    console = redirect_output(log_dir / f"rank{rank}.log")
     name = where(pool, layout, rank)
+    host, _, port = store.get(_ADDRESS).decode().rpartition(":")  # rank 0 has made the run directory when this is set
+    secret = secret or bytes(store.get(_SECRET))
+    console = redirect_output(log_dir / f"rank{rank}.log")
     logging.basicConfig(
         level=logging.INFO, format=f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s", force=True
     )
     try:
-        host, _, port = store.get(_ADDRESS).decode().rpartition(":")
-        secret = secret or bytes(store.get(_SECRET))
         control = registration.register_host(host, int(port), secret, rank, pool, deadlines.startup_s)
-    except Exception as error:
+    except ConnectionError as error:
         logger.exception("cannot reach the controller")
         os.write(console, f"{name} cannot reach the controller: {error}\n".encode())
         return 1
