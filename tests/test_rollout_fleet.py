@@ -96,14 +96,14 @@ def test_a_sync_then_a_killed_engine_then_none_left(
     fleet.close()
 
 
-def test_a_stopped_engine_costs_its_deadline_and_comes_back_with_a_sync(
+def test_a_stopped_engine_then_a_sync_then_no_weights(
     servers: EngineServers, expected: list[list[GeneratedSample]], tmp_path: Path
 ) -> None:
-    fleet = fleet_of(servers, timeout_s=15.0)
+    fleet = fleet_of(servers, timeout_s=8.0)
     os.kill(servers.processes[1].pid, signal.SIGSTOP)
     start = time.monotonic()
     check(fleet.generate(REQUESTS), expected)
-    assert 15 <= time.monotonic() - start < 60
+    assert 8 <= time.monotonic() - start < 60
     assert [engine.address.name for engine in fleet.live] == ["engine0"]
     os.kill(servers.processes[1].pid, signal.SIGCONT)
     fleet.begin_update(1)
@@ -115,17 +115,13 @@ def test_a_stopped_engine_costs_its_deadline_and_comes_back_with_a_sync(
     digests = fleet.weight_digests()
     assert digests["engine0"] == digests["engine1"] is not None
 
-    servers_apart = fleet.engines[1]
-    servers_apart.begin_update(2)
+    fleet.engines[1].begin_update(2)
     with pytest.raises(EngineError, match="different versions"):
         fleet.version()
     fleet.close()
 
-
-def test_retries_run_out_with_the_engines_words(servers: EngineServers) -> None:
     fleet = fleet_of(servers, retries=1)
-    for engine in fleet.live:
-        engine.release_memory()
+    fleet.release_memory()
     with pytest.raises(EngineError, match=r"failed 2 times \(rollout.request_retries is 1\): .*memory is released"):
         fleet.generate(REQUESTS[:2])
     fleet.close()
