@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from rlhf_megatron.data import codec
 from rlhf_megatron.resharding.manifest import BucketManifest
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -53,6 +54,7 @@ class GeneratedSample:
     policy_version: int  # of the weights that its first token was sampled from; UNSYNCED before the first sync
 
 
+@codec.register
 @dataclass(frozen=True)
 class EngineAddress:
     """How a host reaches an engine to send it weights."""

@@ -50,6 +50,8 @@ class HttpClient:
         if response.status != 200:
             kind = EngineRequestError if 400 <= response.status < 500 else EngineError
             raise kind(f"{who} answered {response.status}: {_words(data)}")
+        if "json" not in response.headers.get("Content-Type", ""):
+            return data.decode(errors="replace")  # some of SGLang's verbs answer with a line of text
         try:
             return json.loads(data) if data else None
         except ValueError as error:

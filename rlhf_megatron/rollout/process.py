@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -62,11 +62,15 @@ class ServerProcess:
         except OSError:
             return ""
 
-    def stop(self) -> None:
-        """SIGTERM to the group, SIGKILL to what is left after a grace period. Safe to call twice."""
+    def request_stop(self) -> None:
+        """SIGTERM to the group; does not wait."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGTERM)
             os.killpg(self.pid, signal.SIGCONT)  # a stopped process would not see it
+
+    def stop(self) -> None:
+        """SIGTERM to the group, SIGKILL to what is left after a grace period. Safe to call twice."""
+        self.request_stop()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_TERM_GRACE_S)
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -75,10 +79,18 @@ class ServerProcess:
         _running.discard(self)
 
 
+def stop_together(processes: Iterable[ServerProcess]) -> None:
+    """Stop all; they use the grace period at the same time."""
+    processes = list(processes)
+    for process in processes:
+        process.request_stop()
+    for process in processes:
+        process.stop()
+
+
 @atexit.register
 def _stop_all() -> None:
-    for process in list(_running):
-        process.stop()
+    stop_together(_running)
 
 
 class EngineServers:
@@ -98,8 +110,7 @@ class EngineServers:
 
     def stop(self) -> None:
         """Safe to call twice."""
-        for process in self.processes:
-            process.stop()
+        stop_together(self.processes)
 
 
 def await_ready(
@@ -180,8 +191,7 @@ def start_local_engines(
             servers.append((process, ready, token))
         addresses = [_await_local(*server, deadline, progress) for server in servers]
     except BaseException:
-        for process, _, _ in servers:
-            process.stop()
+        stop_together(process for process, _, _ in servers)
         raise
     return EngineServers([process for process, _, _ in servers], addresses)
 

@@ -40,7 +40,7 @@ class SGLangEngine:
     def generate(self, requests: Sequence[GenerateRequest], timeout_s: float) -> list[list[GeneratedSample]]:
         prompts = [list(request.prompt_ids) for request in requests for _ in request.seeds]
         sampling = [_sampling(request.params, seed) for request in requests for seed in request.seeds]
-        body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": -1}
+        body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True}
         answers = self._http.post("/generate", body, timeout_s)
         if len(answers) != len(prompts):
             raise EngineError(f"{self.address.name}: {len(answers)} samples for {len(prompts)} asked for.")
@@ -82,8 +82,12 @@ class SGLangEngine:
         if not answer.get("success", False):
             raise EngineError(f"{self.address.name}: {answer.get('message', answer)}; it is STALE.")
         for rank in range(self.address.tp_size):
-            if not (self.transfer_dir / f"{receipt}.{rank}").exists():
+            path = self.transfer_dir / f"{receipt}.{rank}"
+            if not path.exists():
                 raise EngineError(f"{self.address.name}: tp rank {rank} wrote no receipt for bucket {manifest.bucket}.")
+            error = json.loads(path.read_text())["error"]
+            if error:
+                raise EngineError(f"{self.address.name}, tp rank {rank}: {error}; the engine is STALE.")
 
     def commit_update(self, version: int) -> None:
         self._http.post("/end_weight_update", {}, ADMIN_TIMEOUT_S)
@@ -114,6 +118,9 @@ class SGLangEngine:
 
     def version(self) -> int | None:
         return self._version
+
+    def close(self) -> None:
+        self._http.close()
 
 
 def _sampling(params: SamplingParams, seed: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Stock SGLang servers: started with settings in a file of their own, awaited until healthy, stopped with all children."""
+"""Stock SGLang servers: started with a settings file each, awaited until healthy, stopped with all children."""
 
 from __future__ import annotations
 

@@ -14,7 +14,6 @@ from rlhf_megatron.checkpoint.hf_reader import HFReader, read_hf_config
 from rlhf_megatron.checkpoint.random_init import random_source
 from rlhf_megatron.checkpoint.source import WeightSource
 from rlhf_megatron.config.schema import ActorConfig, RunConfig
-from rlhf_megatron.data import codec
 from rlhf_megatron.models.families.base import HFConfig, table_for
 from rlhf_megatron.parallel.device import device_for, local_rank
 from rlhf_megatron.parallel.world import World, create_world, destroy_world
@@ -26,9 +25,6 @@ from rlhf_megatron.runtime.host import BuildRoles
 from rlhf_megatron.runtime.pool import Pool
 from rlhf_megatron.workers.actor import MegatronActor, Phase
 from rlhf_megatron.workers.reference import MegatronReference
-
-codec.register(EngineAddress)
-codec.register(SendReport)
 
 
 class HostRole:

@@ -54,7 +54,7 @@ def _allow_seeds_with_torch_attention(module: Any) -> None:
 
 
 def _no_batch_invariant_kernels(module: Any) -> None:
-    """Deterministic mode installs Triton matmuls for CUDA; without them seeds hold, batch invariance is not promised."""
+    """Deterministic mode installs Triton matmuls; without them seeds hold, but batch invariance is not promised."""
     module.enable_batch_invariant_mode = lambda *args, **kwargs: None
 
 

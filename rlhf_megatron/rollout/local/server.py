@@ -218,7 +218,7 @@ def _build(args: argparse.Namespace) -> tuple[DecodeService, dict[str, Any]]:
 async def _serve(args: argparse.Namespace, token: str, service: DecodeService, description: dict[str, Any]) -> None:
     app = web.Application(middlewares=[_guard(token)], client_max_size=_MAX_BODY_BYTES)
     app.add_routes(Handlers(service, description).routes())
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.2)
     await runner.setup()
     site = web.TCPSite(runner, args.host, args.port)
     try:
@@ -260,4 +260,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    logging.shutdown()
+    os._exit(code)  # all is closed; taking torch's modules apart would only cost seconds

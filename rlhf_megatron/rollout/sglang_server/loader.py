@@ -31,17 +31,19 @@ STACKED = {  # Hugging Face part -> (SGLang's fused part, the members in order)
 
 
 def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
-    """Called by SGLang with the model of this rank. Raises ValueError when a received tensor is not what was sent."""
+    """Called by SGLang with the model of this rank. What goes wrong stands in the receipt: an exception here would end
+    the server, where the client can say what happened and leave the engine STALE."""
     order = json.loads(bytes(named_tensors[0][1].cpu().tolist()).decode())
-    manifest = BucketManifest.from_json(order["manifest"])
     directory = Path(os.environ[TRANSFER_DIR])
-    tensors = read_bucket(directory / manifest.file, manifest)
-    model.load_weights(list(tensors.items()))
     rank, size = _tensor_parallel()
-    receipt = {
-        "version": manifest.version,
-        "digests": standing_digests(model, manifest) if size == 1 else None,
-    }
+    receipt: dict[str, Any] = {"error": None, "digests": None}
+    try:
+        manifest = BucketManifest.from_json(order["manifest"])
+        model.load_weights(list(read_bucket(directory / manifest.file, manifest).items()))
+        if size == 1:
+            receipt["digests"] = standing_digests(model, manifest)
+    except Exception as error:  # told by the client
+        receipt["error"] = f"{type(error).__name__}: {error}"
     path = directory / f"{order['receipt']}.{rank}"
     aside = path.with_suffix(".tmp")
     aside.write_text(json.dumps(receipt))
@@ -94,6 +96,9 @@ def _standing(parameters: dict[str, Tensor], rows: dict[str, int], name: str) ->
 
 def _tensor_parallel() -> tuple[int, int]:
     """(rank, size) of this process inside its server."""
-    from sglang.srt.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+    from sglang.srt.distributed.parallel_state import (
+        get_tensor_model_parallel_rank,
+        get_tensor_model_parallel_world_size,
+    )
 
     return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()

@@ -1,4 +1,4 @@
-"""torch versions of the `sgl_kernel` parts that SGLang's CPU path uses even without AMX. Any other name raises when called."""
+"""torch versions of the `sgl_kernel` parts that SGLang needs even without AMX. Any other name raises when called."""
 
 from __future__ import annotations
 
