@@ -64,12 +64,16 @@ class ServerProcess:
 
     def request_stop(self) -> None:
         """SIGTERM to the group; does not wait."""
+        if self not in _running:
+            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGTERM)
             os.killpg(self.pid, signal.SIGCONT)  # a stopped process would not see it
 
     def stop(self) -> None:
         """SIGTERM to the group, SIGKILL to what is left after a grace period. Safe to call twice."""
+        if self not in _running:
+            return  # its number may belong to somebody else by now
         self.request_stop()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_TERM_GRACE_S)
