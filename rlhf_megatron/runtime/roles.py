@@ -17,6 +17,7 @@ from rlhf_megatron.config.schema import ActorConfig, RunConfig
 from rlhf_megatron.models.families.base import HFConfig, table_for
 from rlhf_megatron.parallel.device import device_for, local_rank
 from rlhf_megatron.parallel.world import World, create_world, destroy_world
+from rlhf_megatron.resharding.export_hf import export_hf
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.resharding.sender import SendReport, send_weights
 from rlhf_megatron.rollout.clients import connect
@@ -30,8 +31,11 @@ from rlhf_megatron.workers.reference import MegatronReference
 class HostRole:
     """Methods that are about the rank and not about one model."""
 
-    def __init__(self, world: World, actor: MegatronActor, reference: MegatronReference | None) -> None:
+    def __init__(
+        self, world: World, actor: MegatronActor, reference: MegatronReference | None, model_path: Path
+    ) -> None:
         self.world = world
+        self.model_path = model_path
         self.actor = actor
         self.reference = reference
 
@@ -59,6 +63,17 @@ class HostRole:
             finally:
                 for client in clients:
                     client.close()
+
+    def save_hf(self, directory: Path) -> None:
+        """The actor's weights in Hugging Face layout, with the configuration and tokenizer of the model it came from."""
+        export_hf(
+            self.actor.export(),
+            self.world,
+            directory=directory,
+            hf_config=self.actor.model.hf_config,
+            dtype=self.actor.dtype,
+            companions_from=self.model_path,
+        )
 
     def refresh_reference(self) -> None:
         """The reference becomes the actor as it is now (after a warm-up)."""
@@ -100,7 +115,7 @@ def role_builder(config: RunConfig) -> BuildRoles:
         weights = weight_source(path, config.model.init_seed, hf_config, pool.layout.tp)
         actor = MegatronActor(hf_config, weights, world, dtype, config.actor, training_phases(config))
         reference = _reference(config, config.actor, hf_config, weights, world, dtype)
-        roles: dict[str, object] = {"actor": actor, "host": HostRole(world, actor, reference)}
+        roles: dict[str, object] = {"actor": actor, "host": HostRole(world, actor, reference, path)}
         if reference is not None:
             roles["reference"] = reference
         return roles

@@ -11,11 +11,12 @@ from typing import Any
 def fresh_run_dir(parent: str, name: str) -> tuple[Path, Path | None]:
     """(the new empty directory, where a former one was moved to). `runs/x` becomes `runs/x.1`, `runs/x.2` ..."""
     path = Path(parent) / name
-    moved = None
+    moved: Path | None = None
     if path.exists() and any(path.iterdir()):
         number = 1
-        while (moved := path.with_name(f"{name}.{number}")).exists():
+        while path.with_name(f"{name}.{number}").exists():
             number += 1
+        moved = path.with_name(f"{name}.{number}")
         path.rename(moved)
     (path / "logs").mkdir(parents=True, exist_ok=True)
     return path, moved

@@ -9,7 +9,16 @@ import torch
 
 from rlhf_megatron.algorithms.advantages.base import AdvantageInputs
 from rlhf_megatron.config.schema import RunConfig
-from rlhf_megatron.data.batch import AnnotatedBatch, LogProbs, PromptBatch, RolloutBatch, ScoredBatch, TrainBatch, gain
+from rlhf_megatron.data.batch import (
+    AnnotatedBatch,
+    LogProbs,
+    PromptBatch,
+    RolloutBatch,
+    ScoredBatch,
+    TokenBatch,
+    TrainBatch,
+    gain,
+)
 from rlhf_megatron.data.prompts import PromptStream
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.rewards.base import RewardResult
@@ -190,7 +199,7 @@ class Stages:
     def _log_probs(self, role: str, batch: ScoredBatch, with_entropy: bool) -> LogProbs:
         return self.group.scatter(
             f"{role}.log_probs",
-            batch,
+            TokenBatch(batch.offsets, batch.token_ids, batch.response_mask),
             token_budget=self.config.actor.ppo_max_token_len_per_gpu,
             temperature=self.config.rollout.temperature,
             with_entropy=with_entropy,
