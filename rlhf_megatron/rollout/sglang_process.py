@@ -13,7 +13,14 @@ import yaml
 
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError
 from rlhf_megatron.rollout.http import HttpClient
-from rlhf_megatron.rollout.process import EngineServers, Progress, ServerProcess, await_ready, write_token
+from rlhf_megatron.rollout.process import (
+    EngineServers,
+    Progress,
+    ServerProcess,
+    await_ready,
+    stop_together,
+    write_token,
+)
 from rlhf_megatron.rollout.sglang_server.loader import LOAD_FORMAT, TRANSFER_DIR
 
 POLL_TIMEOUT_S = 5.0
@@ -68,8 +75,7 @@ def start_sglang_engines(
         for process, address in started:
             await_ready(process, lambda at=address: _answers(at), deadline, progress)  # type: ignore[misc]
     except BaseException:
-        for process, _ in started:
-            process.stop()
+        stop_together([process for process, _ in started])
         raise
     return EngineServers([process for process, _ in started], [address for _, address in started])
 

@@ -65,7 +65,7 @@ class HostRole:
                     client.close()
 
     def save_hf(self, directory: Path) -> None:
-        """The actor's weights in Hugging Face layout, with the configuration and tokenizer of the model it came from."""
+        """The actor's weights in Hugging Face layout, with configuration and tokenizer of the model that it was."""
         export_hf(
             self.actor.export(),
             self.world,

@@ -23,7 +23,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "policy/version": ("count", "weight syncs so far"),
     "policy/lag": ("count", "version at training minus version at sampling, mean"),
     "sync/num_bytes": ("bytes", "weights sent to each engine"),
-    "sync/seconds": ("s", "whole weight sync: begin, gather, send, load, commit, digests"),
+    "sync/seconds": ("s", "whole weight sync: begin, gather, send, load, verify, commit"),
     "timing_s/<stage>": ("s", "wall time of a stage"),
     "timing_s/step": ("s", "wall time of a step"),
     "perf/total_num_tokens": ("tokens", "prompt and response tokens of a step"),

@@ -1,4 +1,4 @@
-"""One weight sync as a transaction: begin -> stream -> commit -> verify. The policy version counts syncs."""
+"""One weight sync as a transaction: begin -> stream -> verify -> commit. The policy version counts syncs."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class WeightSync:
             bucket_bytes=self.bucket_bytes,
             dtype=self.dtype,
         ).result()
-        self.fleet.commit_update(version)
         sent = {name: value for report in reports for name, value in report.digests.items()}
         for name, digests in self.fleet.weight_digests().items():
             verify(name, sent, digests)
+        self.fleet.commit_update(version)
         self.version = version
         return {
             "policy/version": float(version),
@@ -67,7 +67,7 @@ def verify(engine: str, sent: dict[str, str], standing: dict[str, str] | None) -
             f"{n} (sent {sent.get(n, 'nothing')}, stands {standing.get(n, 'nothing')})" for n in wrong[:NAMES_SHOWN]
         )
         raise EngineError(
-            f"{engine}: {len(wrong)} of {len(sent)} tensors differ from what was exported after the sync: {shown}."
+            f"{engine}: {len(wrong)} of {len(sent)} tensors that stand in it differ from what was exported: {shown}. It is STALE."
         )
 
 
