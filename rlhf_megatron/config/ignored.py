@@ -36,14 +36,12 @@ def _idle_settings(loaded: Loaded) -> Iterator[tuple[bool, tuple[str, ...], str,
     no_kl = not c.actor.use_kl_loss
     yield no_kl, ("actor.kl_loss_coef", "actor.kl_loss_type", "reference"), "actor.use_kl_loss", "set it to true"
     yield c.rollout.engine != "sglang", ("rollout.sglang",), "rollout.engine", "set that to sglang"
-    own_servers = tuple(
-        f"rollout.{name}" for name in ("num_engines", "max_num_seqs", "max_num_batched_tokens", "sglang")
-    )
-    is_external = bool(c.rollout.endpoints) and c.rollout.engine == "sglang"
-    yield is_external, own_servers, "rollout.endpoints", "let the run start its own engines (endpoints: [])"
+    local_only = ("rollout.max_num_seqs", "rollout.max_num_batched_tokens")
+    fix = "use rollout.sglang.args: {max_running_requests: ..., max_total_tokens: ...}"
+    yield c.rollout.engine == "sglang", local_only, "rollout.engine", fix
     yield c.data.task is not None, FILE_KEYS, "data.task", "use files (task: null)"
     yield c.data.task is None, ("data.task_params",), "data.task", "name a task"
-    warmup = ("batch_size", "stop_accuracy", "test_freq", "test_samples", "optim")
+    warmup = ("batch_size", "stop_accuracy", "test_freq", "test_samples", "save_hf", "optim")
     keys = tuple(f"warmup.{name}" for name in warmup)
     yield c.warmup.max_steps == 0, keys, "warmup.max_steps", "give that a number of steps"
     for section, optim in (("actor", c.actor.optim), ("warmup", c.warmup.optim)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import PurePath
-from urllib.parse import urlsplit
 
 from rlhf_megatron.config.errors import Problem
 from rlhf_megatron.config.provenance import Loaded
@@ -79,7 +78,7 @@ def token_budgets(loaded: Loaded) -> Iterator[Problem]:
     c = loaded.config
     longest = c.data.max_prompt_length + c.data.max_response_length
     budgets = [("actor.ppo_max_token_len_per_gpu", c.actor.ppo_max_token_len_per_gpu)]
-    if not c.rollout.endpoints:
+    if c.rollout.engine == "local":
         budgets.append(("rollout.max_num_batched_tokens", c.rollout.max_num_batched_tokens))
     if c.actor.use_kl_loss and c.reference.max_token_len_per_gpu is not None:
         budgets.append(("reference.max_token_len_per_gpu", c.reference.max_token_len_per_gpu))
@@ -126,21 +125,6 @@ def sampling(loaded: Loaded) -> Iterator[Problem]:
 
 def engines(loaded: Loaded) -> Iterator[Problem]:
     c = loaded.config
-    endpoints = c.rollout.endpoints
-    if endpoints and c.rollout.engine == "local":
-        yield Problem(
-            f"rollout.endpoints ({list(endpoints)}) need rollout.engine sglang: local engines are started by the run;"
-            " remove the endpoints or set engine: sglang.",
-            ("rollout.endpoints", "rollout.engine"),
-        )
-    for url in endpoints:
-        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
-            yield Problem(
-                f"rollout.endpoints ({url}) must be URLs; write http://host:port.",
-                ("rollout.endpoints",),
-            )
-    if len(set(endpoints)) != len(endpoints):
-        yield Problem(f"rollout.endpoints ({list(endpoints)}) must differ; name each once.", ("rollout.endpoints",))
     for name in c.rollout.sglang.args:
         if name.startswith("-"):
             plain = name.lstrip("-")

@@ -117,7 +117,6 @@ class SGLangConfig:
 class RolloutConfig:
     engine: Literal["local", "sglang"] = doc("bundled server, or stock SGLang", "sglang")
     num_engines: int = doc("engine servers to start", 1)
-    endpoints: tuple[str, ...] = doc("URLs of running servers to use instead of starting some", ())
     dtype: Literal["float32", "bfloat16"] | None = doc("type of the engine's weights; null: model.dtype", None)
     n: int = doc("samples a prompt (the group size)", 8)
     temperature: float = doc("sampling temperature; the trainer's log-probs use the same", 1.0)
@@ -125,8 +124,8 @@ class RolloutConfig:
     top_k: int = doc("must be -1 (off), for the same reason", -1)
     min_p: float = doc("must be 0 (off), for the same reason", 0.0)
     stop: tuple[str, ...] = doc("strings of one token each that end a response, beside the end-of-sequence token", ())
-    max_num_seqs: int = doc("sequences an engine decodes at once", 256)
-    max_num_batched_tokens: int = doc("tokens of key-value cache that an engine may hold", 131072)
+    max_num_seqs: int = doc("sequences a local engine decodes at once", 256)
+    max_num_batched_tokens: int = doc("tokens of key-value cache that a local engine may hold", 131072)
     val_kwargs: SamplingConfig = doc("sampling for evaluation", factory=lambda: SamplingConfig(temperature=0.0))
     request_timeout_s: float = doc("deadline of one generate request, seconds", 600.0)
     request_retries: int = doc("times a failed request is sent again, to another engine where there is one", 2)
@@ -155,6 +154,7 @@ class WarmupConfig:
     stop_accuracy: float = doc("stop when sampled held-out accuracy reaches this", 1.0)
     test_freq: int = doc("steps between evaluations", 20)
     test_samples: int = doc("held-out items of these evaluations", 512)
+    save_hf: bool = doc("write the warmed-up weights in Hugging Face layout under the run directory", False)
     optim: OptimConfig = doc("optimizer of the warm-up; RL starts with a fresh one", factory=OptimConfig)
 
 

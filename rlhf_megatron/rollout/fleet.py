@@ -56,7 +56,7 @@ class EngineFleet:
 
     def __init__(self, engines: Sequence[Engine], request_timeout_s: float, request_retries: int) -> None:
         if not engines:
-            raise ValueError("a fleet needs at least one engine; set rollout.num_engines or rollout.endpoints.")
+            raise ValueError("a fleet needs at least one engine; set rollout.num_engines.")
         self.engines = tuple(engines)
         self.request_timeout_s = request_timeout_s
         self.request_retries = request_retries

@@ -67,9 +67,11 @@ def train(config: RunConfig, connect_group: Callable[[], WorkerGroup], run_dir: 
         bucket_bytes = config.rollout.update_weights_bucket_megabytes * MIB
         weight_sync = WeightSync(group, fleet, transfer.path, bucket_bytes, engine_dtype(config))
         recorder = Recorder(run_dir / "record") if is_recorded else None
-        data = _run_data(config, sets, tokenizer)
+        data = run_data(config, sets, tokenizer)
         stages = Stages(config, group, fleet, data, plugins, weight_sync, recorder)
         warm = _warm_up(config, stages, tracker, sets)
+        if config.warmup.save_hf:
+            group.broadcast("host.save_hf", directory=run_dir / "warm_model").result()
         stages.sync()
         trainer = config.trainer
         run(stages, tracker, trainer.total_training_steps, trainer.test_freq, trainer.val_before_train)
@@ -119,7 +121,8 @@ def _description(config: RunConfig, sets: PromptSets) -> str:
     return text + "".join(f"; {count} {what}" for what, count in skipped.items() if count)
 
 
-def _run_data(config: RunConfig, sets: PromptSets, tokenizer: Tokenizer) -> RunData:
+def run_data(config: RunConfig, sets: PromptSets, tokenizer: Tokenizer) -> RunData:
+    """What the controller of a run reads. Raises ValueError for a stop string that is not one token."""
     seed = config.trainer.seed if config.data.seed is None else config.data.seed
     stops = [*tokenizer.eos_token_ids, *(tokenizer.token_id(text) for text in config.rollout.stop)]
     return RunData(
@@ -179,12 +182,12 @@ def summary(
 ) -> dict[str, Any]:
     """What a run came to, for people and for scripts."""
     found: dict[str, Any] = {}
-    for name, (_, result) in zip(
-        ("before", "after"), (tracker.evaluations[:1] + tracker.evaluations[-1:]), strict=False
-    ):
-        found[f"accuracy_{name}"] = result.accuracy
-        found[f"accuracy_{name}_interval"] = [result.low, result.high]
-        found[f"accuracy_{name}_items"] = result.num_items
+    ends = {"before": [r for step, r in tracker.evaluations if step == 0], "after": tracker.evaluations_after}
+    for name, results in ends.items():
+        if results:
+            found[f"accuracy_{name}"] = results[-1].accuracy
+            found[f"accuracy_{name}_interval"] = [results[-1].low, results[-1].high]
+            found[f"accuracy_{name}_items"] = results[-1].num_items
     return {
         **found,
         "majority_answer_accuracy": majority,

@@ -197,10 +197,11 @@ class Stages:
         return self.plugins.reward(responses, labels, reasons)
 
     def _log_probs(self, role: str, batch: ScoredBatch, with_entropy: bool) -> LogProbs:
+        budget = self.config.reference.max_token_len_per_gpu if role == "reference" else None
         return self.group.scatter(
             f"{role}.log_probs",
             TokenBatch(batch.offsets, batch.token_ids, batch.response_mask),
-            token_budget=self.config.actor.ppo_max_token_len_per_gpu,
+            token_budget=budget or self.config.actor.ppo_max_token_len_per_gpu,
             temperature=self.config.rollout.temperature,
             with_entropy=with_entropy,
         ).result()

@@ -67,7 +67,8 @@ def verify(engine: str, sent: dict[str, str], standing: dict[str, str] | None) -
             f"{n} (sent {sent.get(n, 'nothing')}, stands {standing.get(n, 'nothing')})" for n in wrong[:NAMES_SHOWN]
         )
         raise EngineError(
-            f"{engine}: {len(wrong)} of {len(sent)} tensors that stand in it differ from what was exported: {shown}. It is STALE."
+            f"{engine}: {len(wrong)} of {len(sent)} tensors that stand in it differ from what was exported: {shown}."
+            " It is STALE."
         )
 
 

@@ -1,0 +1,102 @@
+"""What a configuration names must exist and fit together. Looked at before any process is started."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from rlhf_megatron.checkpoint.hf_reader import HFReader, read_hf_config
+from rlhf_megatron.config.errors import ConfigError
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.models.families.base import table_for
+from rlhf_megatron.scheduler.plugins import load_plugins
+from rlhf_megatron.scheduler.recorder import Recorder
+from rlhf_megatron.scheduler.run import load_data, run_data
+
+
+def check_run(config: RunConfig, replay_from: Path | None = None, last_step: int | None = None) -> None:
+    """Nothing is started; the parent of the run directory is made. Raises ConfigError with all problems at once.
+
+    `replay_from`, `last_step`: of a replay, which needs no engine.
+    """
+    checks: list[Callable[[], object]] = [
+        lambda: load_plugins(config),
+        lambda: _check_data(config),
+        lambda: _check_weights(config),
+        lambda: _check_output(config),
+    ]
+    if replay_from is not None and last_step is not None:
+        checks.append(lambda: Recorder(replay_from / "record").read(last_step))
+    else:
+        checks.append(lambda: _check_engine(config))
+    problems: list[str] = []
+    for check in checks:
+        try:
+            check()
+        except ConfigError as error:
+            problems += [problem for problem in error.problems if problem not in problems]
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _check_data(config: RunConfig) -> None:
+    """Raises ValueError where prompts, tokenizer, stop strings and vocabulary do not go together."""
+    load_plugins(config)  # a wrong task is told once, in its words
+    sets, tokenizer = load_data(config)
+    run_data(config, sets, tokenizer)
+    vocab_size = int(read_hf_config(Path(config.model.path))["vocab_size"])
+    if tokenizer.vocab_size > vocab_size:
+        raise ValueError(
+            f"the tokenizer has token ids up to {tokenizer.vocab_size - 1}, but {config.model.path} has a vocabulary of"
+            f" {vocab_size}; set model.tokenizer_path to the tokenizer of this model."
+        )
+
+
+def _check_weights(config: RunConfig) -> None:
+    """Reads the headers of the weight files. Raises ValueError naming the tensors that are missing or mis-shaped."""
+    paths = [config.model.path] if config.model.init_seed is None else []
+    if config.actor.use_kl_loss and config.reference.path is not None:
+        paths.append(config.reference.path)
+    for path in map(Path, paths):
+        table = table_for(read_hf_config(path), config.actor.megatron.tensor_model_parallel_size)
+        HFReader(path).check(table)
+
+
+def _check_engine(config: RunConfig) -> None:
+    rollout = config.rollout
+    if rollout.endpoints:
+        raise ValueError(
+            f"rollout.endpoints ({list(rollout.endpoints)}): engines that run already cannot be used yet; remove it,"
+            " and the run starts its own."
+        )
+    if rollout.engine != "sglang":
+        return
+    python = rollout.sglang.python
+    if python is not None and shutil.which(python) is None:
+        raise ValueError(
+            f"rollout.sglang.python ({python}) must be an executable; name the interpreter of an environment that has"
+            " sglang (`make sglang-cpu` makes .venv-sglang/bin/python), or set rollout.engine: local."
+        )
+    if python is None and importlib.util.find_spec("sglang") is None:
+        raise ValueError(
+            "rollout.engine (sglang) needs sglang in this environment; install it, name the interpreter of another"
+            " environment in rollout.sglang.python, or set rollout.engine: local."
+        )
+
+
+def _check_output(config: RunConfig) -> None:
+    parent = config.trainer.default_local_dir
+    try:
+        Path(parent).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=parent):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"trainer.default_local_dir ({parent}) must be a directory that can be written: {error.strerror}; name"
+            " another one."
+        ) from error
