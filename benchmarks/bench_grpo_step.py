@@ -1,0 +1,192 @@
+"""A whole GRPO step of the quickstart against TRL's GRPOTrainer: same cores, model, prompts, lengths and group size.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.bench_grpo_step [--rounds 3 --steps 8]
+
+A step: 32 prompts x 16 samples of up to 4 tokens, log-probs of the old policy, group advantages, four optimizer steps
+of 128 samples, weights to the engine. Runs, each a process (group) of its own, in turns, `rounds` times:
+
+    ours_1     `rlhf-megatron train` with the inline launcher: one rank and one local engine, which take turns
+    ours_dp2   two ranks (dp2) and two local engines
+    trl_1, trl_2   benchmarks/trl_grpo.py (its settings are explained there) with one and two threads
+
+A step's seconds are wall time from the start of one step to the start of the next, logging and data loading included;
+the first step of a run is a warm-up and left out. TRL computes the entropy in its update, ours with the old log-probs;
+ours also compares the engine's log-probs with the trainer's and verifies digests of the weights in each step.
+
+Needs .venv-trl (`make .venv-trl/.installed`). Writes benchmarks/results/grpo_step.json; the ratio is the median of our
+better run over the median of TRL's better run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import ROOT, significant, spread, write_result
+
+MODEL = ROOT / "examples/quickstart/model"
+WARM_MODEL = ROOT / "examples/quickstart/warm_model"
+TRL_PYTHON = ROOT / ".venv-trl/bin/python"
+TIMEOUT_S = 900
+OURS = {
+    "ours_1": ["trainer.runtime=inline", "trainer.n_gpus_per_node=1", "actor.ppo_max_token_len_per_gpu=1280"],
+    "ours_dp2": ["trainer.n_gpus_per_node=2", "rollout.num_engines=2"],
+}
+TRL_THREADS = {"trl_1": 1, "trl_2": 2}
+STAGES = {"generate": ("generate",), "log_probs": ("annotate",), "update": ("update",), "sync": ("sync",)}
+Steps = list[dict[str, float]]
+"""One entry a step: stage -> seconds, and "step"."""
+
+
+def make_model(directory: Path) -> str:
+    """The quickstart's warm weights where they exist, else random ones, for both sides. Returns which."""
+    if list(WARM_MODEL.glob("*.safetensors")):
+        shutil.copytree(WARM_MODEL, directory)
+        return "warm"
+    from safetensors.torch import save_file
+
+    from rlhf_megatron.checkpoint.random_init import random_hf_tensors
+
+    shutil.copytree(MODEL, directory)
+    config = json.loads((MODEL / "config.json").read_text())
+    save_file(dict(random_hf_tensors(config, seed=1)), directory / "model.safetensors", metadata={"format": "pt"})
+    return "random"
+
+
+def write_prompts(path: Path, model: Path) -> None:
+    """The quickstart's training prompts, in its own order, for TRL."""
+    from rlhf_megatron.config.load import load_run_config
+    from rlhf_megatron.data.prompts import load_prompts
+    from rlhf_megatron.data.tokenizer import load_tokenizer
+
+    config = load_run_config(ROOT / "configs/quickstart.yaml").config
+    items = load_prompts(config.data, load_tokenizer(model)).train
+    path.write_text(json.dumps([{"prompt": item.prompt, "answer": item.label} for item in items]))
+
+
+def run_ours(name: str, folder: Path, num_steps: int) -> Steps:
+    """A training run of num_steps + 1 steps through the command line; timings from its metrics.jsonl."""
+    overrides = {
+        "model.path": folder / "model",
+        "model.init_seed": "null",
+        "actor.megatron.tensor_model_parallel_size": 1,
+        "actor.megatron.pipeline_model_parallel_size": 1,
+        "warmup.max_steps": 0,
+        "trainer.total_training_steps": num_steps + 1,
+        "trainer.val_before_train": "false",
+        "trainer.test_freq": 0,
+        "trainer.default_local_dir": folder / "runs",
+        "trainer.experiment_name": name,
+        "trainer.logger": "[jsonl]",
+    }
+    command = [sys.executable, "-m", "rlhf_megatron", "train", "configs/quickstart.yaml"]
+    _run(command + [f"{key}={value}" for key, value in overrides.items()] + OURS[name], folder / f"{name}.log")
+    lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if row["kind"] == "step"]
+    return [our_step(before, row) for before, row in pairwise(rows)]
+
+
+def our_step(before: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
+    """Seconds of a step from two successive lines of metrics.jsonl."""
+    parts = {stage: sum(row[f"timing_s/{key}"] for key in keys) for stage, keys in STAGES.items()}
+    seconds = row["seconds"] - before["seconds"]
+    return {"step": seconds, **parts, "other": seconds - sum(parts.values())}
+
+
+def run_trl(name: str, folder: Path, num_steps: int) -> Steps:
+    threads, output = TRL_THREADS[name], folder / f"{name}.json"
+    command = [str(TRL_PYTHON), "benchmarks/trl_grpo.py", str(folder / "model"), str(folder / "prompts.json")]
+    command += [str(output), "--steps", str(num_steps), "--threads", str(threads)]
+    _run(command, folder / f"{name}.log", OMP_NUM_THREADS=str(threads))
+    return json.loads(output.read_text())["steps"]
+
+
+def _run(command: list[str], log: Path, **env: str) -> None:
+    """Raises RuntimeError with the end of the output when the process fails."""
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        **env,
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    with log.open("w") as out:
+        code = subprocess.run(
+            command, stdout=out, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, timeout=TIMEOUT_S
+        ).returncode
+    if code:
+        raise RuntimeError(f"{' '.join(command[:4])} ... exited with {code}:\n{log.read_text()[-3000:]}")
+
+
+def summarize(steps: dict[str, Steps]) -> dict[str, Any]:
+    """Per run and stage the spread of seconds; the ratios of our runs to TRL's better one."""
+    seconds = {
+        name: {stage: spread([step[stage] for step in rows]) for stage in rows[0]} for name, rows in steps.items()
+    }
+    for stages in seconds.values():
+        for stage, values in stages.items():
+            if stage != "step":
+                del values["values"]
+    ours = {name: seconds[name]["step"] for name in seconds if name in OURS}
+    trl = {name: seconds[name]["step"] for name in seconds if name in TRL_THREADS}
+    best_trl = min(trl, key=lambda name: trl[name]["median"])
+    by_run = {
+        name: {key: significant(value[key] / trl[best_trl][key]) for key in ("median", "min")}
+        for name, value in ours.items()
+    }
+    return {
+        "seconds": seconds,
+        "baseline": best_trl,
+        "ratio_by_run": by_run,
+        "ratio": min(value["median"] for value in by_run.values()),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8, help="measured steps of a run")
+    parser.add_argument("--runs", nargs="+", choices=[*OURS, *TRL_THREADS], default=[*OURS, *TRL_THREADS])
+    args = parser.parse_args()
+    if not TRL_PYTHON.is_file():
+        print(f"{TRL_PYTHON} is missing: `make .venv-trl/.installed` makes it (benchmarks/requirements-trl.txt).")
+        return 1
+    steps: dict[str, Steps] = {name: [] for name in args.runs}
+    with tempfile.TemporaryDirectory() as path:
+        folder = Path(path)
+        weights = make_model(folder / "model")
+        write_prompts(folder / "prompts.json", folder / "model")
+        for _ in range(args.rounds):
+            for name in args.runs:
+                run: Callable[[str, Path, int], Steps] = run_ours if name in OURS else run_trl
+                steps[name] += run(name, folder, args.steps)
+    result = summarize(steps)
+    print_table(result)
+    command = f"python -m benchmarks.bench_grpo_step --rounds {args.rounds} --steps {args.steps}"
+    trl_requirements = (ROOT / "benchmarks/requirements-trl.txt").read_text().split()
+    pins = [word for word in trl_requirements if "==" in word]
+    print(write_result("grpo_step", command, {"weights": weights, "trl_environment": pins, **result}))
+    return 0
+
+
+def print_table(result: dict[str, Any]) -> None:
+    stages = ("step", "generate", "log_probs", "update", "sync", "other")
+    print("median seconds".ljust(16) + "".join(stage.rjust(11) for stage in stages))
+    for name, values in result["seconds"].items():
+        cells = [f"{values[stage]['median']:.3f}" if stage in values else "-" for stage in stages]
+        print(name.ljust(16) + "".join(cell.rjust(11) for cell in cells))
+    for name, ratio in result["ratio_by_run"].items():
+        print(f"{name} / {result['baseline']}: {ratio['median']:.3f} (median), {ratio['min']:.3f} (minimum)")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

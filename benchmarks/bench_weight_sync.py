@@ -1,0 +1,263 @@
+"""A whole weight sync against a plain memory copy of the same bytes: seconds, bytes a second, and where they go.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.bench_weight_sync [--repetitions 5]
+
+A sync: open the transaction, gather over tp, convert to Hugging Face tensors and write them with digests into shared
+memory, hand each bucket to a local engine (a process of its own) that checks and loads it, digest what stands there
+and compare, commit. Trainer ranks are processes over gloo that hold the shards a model would have; float32. Models:
+
+    quickstart   the quickstart's model (3.2 MB), buckets of 4 MiB
+    smollm2      about 135 million parameters in SmolLM2-135M's shapes with 12 heads and 4 key heads of 48 instead of 9
+                 and 3 of 64, so that tp2 can split them; buckets of 64 MiB
+
+The copy, in turns with the sync, moves the same bytes within rank 0 into memory that is mapped already: the floor of
+one of the sync's several passes over the bytes. Parts are summed over buckets (`write_bucket` contains `digest`);
+`deliver` runs in a thread beside the others, so they add up to more than the whole. Writes
+benchmarks/results/weight_sync.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import ROOT, significant, spread, write_result
+
+TIMEOUT_S = 600
+SMOLLM2 = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 48,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000.0,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MODELS = {
+    "quickstart": (json.loads((ROOT / "examples/quickstart/model/config.json").read_text()), 4 << 20),
+    "smollm2": (SMOLLM2, 64 << 20),
+}
+PARTS = ("pack_shards", "gather_packed", "write_bucket", "digest", "deliver", "weight_digests")
+
+
+class Clock:
+    """Seconds by part, of functions that are called through it."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def wrap(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds[part] += time.perf_counter() - start
+
+        return timed
+
+
+def rank_main(model: str, tp: int, repetitions: int, output: Path) -> None:
+    """One rank. Rank 0 also is the controller: it starts the engine and measures."""
+    import torch
+    import torch.distributed as dist
+
+    from rlhf_megatron.checkpoint.random_init import random_source
+    from rlhf_megatron.models.families.base import table_for
+    from rlhf_megatron.models.table import split
+    from rlhf_megatron.parallel.layout import Layout
+    from rlhf_megatron.parallel.world import create_world
+    from rlhf_megatron.resharding import gather, sender
+
+    torch.set_num_threads(1)
+    world = create_world(Layout(tp, tp=tp), torch.device("cpu"))
+    hf_config, bucket_bytes = MODELS[model]
+    source = random_source(hf_config, seed=1)
+    export = []
+    for rule in table_for(hf_config, tp):
+        whole = rule.to_megatron(*source.hf_tensors(rule))
+        export.append((rule, split(rule.split, whole, tp)[world.coordinates.tp].clone()))
+
+    clock = Clock()
+    sender.pack_shards = clock.wrap("pack_shards", sender.pack_shards)
+    sender.gather_packed = clock.wrap("gather_packed", sender.gather_packed)
+    sender.write_bucket = clock.wrap("write_bucket", sender.write_bucket)
+    gather.digest = clock.wrap("digest", gather.digest)
+
+    def send(version: int, transfer_dir: Path, deliver: Callable[[Any], None]) -> sender.SendReport:
+        return sender.send_weights(
+            export,
+            world,
+            version=version,
+            dtype=torch.float32,
+            bucket_bytes=bucket_bytes,
+            transfer_dir=transfer_dir,
+            deliver=deliver,
+        )
+
+    if world.rank:
+        for version in range(repetitions + 1):
+            dist.barrier()
+            send(version, Path(), lambda manifest: None)
+        return
+    with engine(hf_config, bucket_bytes) as (client, transfer_dir):
+        result = measure(send, clock, client, transfer_dir, repetitions, dist.barrier)
+    output.write_text(json.dumps(result))
+
+
+@contextmanager
+def engine(hf_config: dict[str, Any], bucket_bytes: int) -> Iterator[tuple[Any, Path]]:
+    """A local engine without weights, its client, and the directory of the buckets."""
+    from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
+    from rlhf_megatron.rollout.local_client import LocalEngine
+    from rlhf_megatron.rollout.process import start_local_engines
+
+    with tempfile.TemporaryDirectory() as folder, make_transfer_dir(None, 2 * bucket_bytes) as transfer:
+        Path(folder, "config.json").write_text(json.dumps(hf_config))
+        servers = start_local_engines(
+            folder,
+            1,
+            folder,
+            transfer_dir=transfer.path,
+            dtype="float32",
+            device="cpu",
+            load_weights=False,
+            max_num_seqs=8,
+            max_num_batched_tokens=1024,
+        )
+        with servers:
+            client = LocalEngine(servers.addresses[0])
+            try:
+                yield client, transfer.path
+            finally:
+                client.close()
+
+
+def measure(
+    send: Callable[..., Any],
+    clock: Clock,
+    client: Any,
+    transfer_dir: Path,
+    repetitions: int,
+    barrier: Callable[[], object],
+) -> dict[str, Any]:
+    """Syncs and copies in turns; the first of each is a warm-up."""
+    import torch
+
+    from rlhf_megatron.scheduler.weight_sync import verify
+
+    syncs, copies, num_bytes = [], [], 0
+    parts: dict[str, list[float]] = {part: [] for part in PARTS}
+    for version in range(repetitions + 1):
+        clock.seconds.clear()
+        barrier()
+        start = time.perf_counter()
+        client.begin_update(version)
+        report = send(version, transfer_dir, clock.wrap("deliver", client.update_weights))
+        verify("engine0", report.digests, clock.wrap("weight_digests", client.weight_digests)())
+        client.commit_update(version)
+        seconds = time.perf_counter() - start
+        num_bytes = report.num_bytes
+        origin = torch.ones(num_bytes, dtype=torch.uint8)
+        target = torch.full_like(origin, 2)
+        start = time.perf_counter()
+        target.copy_(origin)
+        if version:
+            copies.append(time.perf_counter() - start)
+            syncs.append(seconds)
+            for part in PARTS:
+                parts[part].append(clock.seconds[part])
+    return {
+        "num_bytes": num_bytes,
+        "sync_s": spread(syncs),
+        "copy_s": spread(copies),
+        "gigabytes_per_s": {
+            "sync": significant(num_bytes / min(syncs) / 1e9),
+            "copy": significant(num_bytes / min(copies) / 1e9),
+        },
+        "parts_s": {part: spread(values)["median"] for part, values in parts.items()},
+        "sync_over_copy": {
+            "min": significant(min(syncs) / min(copies)),
+            "median": significant(spread(syncs)["median"] / spread(copies)["median"]),
+        },
+    }
+
+
+def run(model: str, tp: int, repetitions: int, folder: Path) -> dict[str, Any]:
+    """The measurement in `tp` processes. Raises RuntimeError with their output when one fails."""
+    output = folder / "result.json"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "benchmarks.bench_weight_sync", "--child", model, "--tp", str(tp)]
+    command += ["--repetitions", str(repetitions), "--result", str(output)]
+    processes, logs = [], []
+    for rank in range(tp):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": tp, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        environment |= {key: str(value) for key, value in place.items()}
+        logs.append(folder / f"rank{rank}.log")
+        with logs[-1].open("w") as out:
+            processes.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment, cwd=ROOT))
+    try:
+        codes = [process.wait(TIMEOUT_S) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    if any(codes):
+        raise RuntimeError(f"{model} at tp{tp}: exit codes {codes}\n" + "\n".join(log.read_text() for log in logs))
+    return json.loads(output.read_text())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
+    parser.add_argument("--child", choices=tuple(MODELS), help=argparse.SUPPRESS)
+    parser.add_argument("--tp", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        rank_main(args.child, args.tp, args.repetitions, args.result)
+        return
+    rows: dict[str, Any] = {}
+    for model in args.models:
+        for tp in (1, 2):
+            name = f"{model} tp{tp}"
+            with tempfile.TemporaryDirectory() as folder:
+                rows[name] = row = run(model, tp, args.repetitions, Path(folder))
+            rate = row["gigabytes_per_s"]
+            print(
+                f"weight sync, {name}: {row['num_bytes'] / 1e6:.1f} MB in {row['sync_s']['min']:.4f} s"
+                f" ({rate['sync']:.2f} GB/s; a copy {rate['copy']:.2f} GB/s):"
+                f" {row['sync_over_copy']['min']:.1f} times a copy"
+            )
+            print("    " + ", ".join(f"{part} {seconds:.4f}" for part, seconds in row["parts_s"].items() if seconds))
+    command = f"python -m benchmarks.bench_weight_sync --repetitions {args.repetitions}"
+    ratio = {name: row["sync_over_copy"]["min"] for name, row in rows.items()}
+    print(write_result("weight_sync", command, {"dtype": "float32", "runs": rows, "ratio": ratio}))
+
+
+if __name__ == "__main__":
+    main()
