@@ -14,26 +14,28 @@ from rlhf_megatron.config.show import as_yaml
 from rlhf_megatron.config.validate import check_world_size
 
 CONTROLLER_ENV = "RLHF_MEGATRON_RUN_DIR"  # set in the controller's environment: where the run goes
+CHECKED_ENV = "RLHF_MEGATRON_CHECKED"  # set in the environment of the ranks: the launcher has checked everything
 
 
 def train(args: argparse.Namespace) -> int:
     """The exit code of the process. Under torchrun every rank comes through here."""
     config = load_run_config(args.config, args.overrides).config
-    if args.replay is not None and not args.replay_from:
-        raise ValueError("--replay needs --replay-from RUN_DIR: the directory of the run that was made with --record.")
+    if (args.replay is None) != (args.replay_from is None):
+        raise ConfigError(["--replay STEP and --replay-from RUN_DIR (a run made with --record) need each other."])
     if CONTROLLER_ENV in os.environ:
         return _control(args, config, Path(os.environ.pop(CONTROLLER_ENV)))
     if config.trainer.runtime == "inline":
-        _check(config)
-        return _inline(args, config, _new_run_dir(config, as_yaml(config)))
+        _check(args, config)
+        return _inline(args, config, _new_run_dir(args, config, as_yaml(config)))
     from rlhf_megatron.runtime import torchrun
 
     if not torchrun.is_under_torchrun():
-        _check(config)
         if config.trainer.nnodes > 1:
             raise ValueError(
                 f"trainer.nnodes is {config.trainer.nnodes}: start this run with launch/torchrun.sh on every node."
             )
+        _check(args, config)
+        os.environ[CHECKED_ENV] = "1"
         torchrun.launch_single_node(_arguments(args), config.trainer.n_gpus_per_node)
     return _host(args, config, as_yaml(config))
 
@@ -47,13 +49,11 @@ def _arguments(args: argparse.Namespace) -> Sequence[str]:
     return words
 
 
-def _check(config: RunConfig) -> None:
+def _check(args: argparse.Namespace, config: RunConfig) -> None:
     """What the configuration names must exist and fit, before any process is started."""
-    from rlhf_megatron.scheduler.plugins import load_plugins
-    from rlhf_megatron.scheduler.run import load_data
+    from rlhf_megatron.scheduler.preflight import check_run
 
-    load_plugins(config)
-    load_data(config)
+    check_run(config, None if args.replay_from is None else Path(args.replay_from), args.replay)
 
 
 def _layout(config: RunConfig):  # type: ignore[no-untyped-def]
@@ -64,10 +64,15 @@ def _layout(config: RunConfig):  # type: ignore[no-untyped-def]
     return Layout(world_size, megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size)
 
 
-def _new_run_dir(config: RunConfig, resolved: str) -> Path:
+def _run_name(args: argparse.Namespace, config: RunConfig) -> str:
+    """A replay goes beside the run that it reads, which mostly has the same configuration."""
+    return config.trainer.experiment_name + ("-replay" if args.replay is not None else "")
+
+
+def _new_run_dir(args: argparse.Namespace, config: RunConfig, resolved: str) -> Path:
     from rlhf_megatron.scheduler.run_dir import fresh_run_dir
 
-    run_dir, moved = fresh_run_dir(config.trainer.default_local_dir, config.trainer.experiment_name)
+    run_dir, moved = fresh_run_dir(config.trainer.default_local_dir, _run_name(args, config))
     if moved is not None:
         print(f"{run_dir} held a former run; it is {moved} now")
     (run_dir / "config.yaml").write_text(resolved)
@@ -108,9 +113,11 @@ def _host(args: argparse.Namespace, config: RunConfig, resolved: str) -> int:
     if problems:
         raise ConfigError(problems)
     trainer = config.trainer
-    run_dir = Path(trainer.default_local_dir) / trainer.experiment_name
+    run_dir = Path(trainer.default_local_dir) / _run_name(args, config)
     if os.environ["RANK"] == "0":
-        run_dir = _new_run_dir(config, resolved)
+        if CHECKED_ENV not in os.environ:
+            _check(args, config)
+        run_dir = _new_run_dir(args, config, resolved)
         os.environ[CONTROLLER_ENV] = str(run_dir)
     return run_host(
         _lazy_roles(config),

@@ -34,8 +34,8 @@ def batch_metrics(batch: TrainBatch, version: int) -> dict[str, float]:
     """See metric_names for units and meanings."""
     is_valid = valid_samples(batch)
     rewards = batch.rewards[is_valid] if bool(is_valid.any()) else torch.zeros(1)
-    advantages = batch.advantages[batch.response_mask]
-    advantages = advantages if advantages.numel() else torch.zeros(1)
+    has_responses = bool(batch.response_mask.any())
+    advantages = batch.advantages[batch.response_mask] if has_responses else torch.zeros(1)
     responses = response_lengths(batch)
     prompts = batch.lengths - responses
     metrics = {
@@ -57,5 +57,5 @@ def batch_metrics(batch: TrainBatch, version: int) -> dict[str, float]:
     for name, part in batch.reward_parts.items():
         metrics[f"reward/part/{name}"] = part[is_valid].mean().item() if bool(is_valid.any()) else 0.0
     if batch.entropies is not None:
-        metrics["actor/entropy"] = batch.entropies[batch.response_mask].mean().item() if advantages.numel() else 0.0
+        metrics["actor/entropy"] = batch.entropies[batch.response_mask].mean().item() if has_responses else 0.0
     return metrics

@@ -69,11 +69,6 @@ def _check_weights(config: RunConfig) -> None:
 
 def _check_engine(config: RunConfig) -> None:
     rollout = config.rollout
-    if rollout.endpoints:
-        raise ValueError(
-            f"rollout.endpoints ({list(rollout.endpoints)}): engines that run already cannot be used yet; remove it,"
-            " and the run starts its own."
-        )
     if rollout.engine != "sglang":
         return
     python = rollout.sglang.python

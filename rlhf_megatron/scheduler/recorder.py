@@ -1,15 +1,26 @@
-"""Recorded rollouts: one file a step, written after `score`, read by `--replay`."""
+"""Recorded rollouts: one file a step, written after `score`, and where the run stood before the first."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
+from rlhf_megatron.data import codec
 from rlhf_megatron.data.batch import ScoredBatch
 from rlhf_megatron.data.codec import read_file, write_file
 
 
+@codec.register
+@dataclass(frozen=True)
+class RecordedStart:
+    """Of the first step."""
+
+    num_warmup_steps: int
+    policy_version: int  # that its rollouts were sampled with
+
+
 class Recorder:
-    """Files `step_000001.batch` ... under a directory."""
+    """Files `start.batch`, `step_000001.batch` ... under a directory."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -20,6 +31,18 @@ class Recorder:
     def write(self, step: int, batch: ScoredBatch) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         write_file(self._path(step), batch)
+
+    def write_start(self, start: RecordedStart) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        write_file(self.directory / "start.batch", start)
+
+    def read_start(self) -> RecordedStart:
+        """Raises ValueError where nothing was recorded."""
+        path = self.directory / "start.batch"
+        start = read_file(path) if path.exists() else None
+        if not isinstance(start, RecordedStart):
+            raise ValueError(f"{path} is missing or of another kind; record the run again with --record.")
+        return start
 
     def read(self, step: int) -> ScoredBatch:
         """Raises ValueError when the step was not recorded."""

@@ -30,11 +30,11 @@ from rlhf_megatron.scheduler.engines import MIB, engine_dtype, start_engines, tr
 from rlhf_megatron.scheduler.evaluation import EvaluationResult
 from rlhf_megatron.scheduler.loop import run
 from rlhf_megatron.scheduler.plugins import load_plugins
-from rlhf_megatron.scheduler.recorder import Recorder
+from rlhf_megatron.scheduler.recorder import RecordedStart, Recorder
 from rlhf_megatron.scheduler.run_dir import write_json
 from rlhf_megatron.scheduler.stages import ReplayStages, RunData, Stages
 from rlhf_megatron.scheduler.tracker import Tracker
-from rlhf_megatron.scheduler.warmup import warm_up
+from rlhf_megatron.scheduler.warmup import WarmupResult, warm_up
 from rlhf_megatron.scheduler.weight_sync import NoSync, WeightSync
 
 logger = logging.getLogger(__name__)
@@ -70,6 +70,8 @@ def train(config: RunConfig, connect_group: Callable[[], WorkerGroup], run_dir: 
         data = run_data(config, sets, tokenizer)
         stages = Stages(config, group, fleet, data, plugins, weight_sync, recorder)
         warm = _warm_up(config, stages, tracker, sets)
+        if recorder:
+            recorder.write_start(RecordedStart(warm.num_steps, weight_sync.version + 1))
         if config.warmup.save_hf:
             group.broadcast("host.save_hf", directory=run_dir / "warm_model").result()
         stages.sync()
@@ -77,21 +79,25 @@ def train(config: RunConfig, connect_group: Callable[[], WorkerGroup], run_dir: 
         run(stages, tracker, trainer.total_training_steps, trainer.test_freq, trainer.val_before_train)
         if trainer.save_hf:
             group.broadcast("host.save_hf", directory=run_dir / "hf").result()
-        _finish(config, tracker, run_dir, sets, warm, str(group.layout))
+        _finish(config, tracker, run_dir, sets, warm.evaluation, str(group.layout))
 
 
 def replay(config: RunConfig, connect_group: Callable[[], WorkerGroup], run_dir: Path, source: Path, last: int) -> None:
-    """Train on the recorded rollouts of steps 1 .. `last` of the run `source`, without engines."""
+    """Train on the recorded rollouts of steps 1 .. `last` of the run `source`, without engines.
+
+    A warm-up is done again, with as many steps as were made then.
+    """
     plugins = load_plugins(config)
     recorder = Recorder(source / "record")
-    recorder.read(last)  # a missing record is told before the hosts are waited for
-    tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path, config.model.path)
+    start = recorder.read_start()
+    sets, tokenizer = load_data(config)
     with ExitStack() as stack:
         tracker = stack.enter_context(_tracker(config, run_dir))
         tracker.note(f"replay of steps 1 .. {last} of {source}")
         group = connect_group()
         stack.callback(group.close)
-        stages = ReplayStages(config, group, plugins, recorder, tokenizer, NoSync())
+        stages = ReplayStages(config, group, plugins, recorder, tokenizer, NoSync(start.policy_version))
+        _warm_up(config, stages, tracker, sets, num_steps=start.num_warmup_steps)
         run(stages, tracker, last, test_freq=0, val_before_train=False)
         write_json(run_dir / "summary.json", {"layout": str(group.layout), "steps": last, "seconds": tracker.seconds})
 
@@ -133,9 +139,12 @@ def run_data(config: RunConfig, sets: PromptSets, tokenizer: Tokenizer) -> RunDa
     )
 
 
-def _warm_up(config: RunConfig, stages: Stages, tracker: Tracker, sets: PromptSets) -> EvaluationResult | None:
+def _warm_up(
+    config: RunConfig, stages: Stages, tracker: Tracker, sets: PromptSets, num_steps: int | None = None
+) -> WarmupResult:
+    """`num_steps`: in a replay, the steps to make without evaluation."""
     if not config.warmup.max_steps:
-        return None
+        return WarmupResult(0, None)
 
     def make_batch(items: list[int]) -> TokenBatch:
         return supervised_batch([sets.train[i] for i in items], stages.data.tokenizer)
@@ -150,7 +159,7 @@ def _warm_up(config: RunConfig, stages: Stages, tracker: Tracker, sets: PromptSe
         tracker,
         len(sets.train),
         make_batch,
-        accuracy,
+        accuracy if num_steps is None else num_steps,
         config.actor.ppo_max_token_len_per_gpu,
         config.trainer.seed,
     )
@@ -182,8 +191,9 @@ def summary(
 ) -> dict[str, Any]:
     """What a run came to, for people and for scripts."""
     found: dict[str, Any] = {}
-    ends = {"before": [r for step, r in tracker.evaluations if step == 0], "after": tracker.evaluations_after}
-    for name, results in ends.items():
+    evaluations = tracker.evaluations
+    before, after = [r for step, r in evaluations if step == 0], [r for step, r in evaluations if step > 0]
+    for name, results in (("before", before), ("after", after)):
         if results:
             found[f"accuracy_{name}"] = results[-1].accuracy
             found[f"accuracy_{name}_interval"] = [results[-1].low, results[-1].high]
@@ -192,9 +202,9 @@ def summary(
         **found,
         "majority_answer_accuracy": majority,
         "warmup_sampled_accuracy": warm.accuracy if warm else None,
-        "reward_first": tracker.rewards[0][1],
-        "reward_last": tracker.rewards[-1][1],
-        "steps": tracker.rewards[-1][0],
+        "reward_first": tracker.rewards[0][1] if tracker.rewards else None,
+        "reward_last": tracker.rewards[-1][1] if tracker.rewards else None,
+        "steps": tracker.rewards[-1][0] if tracker.rewards else 0,
         "layout": layout,
         "seconds": round(tracker.seconds, 1),
         "seed": config.trainer.seed,

@@ -12,7 +12,7 @@ def fresh_run_dir(parent: str, name: str) -> tuple[Path, Path | None]:
     """(the new empty directory, where a former one was moved to). `runs/x` becomes `runs/x.1`, `runs/x.2` ..."""
     path = Path(parent) / name
     moved: Path | None = None
-    if path.exists() and any(path.iterdir()):
+    if path.is_file() or (path.is_dir() and any(path.iterdir())):
         number = 1
         while path.with_name(f"{name}.{number}").exists():
             number += 1
