@@ -35,7 +35,8 @@ def draw_curve(
         axes.axhline(majority_accuracy, color="grey", linestyle=":", label="always the most common answer")
     axes.set(xlabel="step", ylabel="share of right answers", ylim=(0, 1.02), title=title)
     axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
+    if rewards or evaluations or majority_accuracy is not None:
+        axes.legend(loc="lower right")
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)

@@ -1,0 +1,184 @@
+"""Seeds, requests, what engines return as a batch, mini-batches, metrics of a batch."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from data_samples import scored
+from scheduler_samples import MODEL, to_train, train_batch
+
+from rlhf_megatron.algorithms.aggregate import LOSS_AGG_MODES
+from rlhf_megatron.data.batch import PromptBatch, TokenBatch
+from rlhf_megatron.data.tokenizer import load_tokenizer
+from rlhf_megatron.rollout.engine import GeneratedSample, SamplingParams
+from rlhf_megatron.scheduler import batch_metrics, metric_names
+from rlhf_megatron.scheduler.generation import build_requests, collect
+from rlhf_megatron.scheduler.mini_batches import mini_batches, supervised_mini_batch
+from rlhf_megatron.scheduler.seeds import derive_seed
+
+PROMPTS = PromptBatch(
+    prompt_ids=((0, 1, 2), (3,)),
+    prompts=("012", "3"),
+    labels=("a", "b"),
+    sources=("s", "t"),
+    group_ids=(40, 41),
+)
+
+
+def samples_of(batch: TokenBatch) -> list[int]:
+    """Sample numbers of a (mini-)batch made from `train_batch`."""
+    return (batch.token_ids[batch.offsets[:-1]] - 100).tolist()
+
+
+def test_seeds_are_those_of_splitmix64_and_stay_what_they_are() -> None:
+    # The generator's published outputs from state 0 are e220a8397b1dcdaf, 6e789e6aa1b965f4, ...
+    assert derive_seed(0) == 0x6E789E6AA1B965F4 >> 33
+    assert [derive_seed(1, 2, 3, 4), derive_seed(1, 2, 3), derive_seed(7, -1, 0, 0)] == [
+        1627633942,
+        610773012,
+        492990349,
+    ]
+
+
+def test_seeds_differ_in_every_part_and_fit_31_bits() -> None:
+    seeds = [derive_seed(a, b, c, d) for a in range(3) for b in range(-1, 9) for c in range(32) for d in range(16)]
+    assert len(set(seeds)) == len(seeds) == 15360  # 0.05 collisions are expected of as many random ones
+    assert min(seeds) >= 0 and max(seeds) < 1 << 31
+    assert len({derive_seed(1, 2), derive_seed(2, 1), derive_seed(1, 2, 0), derive_seed(12)}) == 4
+    mean = sum(seeds) / len(seeds) / (1 << 31)
+    assert abs(mean - 0.5) < 5 * (1 / 12 / len(seeds)) ** 0.5
+
+
+def test_requests_carry_a_seed_a_sample() -> None:
+    params = SamplingParams(max_new_tokens=4, stop_token_ids=(14,))
+    requests = build_requests(PROMPTS, 3, params, seed=5, step=2)
+    assert [r.prompt_ids for r in requests] == [(0, 1, 2), (3,)]
+    assert requests[1].seeds == (derive_seed(5, 2, 41, 0), derive_seed(5, 2, 41, 1), derive_seed(5, 2, 41, 2))
+    assert all(r.params is params for r in requests)
+    assert not set(requests[0].seeds) & set(build_requests(PROMPTS, 3, params, seed=5, step=3)[0].seeds)
+
+
+def test_collect_lays_prompts_and_responses_out() -> None:
+    tokenizer = load_tokenizer(MODEL)
+    eos = tokenizer.eos_token_id
+    one, two = tokenizer.encode("1")[0], tokenizer.encode("2")[0]
+    groups = [
+        [GeneratedSample((one, eos), (-0.5, -0.25), "stop", 3), GeneratedSample((two,), (-1.5,), "length", 3)],
+        [GeneratedSample((two, two, one), (-1.0, -2.0, -3.0), "length", 4), GeneratedSample((), (), "abort", 3)],
+    ]
+    batch = collect(PROMPTS, groups, tokenizer)
+    assert batch.offsets.tolist() == [0, 5, 9, 13, 14]
+    assert batch.token_ids.tolist() == [0, 1, 2, one, eos, 0, 1, 2, two, 3, two, two, one, 3]
+    assert batch.response_mask.int().tolist() == [0, 0, 0, 1, 1, 0, 0, 0, 1, 0, 1, 1, 1, 0]
+    assert batch.rollout_log_probs.tolist() == [0, 0, 0, -0.5, -0.25, 0, 0, 0, -1.5, 0, -1, -2, -3, 0]
+    assert batch.group_ids.tolist() == [40, 40, 41, 41]
+    assert batch.sample_ids.tolist() == [80, 81, 82, 83]
+    assert batch.policy_versions.tolist() == [3, 3, 4, 3]
+    assert batch.finish_reasons == ("stop", "length", "length", "abort")
+    assert batch.responses == ("1", "2", "221", "")
+    assert batch.prompts == ("012", "012", "3", "3") and batch.labels == ("a", "a", "b", "b")
+    assert batch.sources == ("s", "s", "t", "t")
+
+
+def test_an_epoch_has_every_sample_once_with_its_columns() -> None:
+    batch = train_batch()
+    parts = list(mini_batches(batch, 4, "token-mean", True, seed=1, step=2, epoch=0))
+    assert [len(part) for part in parts] == [4, 4, 2]
+    assert sorted(i for part in parts for i in samples_of(part)) == list(range(10))
+    for part in parts:
+        owner = torch.tensor(samples_of(part)).repeat_interleave(part.lengths)
+        assert part.lengths.tolist() == [i + 2 for i in samples_of(part)]
+        assert torch.equal(part.advantages, owner.float() * part.response_mask)
+        assert torch.equal(part.old_log_probs, -2.0 * owner) and torch.equal(part.rollout_log_probs, -owner.float())
+        assert part.ref_log_probs is None
+
+
+def test_the_order_is_a_function_of_seed_step_and_epoch() -> None:
+    batch = train_batch()
+
+    def order(seed: int, step: int, epoch: int) -> list[int]:
+        parts = mini_batches(batch, 4, "token-mean", True, seed, step, epoch)
+        return [i for part in parts for i in samples_of(part)]
+
+    torch.manual_seed(0)
+    first = order(1, 2, 0)
+    torch.manual_seed(99)  # what happened before does not matter
+    assert order(1, 2, 0) == first != list(range(10))
+    assert len({tuple(order(*key)) for key in ((1, 2, 0), (1, 2, 1), (1, 3, 0), (2, 2, 0))}) == 4
+    plain = mini_batches(batch, 4, "token-mean", False, 1, 2, 0)
+    assert [samples_of(part) for part in plain] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_weights_have_the_denominator_of_their_mini_batch(mode: str) -> None:
+    first, _, last = mini_batches(train_batch(), 4, mode, False, 1, 1, 0)
+    counts = {0: 1, 1: 2, 2: 3, 3: 4}  # response tokens of the samples of the first
+    expected = {
+        "token-mean": [1 / 10] * 10,
+        "seq-mean-token-sum": [1 / 4] * 10,
+        "seq-mean-token-mean": [1 / (4 * counts[i]) for i in counts for _ in range(counts[i])],
+    }[mode]
+    assert first.loss_weights[first.response_mask].tolist() == pytest.approx(expected)
+    assert not first.loss_weights[~first.response_mask].any()
+    assert first.metric_weights.sum().item() == pytest.approx(1.0)
+    total = {"token-mean": 1.0, "seq-mean-token-sum": (9 + 10) / 2, "seq-mean-token-mean": 1.0}[mode]
+    assert last.loss_weights.sum().item() == pytest.approx(total)  # two samples, of 9 and 10 response tokens
+
+
+def test_supervised_mini_batch_is_a_mean_over_answer_tokens() -> None:
+    batch = TokenBatch(torch.tensor([0, 3, 5]), torch.arange(5), torch.tensor([0, 1, 1, 0, 1], dtype=torch.bool))
+    part = supervised_mini_batch(batch)
+    third = pytest.approx(1 / 3)
+    assert part.loss_weights.tolist() == part.metric_weights.tolist() == [0, third, third, 0, third]
+    assert part.advantages is None and part.old_log_probs is None and torch.equal(part.token_ids, batch.token_ids)
+
+
+def test_batch_metrics_by_hand() -> None:
+    # Three samples of 3, 1, 2 tokens, of them 2, 0, 1 of the response; rewards 1, masked, 0.5; groups 7, 7, 8.
+    entropies = torch.tensor([9.0, 1.0, 2.0, 9.0, 9.0, 6.0])
+    found = batch_metrics.batch_metrics(to_train(scored(), entropies=entropies), version=4)
+    assert found == pytest.approx(
+        {
+            "critic/rewards/mean": 0.75,
+            "critic/rewards/max": 1.0,
+            "critic/rewards/min": 0.5,
+            "critic/advantages/mean": 2.0,
+            "critic/advantages/max": 4.0,
+            "critic/advantages/min": -1.0,
+            "reward/masked": 1 / 3,
+            "reward/mixed_groups": 0.0,  # the second sample of group 7 is masked
+            "reward/part/exact": 0.5,
+            "response_length/mean": 1.0,
+            "response_length/max": 2,
+            "response_length/min": 0,
+            "response_length/clip_ratio": 1 / 3,
+            "prompt_length/mean": 1.0,
+            "prompt_length/max": 1,
+            "prompt_length/min": 1,
+            "policy/lag": (3 + 3 + 2) / 3,
+            "perf/total_num_tokens": 6.0,
+            "actor/entropy": 3.0,
+        }
+    )
+
+
+def test_a_group_is_mixed_when_its_valid_rewards_differ() -> None:
+    batch = replace(scored(), reward_statuses=("ok", "malformed", "ok"))
+    assert batch_metrics.mixed_group_share(batch) == 0.5
+    assert batch_metrics.mixed_group_share(replace(batch, rewards=torch.ones(3))) == 0.0
+
+
+def test_batch_metrics_where_nothing_counts() -> None:
+    batch = replace(scored(), reward_statuses=("masked:x",) * 3, response_mask=torch.zeros(6, dtype=torch.bool))
+    found = batch_metrics.batch_metrics(to_train(batch, entropies=torch.ones(6)), version=2)
+    assert found["reward/masked"] == 1.0
+    assert found["critic/rewards/mean"] == found["actor/entropy"] == found["reward/part/exact"] == 0.0
+    assert found["critic/advantages/max"] == 0.0
+
+
+def test_every_metric_of_a_batch_is_listed() -> None:
+    found = batch_metrics.batch_metrics(to_train(scored(), entropies=torch.ones(6)), version=2)
+    listed = set(metric_names.METRICS)
+    assert {name for name in found if not name.startswith("reward/part/")} <= listed
+    assert "reward/part/<name>" in listed
+    assert all(len(entry) == 2 and all(entry) for entry in metric_names.METRICS.values())
