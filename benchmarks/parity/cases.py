@@ -1,0 +1,131 @@
+"""What is trained in every layout: tiny random models, one ragged batch, two ways to cut it, one set of settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VOCAB = 131  # odd: tensor parallelism must pad it
+NUM_SAMPLES = 24
+NUM_STEPS = 3  # optimizer steps
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "attention_dropout": 0.0,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_tied": {**_COMMON, "model_type": "qwen3", "tie_word_embeddings": True},
+    "qwen3_untied": {**_COMMON, "model_type": "qwen3", "tie_word_embeddings": False},
+    "llama_tied": {**_COMMON, "model_type": "llama", "tie_word_embeddings": True},
+    "llama_untied": {**_COMMON, "model_type": "llama", "tie_word_embeddings": False},
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Loss and optimizer. Every term is on, and the gradient norm is over the limit, so that each of them counts.
+
+    adam_eps: Adam divides by sqrt(v) + eps. At the usual 1e-8 an element whose gradient is rounding noise moves by lr
+    all the same, with a sign that rounding decides; 1e-5 is far above that noise and far below the gradients.
+    """
+
+    temperature: float = 0.8
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    dual_clip: float = 3.0
+    kl_coef: float = 0.05
+    entropy_coef: float = 0.01
+    lr: float = 2e-4
+    adam_eps: float = 1e-5
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.1
+    max_grad_norm: float = 1.0
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the batch becomes optimizer steps and micro-batches."""
+
+    name: str
+    mini_batches: tuple[tuple[int, int], ...]  # first and last-but-one sample of each optimizer step
+    token_budget: int  # tokens of a micro-batch
+    loss_agg_mode: str
+
+
+CUTS = (
+    # All samples three times, in many small micro-batches.
+    Cut("epochs", ((0, NUM_SAMPLES),) * NUM_STEPS, 64, "token-mean"),
+    # Unequal mini-batches in few micro-batches; the last has one sample, so that a second replica gets none.
+    Cut("uneven", ((0, 13), (13, 23), (23, 24)), 256, "seq-mean-token-mean"),
+)
+
+
+def make_state(family: str) -> dict[str, Tensor]:
+    """Random float32 weights under Hugging Face names, large enough that no two tokens look alike."""
+    hf_config = FAMILIES[family]
+    generator = torch.Generator().manual_seed(11)
+    hidden, ffn, dim = hf_config["hidden_size"], hf_config["intermediate_size"], hf_config["head_dim"]
+    heads, groups = hf_config["num_attention_heads"], hf_config["num_key_value_heads"]
+
+    def matrix(rows: int, columns: int, scale: float) -> Tensor:
+        return scale * torch.randn(rows, columns, generator=generator)
+
+    def norm(size: int) -> Tensor:
+        return 1 + 0.1 * torch.randn(size, generator=generator)
+
+    state = {"model.embed_tokens.weight": matrix(VOCAB, hidden, 0.2), "model.norm.weight": norm(hidden)}
+    for layer in range(hf_config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        state |= {
+            f"{prefix}.input_layernorm.weight": norm(hidden),
+            f"{prefix}.self_attn.q_proj.weight": matrix(heads * dim, hidden, 0.1),
+            f"{prefix}.self_attn.k_proj.weight": matrix(groups * dim, hidden, 0.1),
+            f"{prefix}.self_attn.v_proj.weight": matrix(groups * dim, hidden, 0.1),
+            f"{prefix}.self_attn.o_proj.weight": matrix(hidden, heads * dim, 0.1),
+            f"{prefix}.post_attention_layernorm.weight": norm(hidden),
+            f"{prefix}.mlp.gate_proj.weight": matrix(ffn, hidden, 0.1),
+            f"{prefix}.mlp.up_proj.weight": matrix(ffn, hidden, 0.1),
+            f"{prefix}.mlp.down_proj.weight": matrix(hidden, ffn, 0.1),
+        }
+        if hf_config["model_type"] == "qwen3":
+            state |= {f"{prefix}.self_attn.{name}_norm.weight": norm(dim) for name in ("q", "k")}
+    if not hf_config["tie_word_embeddings"]:
+        state["lm_head.weight"] = matrix(VOCAB, hidden, 0.2)
+    return state
+
+
+def make_batch() -> dict[str, Tensor]:
+    """Samples of 2 to 40 tokens with prompts of 1 to 8, a random advantage a token: offsets and token columns."""
+    generator = torch.Generator().manual_seed(7)
+    lengths = torch.randint(2, 41, (NUM_SAMPLES,), generator=generator)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    num_tokens = int(offsets[-1])
+    response_mask = torch.zeros(num_tokens, dtype=torch.bool)
+    for i in range(NUM_SAMPLES):
+        prompt = 1 + i % min(8, int(lengths[i]) - 1)
+        response_mask[int(offsets[i]) + prompt : int(offsets[i + 1])] = True
+    return {
+        "offsets": offsets,
+        "token_ids": torch.randint(0, VOCAB, (num_tokens,), generator=generator),
+        "response_mask": response_mask,
+        "advantages": torch.randn(num_tokens, generator=generator) * response_mask,
+    }
+
+
+def add_past(batch: dict[str, Tensor], log_probs: Tensor) -> dict[str, Tensor]:
+    """`batch` with an old policy and a frozen reference: `log_probs` and noise, so that some ratios are clipped."""
+    generator = torch.Generator().manual_seed(3)
+    noise = 0.3 * torch.randn(2, log_probs.numel(), generator=generator)
+    old, ref = ((log_probs.double() + part) * batch["response_mask"] for part in noise)
+    return {**batch, "old_log_probs": old.float(), "ref_log_probs": ref.float()}

@@ -1,0 +1,47 @@
+"""The tensors of a comparison on disk: raw results only, no figure.
+
+    DUMPS/run.json                               families, cuts, layouts, and the settings of the run
+    DUMPS/<family>/start.safetensors             weights before the first step, float32
+    DUMPS/<family>/batch.safetensors             the batch
+    DUMPS/<family>/<cut>/<result>.safetensors    <result>: float64, float32 (transformers), or a layout
+
+A result holds `log_probs`, `entropies`, `log_probs_after` [T]; `grad_norms` [optimizer steps], before clipping;
+`gradient/<step>/<tensor>`, before clipping, and `weights/<tensor>`, after the last step, by Hugging Face name. A layout
+also holds `copies/<copy>/<tensor>`: what other ranks hold of the same weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+EXACT, SINGLE = "float64", "float32"
+RUN = "run.json"
+
+
+class Dumps:
+    """Writes one run's tensors under `directory`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def describe(self, description: Mapping[str, Any]) -> None:
+        """What the run consists of. Written last: a directory without it is incomplete."""
+        (self.directory / RUN).write_text(json.dumps(description, indent=1) + "\n")
+
+    def inputs(self, family: str, state: dict[str, Tensor], batch: dict[str, Tensor]) -> None:
+        self._write(self.directory / family / "start.safetensors", state)
+        self._write(self.directory / family / "batch.safetensors", batch)
+
+    def result(self, family: str, cut: str, name: str, tensors: dict[str, Tensor]) -> None:
+        self._write(self.directory / family / cut / f"{name}.safetensors", tensors)
+
+    @staticmethod
+    def _write(path: Path, tensors: dict[str, Tensor]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)

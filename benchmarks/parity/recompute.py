@@ -1,0 +1,118 @@
+"""All figures again, from the dumps alone: `python -m benchmarks.parity.recompute DUMPS [--against parity.json]`.
+
+numpy and the standard library only; it shares no code with what wrote the dumps. Exit code 1 when a figure is over its
+bar, or differs from the one in the result file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file
+
+BAR = 3.0
+AGREEMENT = 1e-6  # relative, between two ways to sum
+Arrays = dict[str, np.ndarray]
+
+
+def distance(x: np.ndarray, y: np.ndarray) -> float:
+    """L2 norm of the difference over the L2 norm of y, in float64."""
+    return float(np.sqrt(np.sum((x - y) ** 2) / np.sum(y**2)))
+
+
+def farthest(x: np.ndarray, y: np.ndarray, mask: np.ndarray) -> float:
+    return float(np.max(np.abs(x - y)[mask]))
+
+
+def figures(start: Arrays, mask: np.ndarray, exact: Arrays, single: Arrays, result: Arrays) -> dict[str, list[Any]]:
+    """quantity -> [(tensor, error, float32 error)]."""
+    found: dict[str, list[Any]] = {}
+    for name in ("log_probs", "entropies", "log_probs_after"):
+        found[name] = [(name, farthest(result[name], exact[name], mask), farthest(single[name], exact[name], mask))]
+    names = sorted(start)
+    found["gradient"] = [
+        (
+            n,
+            distance(result[f"gradient/0/{n}"], exact[f"gradient/0/{n}"]),
+            distance(single[f"gradient/0/{n}"], exact[f"gradient/0/{n}"]),
+        )
+        for n in names
+    ]
+    found["update"] = []
+    for n in names:
+        moved = [x[f"weights/{n}"] - start[n] for x in (result, single, exact)]
+        found["update"].append((n, distance(moved[0], moved[2]), distance(moved[1], moved[2])))
+    found["grad_norm"] = []
+    for step, norm in enumerate(exact["grad_norms"]):
+        whole = [np.concatenate([x[f"gradient/{step}/{n}"].ravel() for n in names]) for x in (single, exact)]
+        error = abs(result["grad_norms"][step] - norm) / norm
+        found["grad_norm"].append((f"step {step}", float(error), distance(*whole)))
+    copies = [key.split("/") for key in result if key.startswith("copies/")]
+    found["copies"] = [
+        (f"{n} ({copy})", float(np.max(np.abs(result[f"copies/{copy}/{n}"] - result[f"weights/{n}"]))), 0.0)
+        for _, copy, n in copies
+    ]
+    return {quantity: values for quantity, values in found.items() if values}
+
+
+def recompute(dumps: Path) -> dict[tuple[str, str, str, str], dict[str, tuple[float, float]]]:
+    """(family, layout, cut, quantity) -> tensor -> (error, float32 error)."""
+    run = json.loads((dumps / "run.json").read_text())
+    table = {}
+    for family in run["families"]:
+        start, batch = (read(dumps / family / f"{name}.safetensors") for name in ("start", "batch"))
+        for cut in run["cuts"]:
+            exact, single = (read(dumps / family / cut / f"{name}.safetensors") for name in ("float64", "float32"))
+            for layout in run["layouts"]:
+                result = read(dumps / family / cut / f"{layout}.safetensors")
+                found = figures(start, batch["response_mask"].astype(bool), exact, single, result)
+                for quantity, values in found.items():
+                    table[family, layout, cut, quantity] = {name: (e, f) for name, e, f in values}
+    return table
+
+
+def read(path: Path) -> Arrays:
+    """All tensors in float64."""
+    return {name: array.astype(np.float64) for name, array in load_file(path).items()}
+
+
+def compare(table: dict[Any, dict[str, tuple[float, float]]], rows: list[dict[str, Any]]) -> list[str]:
+    """Where the result file says something else than the dumps."""
+    said = {(row["family"], row["layout"], row["cut"], row["quantity"]): row for row in rows}
+    wrong = [f"{key} is in one of the two only" for key in said.keys() ^ table.keys()]
+    for key in said.keys() & table.keys():
+        row, (error, float32_error) = said[key], table[key].get(said[key]["tensor"], (np.nan, np.nan))
+        if not np.allclose([row["error"], row["float32_error"]], [error, float32_error], rtol=AGREEMENT, atol=0):
+            wrong.append(f"{key} {row['tensor']}: {row['error']:.6e} in the file, {error:.6e} in the dumps")
+        is_ok = all(e <= BAR * f for e, f in table[key].values())
+        if row["ok"] != is_ok:
+            wrong.append(f"{key}: the file says ok={row['ok']}, the dumps say {is_ok}")
+    return sorted(wrong)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.parity.recompute", description=__doc__.split("\n")[0])
+    parser.add_argument("dumps", type=Path, help="directory that `python -m benchmarks.parity` wrote")
+    parser.add_argument("--against", type=Path, help="its result file, to compare with")
+    args = parser.parse_args(argv)
+    table = recompute(args.dumps)
+    misses, num_figures = [], 0
+    for key, values in table.items():
+        num_figures += len(values)
+        misses += [(key, name, e, f) for name, (e, f) in values.items() if not e <= BAR * f]
+    for (family, layout, cut, quantity), name, error, float32_error in misses:
+        print(f"MISS {family} {layout} {cut} {quantity} {name}: {error:.3e} > {BAR:g} x {float32_error:.3e}")
+    wrong = compare(table, json.loads(args.against.read_text())["rows"]) if args.against else []
+    for line in wrong:
+        print(f"DIFFERS {line}")
+    print(f"{len(table)} quantities, {num_figures} figures: {len(misses)} over the bar, {len(wrong)} unlike the file")
+    return 1 if misses or wrong or not table else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""The reference: the same optimizer steps in plain transformers and torch, unsharded, one sample at a time.
+
+Nothing of the package is used: loss, aggregation, clipping and AdamW are written out here from their papers.
+transformers' norms compute in float32 whatever the type of the model; for float64 their forward is replaced by the same
+formula in float64. The table of rotary angles stays the float32 one, which belongs to the model's definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.parity.cases import Cut, Recipe
+
+MIN_KINK_DISTANCE = 2e-5  # of a ratio from where the loss has a kink; nearer, rounding decides on which side it falls
+MAX_KL = 10.0  # the package bounds the KL estimate of a token there, the reference has no bound
+Columns = dict[str, Tensor]
+
+
+def make_model(hf_config: dict[str, Any], state: dict[str, Tensor], dtype: torch.dtype) -> nn.Module:
+    """A transformers model that holds `state`."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    kinds = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
+    config_kind, model_kind = kinds[hf_config["model_type"]]
+    arguments = {key: value for key, value in hf_config.items() if key != "model_type"}
+    # sdpa computes in the model's type; the other implementations take the softmax in float32.
+    model = model_kind(config_kind(**arguments, attn_implementation="sdpa"))
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    tied = ["lm_head.weight"] if hf_config["tie_word_embeddings"] else []
+    assert missing == tied and not unexpected, f"missing {missing}, unexpected {unexpected}"
+    model = model.to(dtype)
+    if dtype == torch.float64:
+        for module in model.modules():
+            if type(module).__name__.endswith("RMSNorm"):
+                module.forward = MethodType(_exact_norm, module)
+    return model
+
+
+def _exact_norm(module: Any, x: Tensor) -> Tensor:
+    return module.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + module.variance_epsilon))
+
+
+def token_columns(model: nn.Module, batch: Columns, samples: range, temperature: float) -> tuple[Tensor, Tensor]:
+    """(log-probs [T], entropies [T]) of `samples`, 0 outside of the response mask."""
+    log_probs, entropies = [], []
+    for i in samples:
+        span = slice(int(batch["offsets"][i]), int(batch["offsets"][i + 1]))
+        ids, mask = batch["token_ids"][span], batch["response_mask"][span]
+        log_p = (model(ids[None]).logits[0, :-1] / temperature).log_softmax(-1)
+        zero = log_p.new_zeros(1)
+        log_probs.append(torch.cat([zero, log_p.gather(1, ids[1:, None])[:, 0]]) * mask)
+        entropies.append(torch.cat([zero, -(log_p.exp() * log_p).sum(-1)]) * mask)
+    return torch.cat(log_probs), torch.cat(entropies)
+
+
+def token_losses(log_probs: Tensor, entropies: Tensor, batch: Columns, recipe: Recipe) -> Tensor:
+    """[T]: PPO clip (1707.06347) with its own upper range (2503.14476) and dual clip (1912.09729), + KL, - entropy.
+
+    KL: exp(-d) + d - 1 with d = log_probs - ref_log_probs (http://joschu.net/blog/kl-approx.html).
+    """
+    old, ref, advantages = (batch[name].to(log_probs) for name in ("old_log_probs", "ref_log_probs", "advantages"))
+    ratio = torch.exp(log_probs - old)
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - recipe.clip_low, 1 + recipe.clip_high) * advantages)
+    surrogate = torch.where(advantages < 0, torch.maximum(surrogate, recipe.dual_clip * advantages), surrogate)
+    d = log_probs - ref
+    kl = torch.expm1(-d) + d
+    _check_case(ratio.detach()[batch["response_mask"]], kl.detach()[batch["response_mask"]], recipe)
+    return -surrogate + recipe.kl_coef * kl - recipe.entropy_coef * entropies
+
+
+def _check_case(ratio: Tensor, kl: Tensor, recipe: Recipe) -> None:
+    """Raises ValueError when the case itself cannot be compared to rounding."""
+    borders = ratio.new_tensor([1 - recipe.clip_low, 1 + recipe.clip_high, recipe.dual_clip])
+    nearest = float((ratio[:, None] - borders).abs().min())
+    if nearest < MIN_KINK_DISTANCE:
+        raise ValueError(f"a ratio is {nearest:.1e} from a border of the clip range; use another seed of the noise.")
+    if float(kl.max()) > MAX_KL:
+        raise ValueError(f"the KL estimate of a token is {float(kl.max()):.1f}, over {MAX_KL}; use a smaller lr.")
+
+
+def loss_of(token_loss: Tensor, batch: Columns, samples: range, mode: str) -> Tensor:
+    """The mean over response tokens, or the mean over samples of each one's mean."""
+    start = int(batch["offsets"][samples.start])
+    mask = batch["response_mask"][start : start + token_loss.numel()]
+    if mode == "token-mean":
+        return token_loss[mask].sum() / mask.sum()
+    assert mode == "seq-mean-token-mean", mode
+    means = []
+    for i in samples:
+        span = slice(int(batch["offsets"][i]) - start, int(batch["offsets"][i + 1]) - start)
+        means.append(token_loss[span][mask[span]].mean())
+    return torch.stack(means).sum() / len(samples)
+
+
+def run_reference(
+    hf_config: dict[str, Any], state: dict[str, Tensor], batch: Columns, cut: Cut, recipe: Recipe, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The tensors that `measure` reads: see `dumps`."""
+    model = make_model(hf_config, state, dtype)
+    parameters = dict(model.named_parameters())
+    every_sample = range(batch["offsets"].numel() - 1)
+    with torch.no_grad():
+        log_probs, entropies = token_columns(model, batch, every_sample, recipe.temperature)
+    result = {"log_probs": log_probs, "entropies": entropies}
+    step_optimizer = adamw(parameters, recipe)
+    norms = []
+    for step, mini_batch in enumerate(cut.mini_batches):
+        samples = range(*mini_batch)
+        span = slice(int(batch["offsets"][samples.start]), int(batch["offsets"][samples.stop]))
+        part = {name: column[span] for name, column in batch.items() if name != "offsets"}
+        model.zero_grad()
+        token_loss = token_losses(*token_columns(model, batch, samples, recipe.temperature), part, recipe)
+        loss_of(token_loss, batch, samples, cut.loss_agg_mode).backward()
+        result |= {f"gradient/{step}/{name}": p.grad.clone() for name, p in parameters.items()}
+        norms.append(clip_gradients(parameters, recipe.max_grad_norm))
+        step_optimizer()
+    result["grad_norms"] = torch.stack(norms)
+    result |= {f"weights/{name}": p.detach().clone() for name, p in parameters.items()}
+    with torch.no_grad():
+        result["log_probs_after"], _ = token_columns(model, batch, every_sample, recipe.temperature)
+    return result
+
+
+def clip_gradients(parameters: dict[str, nn.Parameter], max_norm: float) -> Tensor:
+    """The norm of all gradients before they are scaled by max_norm / (norm + 1e-6), where that is below 1."""
+    norm = torch.sqrt(sum(p.grad.square().sum() for p in parameters.values()))
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for p in parameters.values():
+        p.grad.mul_(scale)
+    return norm
+
+
+def adamw(parameters: dict[str, nn.Parameter], recipe: Recipe) -> Callable[[], None]:
+    """AdamW (1711.05101) with bias correction; vectors (norms) are not decayed. Returns the function that steps."""
+    first = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    second = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    beta1, beta2 = recipe.betas
+    count = 0
+
+    @torch.no_grad()
+    def step() -> None:
+        nonlocal count
+        count += 1
+        for name, p in parameters.items():
+            first[name] = beta1 * first[name] + (1 - beta1) * p.grad
+            second[name] = beta2 * second[name] + (1 - beta2) * p.grad.square()
+            mean, square = first[name] / (1 - beta1**count), second[name] / (1 - beta2**count)
+            decay = recipe.weight_decay if p.dim() > 1 else 0.0
+            p.mul_(1 - recipe.lr * decay).sub_(recipe.lr * mean / (square.sqrt() + recipe.adam_eps))
+
+    return step

@@ -1,0 +1,120 @@
+"""References, then the layouts one after the other on warm worker processes; rows and dumps."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.parity.cases import CUTS, FAMILIES, Cut, Recipe, add_past, make_batch, make_state
+from benchmarks.parity.dumps import EXACT, SINGLE, Dumps
+from benchmarks.parity.layouts import Axes
+from benchmarks.parity.measure import Row, measure
+from benchmarks.parity.reference import make_model, run_reference, token_columns
+from benchmarks.parity.sharded import assemble, run_on_rank
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
+from dist_pool import DistPool
+
+LAYOUT_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A family with its inputs and both references of every cut."""
+
+    family: str
+    state: dict[str, Tensor]
+    batch: dict[str, Tensor]
+    references: dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]  # cut -> float64, float32
+
+
+def make_case(family: str, recipe: Recipe, cuts: Sequence[Cut] = CUTS) -> Case:
+    """Runs the references, in this process."""
+    hf_config, state, batch = FAMILIES[family], make_state(family), make_batch()
+    with torch.no_grad():
+        model = make_model(hf_config, state, torch.float64)
+        log_probs, _ = token_columns(model, batch, range(batch["offsets"].numel() - 1), recipe.temperature)
+    batch = add_past(batch, log_probs)
+
+    def both(cut: Cut) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        exact, single = (
+            run_reference(hf_config, state, batch, cut, recipe, dtype) for dtype in (torch.float64, torch.float32)
+        )
+        return exact, single
+
+    return Case(family, state, batch, {cut.name: both(cut) for cut in cuts})
+
+
+def run_cell(pool: DistPool, case: Case, axes: Axes, recipe: Recipe, cuts: Sequence[Cut] = CUTS) -> dict[str, dict]:
+    """cut name -> the result of one family in one layout."""
+    results = pool.run(
+        run_on_rank,
+        tp=axes.tp,
+        pp=axes.pp,
+        dp=axes.dp,
+        timeout_s=LAYOUT_TIMEOUT_S,
+        hf_config=FAMILIES[case.family],
+        state=case.state,
+        batch=case.batch,
+        cuts=list(cuts),
+        recipe=recipe,
+    )
+    return {
+        cut.name: assemble([rank[i] for rank in results], FAMILIES[case.family], axes) for i, cut in enumerate(cuts)
+    }
+
+
+def rows_of(case: Case, axes: Axes, results: dict[str, dict]) -> list[Row]:
+    mask = case.batch["response_mask"]
+    rows = []
+    for cut, result in results.items():
+        exact, single = case.references[cut]
+        rows += measure(case.family, axes.name, cut, case.state, mask, exact, single, result)
+    return rows
+
+
+def run_parity(
+    families: Sequence[str], layouts: Sequence[Axes], recipe: Recipe, dumps: Dumps, report: Callable[[str], None]
+) -> list[Row]:
+    """Every family in every layout. Tensors go to `dumps`, one line a cell to `report`."""
+    cases = []
+    for family in families:
+        start = time.monotonic()
+        case = make_case(family, recipe)
+        dumps.inputs(family, case.state, case.batch)
+        for cut, (exact, single) in case.references.items():
+            dumps.result(family, cut, EXACT, exact)
+            dumps.result(family, cut, SINGLE, single)
+        cases.append(case)
+        report(f"{family}: reference in {time.monotonic() - start:.1f} s")
+    rows: list[Row] = []
+    pool = DistPool()
+    try:
+        for axes in sorted(layouts, key=lambda axes: axes.num_ranks):
+            for case in cases:
+                start = time.monotonic()
+                results = run_cell(pool, case, axes, recipe)
+                for cut, result in results.items():
+                    dumps.result(case.family, cut, axes.name, result)
+                found = rows_of(case, axes, results)
+                misses = [row.quantity for row in found if not row.ok]
+                state = f"over the bar: {', '.join(misses)}" if misses else "ok"
+                report(f"{axes.name}, {case.family}: {time.monotonic() - start:.1f} s, {state}")
+                rows += found
+    finally:
+        pool.close()
+    dumps.describe(
+        {
+            "families": {family: FAMILIES[family] for family in families},
+            "layouts": {axes.name: asdict(axes) for axes in layouts},
+            "cuts": {cut.name: asdict(cut) for cut in CUTS},
+            "recipe": asdict(recipe),
+        }
+    )
+    return rows

@@ -1,0 +1,53 @@
+"""A cover of `make parity`: each family and each axis once, and a defect of a thousandth that must be seen."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from dist_pool import DistPool
+
+from benchmarks.parity.cases import Recipe
+from benchmarks.parity.layouts import LAYOUTS
+from benchmarks.parity.run import make_case, rows_of, run_cell
+
+pytestmark = pytest.mark.dist
+CELLS = [
+    ("llama_untied", "tp2"),
+    ("qwen3_untied", "pp2"),
+    ("llama_tied", "dp2"),
+    ("qwen3_tied", "tp2_pp2"),
+]
+QUANTITIES = {"log_probs", "entropies", "log_probs_after", "gradient", "update", "grad_norm", "copies"}
+
+
+@pytest.mark.parametrize("family, layout", CELLS, ids="-".join)
+def test_layout_is_as_near_to_float64_as_float32_transformers(dist_pool: DistPool, family: str, layout: str) -> None:
+    case = make_case(family, Recipe())
+    rows = rows_of(case, LAYOUTS[layout], run_cell(dist_pool, case, LAYOUTS[layout], Recipe()))
+    expected = QUANTITIES if layout != "pp2" else QUANTITIES - {"copies"}  # untied pp2: no tensor is held twice
+    assert {row.quantity for row in rows} == expected
+    assert {row.cut for row in rows} == {"epochs", "uneven"}
+    misses = [row for row in rows if not row.ok]
+    assert not misses, misses
+
+
+@pytest.mark.parametrize(
+    "setting, quantities",
+    [
+        ({"entropy_coef": 0.01001}, {"gradient", "update", "grad_norm", "log_probs_after"}),
+        ({"weight_decay": 0.11}, {"update", "log_probs_after"}),
+        ({"max_grad_norm": 1.001}, {"update"}),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_small_defect_is_over_the_bar(dist_pool: DistPool, setting: dict[str, float], quantities: set[str]) -> None:
+    """The ranks train with a slightly different setting than the reference: what depends on it must be a miss."""
+    case = make_case("qwen3_tied", Recipe())
+    rows = rows_of(
+        case, LAYOUTS["dp2"], run_cell(dist_pool, case, LAYOUTS["dp2"], dataclasses.replace(Recipe(), **setting))
+    )
+    missed = {row.quantity for row in rows if not row.ok}
+    assert missed & {"log_probs", "entropies", "copies"} == set()
+    assert "update" in missed
+    assert missed <= quantities

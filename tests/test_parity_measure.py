@@ -1,0 +1,117 @@
+"""Figures by hand, from tensors in memory and from dumps; a tampered dump must be found."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.parity.dumps import Dumps
+from benchmarks.parity.measure import Result, Row, measure
+from benchmarks.parity.recompute import main as recompute
+
+START = {"a": torch.tensor([1.0, 1.0]), "b": torch.tensor([2.0])}
+MASK = torch.tensor([False, True, True])
+
+
+def result(shift: float, dtype: torch.dtype = torch.float32) -> Result:
+    """A result that is off by `shift` in one place of every quantity. Tensor "b" is exact."""
+    column = torch.tensor([9.0, -1.0, -2.0 + shift])
+    tensors = {
+        "log_probs": column,
+        "entropies": -column,
+        "log_probs_after": column + 1,
+        "grad_norms": torch.tensor([5.0 + shift, 10.0]),
+        "gradient/0/a": torch.tensor([3.0 + shift, 4.0]),
+        "gradient/0/b": torch.tensor([0.5]),
+        "gradient/1/a": torch.tensor([6.0 + shift, 8.0]),
+        "gradient/1/b": torch.tensor([0.5]),
+        "weights/a": START["a"] + torch.tensor([0.75, 1.0 + shift]),
+        "weights/b": START["b"] + 1,
+    }
+    return {name: tensor.to(dtype) for name, tensor in tensors.items()}
+
+
+EXACT, SINGLE = result(0.0, torch.float64), result(0.25)
+
+
+def rows(found: Result) -> dict[str, Row]:
+    return {row.quantity: row for row in measure("f", "l", "c", START, MASK, EXACT, SINGLE, found)}
+
+
+def test_figures_are_those_of_the_definition() -> None:
+    found = rows(result(0.5))
+    assert (found["log_probs"].error, found["log_probs"].float32_error) == (0.5, 0.25)
+    assert (found["log_probs_after"].error, found["entropies"].error) == (0.5, 0.5)
+    assert (found["gradient"].tensor, found["gradient"].error) == ("a", pytest.approx(0.5 / 5))
+    assert found["gradient"].bar == pytest.approx(3 * 0.25 / 5)
+    assert found["update"].error == pytest.approx(0.5 / 1.25), "relative to the update, not to the weights"
+    assert (found["grad_norm"].tensor, found["grad_norm"].error) == ("step 0", pytest.approx(0.5 / 5))
+    assert found["grad_norm"].float32_error == pytest.approx(0.25 / (25 + 0.25) ** 0.5), "of the whole gradient"
+    assert all(row.ok for row in found.values())
+
+
+@pytest.mark.parametrize("shift, is_ok", [(0.74, True), (0.76, False), (float("nan"), False)])
+def test_three_times_the_error_of_float32_is_the_bar(shift: float, is_ok: bool) -> None:
+    assert {row.quantity for row in rows(result(shift)).values() if row.ok == is_ok} >= {"log_probs", "gradient"}
+    assert rows(result(shift))["update"].ok == is_ok
+
+
+def test_tokens_outside_of_the_mask_do_not_count() -> None:
+    other = result(0.0)
+    other["log_probs"][0] = 100.0
+    assert rows(other)["log_probs"].error == 0
+
+
+def test_the_worst_tensor_is_the_one_nearest_to_its_own_bar() -> None:
+    other = result(0.5)
+    other["gradient/0/b"] = torch.tensor([0.501])  # a smaller error, but float32 has none there
+    assert (rows(other)["gradient"].tensor, rows(other)["gradient"].ok) == ("b", False)
+
+
+def test_a_copy_must_be_equal_bit_for_bit() -> None:
+    other = result(0.0)
+    other["copies/dp1_tp0/a"] = other["weights/a"].clone()
+    assert (rows(other)["copies"].ok, rows(other)["copies"].error) == (True, 0.0)
+    other["copies/dp1_tp0/a"][1] += 2.0**-22
+    found = rows(other)["copies"]
+    assert (found.ok, found.tensor, found.error) == (False, "a (dp1_tp0)", 2.0**-22)
+
+
+def dump(directory: Path, found: Result, name: str = "one_rank") -> Path:
+    """Dumps of one family, and the result file beside them."""
+    dumps = Dumps(directory)
+    batch: dict[str, Tensor] = {"response_mask": MASK}
+    dumps.inputs("f", START, batch)
+    for result_name, tensors in (("float64", EXACT), ("float32", SINGLE), (name, found)):
+        dumps.result("f", "c", result_name, tensors)
+    dumps.describe({"families": {"f": {}}, "layouts": {name: {}}, "cuts": {"c": {}}})
+    report = directory / "parity.json"
+    found_rows = [asdict(row) for row in measure("f", name, "c", START, MASK, EXACT, SINGLE, found)]
+    report.write_text(json.dumps({"rows": found_rows}))
+    return report
+
+
+def test_recompute_agrees_with_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = result(0.5)
+    found["copies/dp1_tp0/a"] = found["weights/a"].clone()
+    report = dump(tmp_path, found)
+    assert recompute([str(tmp_path), "--against", str(report)]) == 0
+    assert "7 quantities, 10 figures: 0 over the bar, 0 unlike the file" in capsys.readouterr().out
+
+
+def test_recompute_finds_a_miss_without_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dump(tmp_path, result(0.76))
+    assert recompute([str(tmp_path)]) == 1
+    assert "MISS f one_rank c log_probs log_probs: 7.600e-01 > 3 x 2.500e-01" in capsys.readouterr().out
+
+
+def test_recompute_finds_a_file_that_says_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = dump(tmp_path, result(0.5))
+    Dumps(tmp_path).result("f", "c", "one_rank", result(0.25))
+    assert recompute([str(tmp_path), "--against", str(report)]) == 1
+    assert "gradient') a: 1.000000e-01 in the file, 5.000000e-02 in the dumps" in capsys.readouterr().out
