@@ -1,0 +1,381 @@
+"""What one rank must do right on a device, as functions: they raise AssertionError and return what they measured.
+
+`check(device, dtype)` is called by the tests of this directory (with CUDA in bfloat16, and on the CPU, so that every
+line runs without a GPU too) and by benchmarks/gpu_check.py where pytest is missing. This file does not import pytest.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import plain_model
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+Figures = dict[str, float]
+CONFIG = plain_model.CONFIG
+LR = 1e-3
+
+
+class MissingPackageError(Exception):
+    """A check cannot run here. The message names what is missing."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Of differences to the float32 reference with the same (rounded) weights."""
+
+    log_prob_max: float  # largest |difference|, nats
+    log_prob_p50: float
+    log_prob_p99: float
+    mean_kl: float  # k3 estimate over the tokens, nats
+    grad_norm: float  # relative
+    attention: float  # relative L2 error of outputs and gradients
+
+
+# bfloat16 keeps 8 bits: a rounding is up to 2^-9 = 0.2 %. The log-prob bounds p50, p99 and KL are those at which a run
+# stops (config.schema.CheckConfig); the largest may lie at a few units of the logits' rounding (2^-8 of |logit| <= 8).
+BOUNDS = {
+    torch.float32: Bounds(1e-4, 1e-5, 1e-4, 1e-8, 1e-4, 1e-5),
+    torch.bfloat16: Bounds(0.5, 2e-2, 0.3, 1e-2, 0.03, 0.02),
+}
+
+
+def need(*packages: str) -> None:
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingPackageError(f"needs {', '.join(missing)}")
+
+
+def check_training_step(device: torch.device, dtype: torch.dtype) -> Figures:
+    """Log-probs, loss and gradient norm of an actor against the plain model; then supervised steps that learn."""
+    need("megatron")
+    bounds, batch = BOUNDS[dtype], make_batch()
+    weights = {name: tensor.requires_grad_() for name, tensor in rounded_weights(dtype).items()}
+    expected = reference_log_probs(weights, batch)
+    batch = replace(batch, old_log_probs=with_noise(expected.detach(), batch.response_mask))
+    loss = policy_loss(expected, batch)
+    grads = torch.autograd.grad(loss, list(weights.values()))
+    grad_norm = float(torch.stack([grad.norm() for grad in grads]).norm())
+    with one_rank_actor(device, dtype) as (actor, _):
+        shard, plan = share(batch)
+        found = actor.log_probs(shard, plan, 1.0, with_entropy=True)
+        figures = compare_log_probs(restored(found, plan).log_probs, expected.detach(), batch.response_mask, bounds)
+        update = actor.update(shard, plan, 1.0)
+        supervised = [actor.update(shard, plan, 1.0, "sft").sums["actor/loss"] for _ in range(5)]
+    figures["loss_error"] = abs(update.sums["actor/loss"] - loss.item())
+    figures["grad_norm_error"] = abs(update.grad_norm - grad_norm) / grad_norm
+    figures["supervised_loss_first"], figures["supervised_loss_last"] = supervised[0], supervised[-1]
+    assert math.isfinite(update.sums["actor/loss"]) and not update.is_skipped
+    assert figures["loss_error"] <= bounds.log_prob_p50, figures
+    assert figures["grad_norm_error"] <= bounds.grad_norm, figures
+    assert supervised[-1] < 0.9 * supervised[0], f"five supervised steps do not learn: {supervised}"
+    return figures
+
+
+def check_attention(device: torch.device, dtype: torch.dtype) -> Figures:
+    """PackedAttention against scaled_dot_product_attention in float64, document by document, forward and backward."""
+    need("megatron")
+    from rlhf_megatron.models import attention
+
+    lengths = [1, 2, 3, 3, 17, 64, 128, 200]
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(sum(lengths), heads, 64) for heads in (4, 2, 2, 4)]
+    q, k, v, weight = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    leaves = [tensor.to(device).requires_grad_() for tensor in (q, k, v)]
+    borders = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32).to(device)
+    positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+    documents = attention.packed_documents(borders, max(lengths), positions)
+    config = SimpleNamespace(context_parallel_size=1, attention_dropout=0.0, kv_channels=64)
+    out = attention.PackedAttention(config)(*leaves, packed_seq_params=documents)
+    grads = torch.autograd.grad((out * weight.to(device)).sum(), leaves)
+    exact = [tensor.double().requires_grad_() for tensor in (q, k, v)]
+    expected = attention_by_document(*exact, lengths)
+    expected_grads = torch.autograd.grad((expected * weight.double()).sum(), exact)
+    names = ("output", "grad_q", "grad_k", "grad_v")
+    figures = {
+        f"{name}_error": relative_error(value, truth)
+        for name, value, truth in zip(names, (out, *grads), (expected, *expected_grads), strict=True)
+    }
+    assert max(figures.values()) <= BOUNDS[dtype].attention, figures
+    if device.type == "cuda" and dtype != torch.float32:
+        assert attention.varlen_attn is not None, f"torch {torch.__version__} has no torch.nn.attention.varlen"
+    return figures
+
+
+def check_log_prob_kernel(device: torch.device, dtype: torch.dtype) -> Figures:
+    """Chunked log-probs and entropies of 16-bit inputs, summed in float32, against float64 on the same inputs."""
+    from rlhf_megatron.kernels.log_prob import linear_log_prob
+
+    generator = torch.Generator().manual_seed(0)
+    num_tokens, hidden, vocab = 300, 256, 5003
+    hidden_TH = torch.randn(num_tokens, hidden, generator=generator).to(dtype)
+    weight_VH = (torch.randn(vocab, hidden, generator=generator) * (4 / math.sqrt(hidden))).to(dtype)
+    targets_T = torch.randint(0, vocab, (num_tokens,), generator=generator)
+    token_weights_T = torch.linspace(-1.0, 2.0, num_tokens)
+
+    def run(backend: str, place: torch.device, kind: torch.dtype) -> list[Tensor]:
+        leaves = [tensor.to(place, kind).requires_grad_() for tensor in (hidden_TH, weight_VH)]
+        log_probs_T, entropies_T = linear_log_prob(
+            *leaves,
+            targets_T.to(place),
+            temperature=0.8,
+            vocab_start=0,
+            vocab_size=vocab,
+            tp_group=None,
+            chunk_size=1024,
+            with_entropy=True,
+            backend=backend,  # type: ignore[arg-type]
+        )
+        assert entropies_T is not None
+        factors_T = token_weights_T.to(place, log_probs_T.dtype)
+        grads = torch.autograd.grad((factors_T * log_probs_T + factors_T.flip(0) * entropies_T).sum(), leaves)
+        return [log_probs_T, entropies_T, *grads]
+
+    found = run("chunked", device, dtype)
+    exact = run("reference", torch.device("cpu"), torch.float64)
+    assert found[0].dtype == found[1].dtype == torch.float32
+    errors = [(value.double().cpu() - truth).abs().max().item() for value, truth in zip(found[:2], exact, strict=False)]
+    figures = {"log_prob_max_error": errors[0], "entropy_max_error": errors[1]}
+    figures |= {"grad_hidden_error": relative_error(found[2], exact[2])}
+    figures |= {"grad_weight_error": relative_error(found[3], exact[3])}
+    # A matrix product on CUDA in bfloat16 rounds its result once (2^-9 of logits up to 16); the sums are float32's.
+    forward = 1e-4 if dtype == torch.float32 else 5e-2
+    backward = 1e-5 if dtype == torch.float32 else 1e-2
+    assert max(errors) <= forward, figures
+    assert max(figures["grad_hidden_error"], figures["grad_weight_error"]) <= backward, figures
+    return figures
+
+
+def check_offload(device: torch.device, dtype: torch.dtype) -> Figures:
+    """Weights and moments go to host memory and come back bit for bit; the device's memory falls meanwhile."""
+    need("megatron")
+    from rlhf_megatron.parallel.device import memory
+
+    batch = make_batch()
+    with one_rank_actor(device, dtype) as (actor, _):
+        shard, plan = share(batch)
+        actor.update(shard, plan, 1.0, "sft")  # moments that are not zero
+        log_probs = actor.log_probs(shard, plan, 1.0).log_probs
+        tensors = [tensor for _, tensor in actor.export()] + actor.optimizer.state_tensors()
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        kept = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+        del tensors
+        before = memory(device).allocated
+        actor.offload()
+        away = memory(device).allocated
+        is_away = all(tensor.device.type == "cpu" for _, tensor in actor.export())
+        actor.onload()
+        tensors = [tensor for _, tensor in actor.export()] + actor.optimizer.state_tensors()
+        assert all(tensor.device.type == device.type for tensor in tensors)
+        assert all(torch.equal(now.cpu(), then) for now, then in zip(tensors, kept, strict=True))
+        assert torch.equal(actor.log_probs(shard, plan, 1.0).log_probs, log_probs)
+        update = actor.update(shard, plan, 1.0, "sft")
+    assert is_away and not update.is_skipped
+    if device.type == "cuda":
+        assert before - away >= 0.9 * num_bytes, f"{before - away} bytes were freed of {num_bytes}"
+    return {"num_bytes": num_bytes, "device_bytes_before": before, "device_bytes_away": away}
+
+
+def check_sync(device: torch.device, dtype: torch.dtype) -> Figures:
+    """The actor's weights to a local engine on the same device: digests are equal, log-probs of what it samples too."""
+    need("megatron", "transformers", "aiohttp", "urllib3")
+    from rlhf_megatron.resharding.sender import send_weights
+    from rlhf_megatron.rollout.engine import GenerateRequest, SamplingParams
+
+    generator = torch.Generator().manual_seed(3)
+    prompts = [tuple(torch.randint(0, CONFIG["vocab_size"], (n,), generator=generator).tolist()) for n in (1, 5, 9, 30)]
+    requests = [GenerateRequest(prompt, (1, 2, 3, 4), SamplingParams(24)) for prompt in prompts]
+    with (
+        one_rank_actor(device, dtype) as (actor, world),
+        tempfile.TemporaryDirectory() as folder,
+        local_engine(Path(folder), device, dtype) as engine,
+    ):
+        engine.begin_update(1)
+        report = send_weights(
+            actor.export(),
+            world,
+            version=1,
+            dtype=dtype,
+            bucket_bytes=1 << 20,
+            transfer_dir=Path(folder),
+            deliver=engine.update_weights,
+        )
+        standing = engine.weight_digests()
+        engine.commit_update(1)
+        groups = engine.generate(requests, 120.0)
+        batch, reported = sampled_batch(prompts, groups)
+        shard, plan = share(batch)
+        found = restored(actor.log_probs(shard, plan, 1.0), plan).log_probs
+    assert report.digests and standing == report.digests, "what stands in the engine is not what was exported"
+    assert report.num_bytes == sum(tensor.nbytes for tensor in rounded_weights(dtype, dtype).values())
+    return {"num_bytes": report.num_bytes, **compare_log_probs(reported, found, batch.response_mask, BOUNDS[dtype])}
+
+
+CHECKS: dict[str, Callable[[torch.device, torch.dtype], Figures]] = {
+    "training_step": check_training_step,
+    "attention": check_attention,
+    "log_prob_kernel": check_log_prob_kernel,
+    "offload": check_offload,
+    "sync": check_sync,
+}
+
+
+@contextmanager
+def one_rank_actor(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Any, Any]]:
+    """(actor, world) with seeded weights; the world ends with the block."""
+    from rlhf_megatron.checkpoint.random_init import random_source
+    from rlhf_megatron.config.schema import ActorConfig, OptimConfig
+    from rlhf_megatron.parallel.layout import Layout
+    from rlhf_megatron.parallel.world import create_world, destroy_world
+    from rlhf_megatron.workers.actor import MegatronActor, Phase
+
+    world = create_world(Layout(1), device)
+    try:
+        optim = OptimConfig(lr=LR)
+        config = ActorConfig(optim=optim, log_prob_chunk_size=256)
+        yield MegatronActor(CONFIG, random_source(CONFIG, 1), world, dtype, config, {"rl": Phase(optim, 100)}), world
+    finally:
+        destroy_world()
+
+
+@contextmanager
+def local_engine(folder: Path, device: torch.device, dtype: torch.dtype) -> Iterator[Any]:
+    """The client of an engine without weights that takes buckets from `folder`."""
+    from rlhf_megatron.rollout.local_client import LocalEngine
+    from rlhf_megatron.rollout.process import start_local_engines
+
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    servers = start_local_engines(
+        folder,
+        1,
+        folder,
+        transfer_dir=folder,
+        dtype=str(dtype).removeprefix("torch."),
+        device=device.type,
+        load_weights=False,
+        max_num_seqs=16,
+        max_num_batched_tokens=4096,
+    )
+    with servers:
+        engine = LocalEngine(servers.addresses[0])
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+
+def make_batch() -> Any:
+    """A MiniBatch of ragged samples with random tokens and advantages, token-mean weights."""
+    from rlhf_megatron.data.batch import MiniBatch, offsets_from_lengths
+
+    generator = torch.Generator().manual_seed(7)
+    lengths = torch.tensor([2, 5, 5, 12, 40, 41, 64, 90])
+    mask = torch.cat([torch.arange(length) >= max(1, length // 4) for length in lengths.tolist()])
+    weights = mask / mask.sum()
+    return MiniBatch(
+        offsets=offsets_from_lengths(lengths),
+        token_ids=torch.randint(0, CONFIG["vocab_size"], (mask.numel(),), generator=generator),
+        response_mask=mask,
+        loss_weights=weights,
+        metric_weights=weights,
+        advantages=torch.randn(mask.numel(), generator=generator) * mask,
+        old_log_probs=torch.zeros(mask.numel()),
+    )
+
+
+def sampled_batch(prompts: list[tuple[int, ...]], groups: list[list[Any]]) -> tuple[Any, Tensor]:
+    """What an engine sampled as a TokenBatch, and the log-probs that it reported, [T]."""
+    from rlhf_megatron.data.batch import TokenBatch, offsets_from_lengths
+
+    token_ids, mask, log_probs, lengths = [], [], [], []
+    for prompt, group in zip(prompts, groups, strict=True):
+        for sample in group:
+            token_ids += [*prompt, *sample.token_ids]
+            mask += [False] * len(prompt) + [True] * len(sample.token_ids)
+            log_probs += [0.0] * len(prompt) + list(sample.log_probs)
+            lengths.append(len(prompt) + len(sample.token_ids))
+    batch = TokenBatch(offsets_from_lengths(torch.tensor(lengths)), torch.tensor(token_ids), torch.tensor(mask))
+    return batch, torch.tensor(log_probs)
+
+
+def share(batch: Any, token_budget: int = 160) -> tuple[Any, Any]:
+    """The only replica's shard and plan, of several micro-batches."""
+    from rlhf_megatron.data.plan import plan_replicas, take
+
+    plan = plan_replicas(batch.lengths.tolist(), 1, token_budget)[0]
+    return take(batch, plan), plan
+
+
+def restored(result: Any, plan: Any) -> Any:
+    from rlhf_megatron.data.plan import restore
+
+    return restore([result], [plan])
+
+
+def rounded_weights(dtype: torch.dtype, kept_as: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """HF name -> the weights that an actor in `dtype` starts from, as `kept_as`."""
+    from rlhf_megatron.checkpoint.random_init import random_hf_tensors
+
+    return {name: tensor.to(dtype).to(kept_as) for name, tensor in random_hf_tensors(CONFIG, 1)}
+
+
+def reference_log_probs(weights: dict[str, Tensor], batch: Any) -> Tensor:
+    """[T] of the plain model, zero outside of response_mask."""
+    parts = []
+    for start, stop in zip(batch.offsets.tolist(), batch.offsets.tolist()[1:], strict=False):
+        log_probs = plain_model.token_log_probs(weights, batch.token_ids[start:stop])
+        parts.append(torch.cat([log_probs.new_zeros(1), log_probs]))
+    return torch.cat(parts) * batch.response_mask
+
+
+def with_noise(log_probs: Tensor, mask: Tensor) -> Tensor:
+    """An old policy from which some ratios are clipped."""
+    return (log_probs + 0.3 * torch.randn(log_probs.shape, generator=torch.Generator().manual_seed(5))) * mask
+
+
+def policy_loss(log_probs: Tensor, batch: Any) -> Tensor:
+    """PPO clip 0.2 with dual clip 3, written out."""
+    ratio = (log_probs - batch.old_log_probs).exp()
+    worse = torch.maximum(-batch.advantages * ratio, -batch.advantages * ratio.clamp(0.8, 1.2))
+    bounded = torch.where(batch.advantages < 0, torch.minimum(worse, -3.0 * batch.advantages), worse)
+    return (bounded * batch.loss_weights).sum()
+
+
+def attention_by_document(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
+    """[T, heads, d] each -> [T, heads, d]."""
+    parts = []
+    for pieces in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
+        heads_first = (piece.transpose(0, 1)[None] for piece in pieces)
+        parts.append(scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+def compare_log_probs(found: Tensor, expected: Tensor, mask: Tensor, bounds: Bounds) -> Figures:
+    """Figures of the differences at `mask`; raises AssertionError past the bounds."""
+    difference = (found.float().cpu() - expected.float().cpu())[mask]
+    absolute = difference.abs()
+    figures = {
+        "log_prob_max": float(absolute.max()),
+        "log_prob_p50": float(absolute.quantile(0.5)),
+        "log_prob_p99": float(absolute.quantile(0.99)),
+        "mean_kl": float((difference.exp() - 1 - difference).mean()),
+    }
+    for name, value in figures.items():
+        assert value <= getattr(bounds, name), f"{name} {value:.3g} is over {getattr(bounds, name):g}: {figures}"
+    return figures
+
+
+def relative_error(value: Tensor, truth: Tensor) -> float:
+    """L2 norm of the difference over the L2 norm of `truth`."""
+    return float((value.double().cpu() - truth.double()).norm() / truth.double().norm())
