@@ -25,7 +25,7 @@ quickstart: $(VENV)/.installed  ## train a tiny model: warm-up, then GRPO on add
 	$(BIN)/rlhf-megatron train configs/quickstart.yaml $(ARGS)
 
 quickstart-seeds: $(VENV)/.installed  ## the quickstart with three seeds, and the mean gain with its interval
-	$(BIN)/python benchmarks/quickstart_seeds.py
+	$(BIN)/python -m benchmarks.quickstart_seeds $(ARGS)
 
 smollm2: $(VENV)/.installed  ## GRPO on the real SmolLM2-135M-Instruct at pp2
 	$(BIN)/rlhf-megatron fetch smollm2
@@ -50,8 +50,15 @@ test-dist: $(VENV)/.installed  ## only the tests with several processes
 parity: $(VENV)/.installed  ## every layout against transformers in float64; benchmarks/results/parity.json
 	$(BIN)/python -m benchmarks.parity $(ARGS)
 
-bench: $(VENV)/.installed  ## all benchmarks; JSON under benchmarks/results/
+bench: $(VENV)/.installed .venv-trl/.installed  ## all benchmarks; JSON under benchmarks/results/
 	$(BIN)/python -m benchmarks.run_all $(ARGS)
+
+# The baseline of the GRPO benchmark, in an environment of its own.
+.venv-trl/.installed: benchmarks/requirements-trl.txt
+	$(PYTHON) -m venv .venv-trl
+	.venv-trl/bin/python -m pip install --quiet --upgrade pip
+	.venv-trl/bin/python -m pip install --quiet $(PIP_ARGS) -r benchmarks/requirements-trl.txt
+	@touch $@
 
 gpu-check:  ## GPU tests and benchmarks with the system's Python and torch
 	$(PYTHON) -m benchmarks.gpu_check $(ARGS)

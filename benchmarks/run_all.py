@@ -1,0 +1,124 @@
+"""All benchmarks, one after the other, and one table of their ratios. `make bench`.
+
+    python -m benchmarks.run_all [--only NAME ...] [--table]
+
+Each is a program of its own whose results lie in benchmarks/results/; --table prints the table of what lies there and
+measures nothing. A ratio is ours over the baseline: below 1 is faster, or smaller. Exit code 1 when a benchmark fails
+or misses its bar.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import RESULTS, ROOT
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. `bar`: the largest ratio that is good enough; None: it is only reported."""
+
+    what: str
+    ratio: float
+    bar: float | None = None
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """`rows` reads the result file benchmarks/results/`result`.json."""
+
+    module: str
+    result: str
+    baseline: str
+    rows: Callable[[Mapping[str, Any]], list[Row]]
+
+
+def engine_rows(result: Mapping[str, Any]) -> list[Row]:
+    return [Row(f"{name}, wall time", 1 / row["speedup"], 1.0) for name, row in result["workloads"].items()]
+
+
+def log_prob_rows(result: Mapping[str, Any]) -> list[Row]:
+    names = {"total_s": "CPU time", "peak_mb": "peak memory"}
+    return [Row(text, result["chunked_over_naive"][key]) for key, text in names.items()]
+
+
+def update_rows(result: Mapping[str, Any]) -> list[Row]:
+    return [Row(f"{name}, CPU time", ratio, 1.0) for name, ratio in result["ratio"].items()]
+
+
+def step_rows(result: Mapping[str, Any]) -> list[Row]:
+    rows = [Row(f"{name}, wall time", ratio["median"]) for name, ratio in result["ratio_by_run"].items()]
+    return [*rows, Row("the better of them", result["ratio"], 1.0)]
+
+
+def sync_rows(result: Mapping[str, Any]) -> list[Row]:
+    return [Row(f"{name}, wall time", ratio) for name, ratio in result["ratio"].items()]
+
+
+BENCHMARKS = {
+    "local_engine": Benchmark(
+        "benchmarks.bench_local_engine", "local_engine", "transformers' batched generate", engine_rows
+    ),
+    "log_prob": Benchmark("benchmarks.bench_log_prob", "log_prob", "float32 logits, log_softmax", log_prob_rows),
+    "actor_update": Benchmark(
+        "benchmarks.bench_actor_update", "actor_update", "a plain transformers + torch loop", update_rows
+    ),
+    "weight_sync": Benchmark("benchmarks.bench_weight_sync", "weight_sync", "a copy of the same bytes", sync_rows),
+    "grpo_step": Benchmark("benchmarks.bench_grpo_step", "grpo_step", "TRL's GRPOTrainer", step_rows),
+}
+
+
+def read_rows(benchmark: Benchmark, directory: Path = RESULTS) -> list[Row] | None:
+    """None: there is no result file."""
+    path = directory / f"{benchmark.result}.json"
+    return benchmark.rows(json.loads(path.read_text())) if path.is_file() else None
+
+
+def print_table(names: list[str], directory: Path = RESULTS) -> bool:
+    """False when a row is over its bar or a result is missing."""
+    is_good = True
+    print(f"\n{'benchmark':14}{'what':32}{'ours / baseline':>16}{'bar':>7}   baseline")
+    for name in names:
+        rows = read_rows(BENCHMARKS[name], directory)
+        if rows is None:
+            is_good = False
+            print(f"{name:14}no result")
+            continue
+        for row in rows:
+            is_met = row.bar is None or row.ratio <= row.bar
+            is_good &= is_met
+            bar = "-" if row.bar is None else f"{row.bar:g}"
+            print(
+                f"{name:14}{row.what:32}{row.ratio:16.3f}{bar:>7}   {BENCHMARKS[name].baseline}"
+                f"{'' if is_met else '   OVER THE BAR'}"
+            )
+    return is_good
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=tuple(BENCHMARKS), default=list(BENCHMARKS))
+    parser.add_argument("--table", action="store_true", help="print what was measured before; measure nothing")
+    args = parser.parse_args()
+    failed = []
+    for name in [] if args.table else args.only:
+        print(f"== {name}", flush=True)
+        command = [sys.executable, "-m", BENCHMARKS[name].module]
+        if subprocess.run(command, cwd=ROOT, env={"OMP_NUM_THREADS": "1", **os.environ}).returncode:
+            failed.append(name)
+    is_good = print_table(args.only)
+    for name in failed:
+        print(f"{name} FAILED; its row, if there is one, is of an earlier run")
+    return 0 if is_good and not failed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

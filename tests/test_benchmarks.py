@@ -1,0 +1,146 @@
+"""What the benchmarks compute from their measurements, and that both sides of a comparison do the same work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import bench_grpo_step, common, gpu_check, quickstart_seeds, run_all
+
+
+def test_runs_take_turns_and_warm_ups_do_not_count() -> None:
+    calls: list[str] = []
+    timings = common.take_turns({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 3, num_warmups=2)
+    assert calls == ["a", "b"] * 5
+    assert len(timings["a"].wall_s) == len(timings["b"].cpu_s) == 3
+
+
+def test_ratios_are_of_minima_and_medians() -> None:
+    ours, baseline = common.Timings([1.0, 4.0, 3.0], [1.0, 1.0, 2.0]), common.Timings([2.0, 2.0, 6.0], [4.0, 5.0, 6.0])
+    found = common.ratios(ours, baseline)
+    assert found == {"wall_min": 0.5, "wall_median": 1.5, "cpu_min": 0.25, "cpu_median": 0.2}
+
+
+def test_a_result_says_where_it_was_made(tmp_path: Path) -> None:
+    path = common.write_result("x", "python -m x", {"ratio": 0.5}, tmp_path)
+    written = json.loads(path.read_text())
+    assert list(tmp_path.iterdir()) == [path] and written["ratio"] == 0.5
+    assert written["versions"]["torch"] == torch.__version__ and written["machine"]["cores"] >= 1
+
+
+def test_a_step_lasts_until_the_next_one() -> None:
+    names = ("generate", "annotate", "update", "sync")
+    row = {"seconds": 12.0, **{f"timing_s/{name}": 0.5 * (i + 1) for i, name in enumerate(names)}}
+    step = bench_grpo_step.our_step({"seconds": 5.0}, row)
+    assert step == {"step": 7.0, "generate": 0.5, "log_probs": 1.0, "update": 1.5, "sync": 2.0, "other": 2.0}
+
+
+def test_the_step_ratio_is_the_better_of_ours_over_the_better_of_theirs() -> None:
+    def steps(*seconds: float) -> list[dict[str, float]]:
+        return [{"step": value, "update": value / 2} for value in seconds]
+
+    result = bench_grpo_step.summarize(
+        {"ours_1": steps(3, 4, 5), "ours_dp2": steps(1, 2, 9), "trl_1": steps(6, 8, 9), "trl_2": steps(4, 5, 50)}
+    )
+    assert result["baseline"] == "trl_2" and result["ratio"] == 0.4
+    assert result["ratio_by_run"]["ours_1"] == {"median": 0.8, "min": 0.75}
+    assert result["seconds"]["trl_1"]["update"] == {"min": 3.0, "median": 4.0}
+
+
+def summary(seed: int, before: float, after: float) -> dict[str, object]:
+    return {"seed": seed, "accuracy_before": before, "accuracy_after": after, "seconds": 60.0}
+
+
+def test_seeds_above_the_bars() -> None:
+    result = quickstart_seeds.evaluate([summary(1, 0.3, 0.9), summary(2, 0.5, 0.9), summary(3, 0.4, 0.9)])
+    # Gains 0.6, 0.4, 0.5: mean 0.5, deviation 0.1, half width 4.303 x 0.1 / sqrt(3).
+    assert result["problems"] == [] and result["mean_gain"] == 0.5
+    assert result["mean_gain_interval_95"] == pytest.approx([0.5 - 0.24843, 0.5 + 0.24843], abs=1e-4)
+
+
+def test_seeds_below_the_bars_are_named() -> None:
+    result = quickstart_seeds.evaluate([summary(1, 0.7, 0.86), summary(2, 0.6, 0.84)])
+    assert result["problems"] == [
+        "mean gain 0.200 is below 0.25",
+        "seed 2: final accuracy 0.840 is below 0.85",
+    ]
+
+
+def test_gpu_check_reads_what_pytest_reports(tmp_path: Path) -> None:
+    file = tmp_path / "test_sample.py"
+    file.write_text(
+        "import pytest\n"
+        "def test_good(record_property): record_property('error', 0.25)\n"
+        "def test_bad(): assert 1 == 2, 'one is not two'\n"
+        "def test_absent(): pytest.skip('needs a thing')\n"
+    )
+    broken = tmp_path / "test_broken.py"
+    broken.write_text("import no_such_package\n")
+    outcomes = {
+        o.name.rpartition("::")[2]: o for o in gpu_check.run_pytest([file, broken], ("--rootdir", str(tmp_path)))
+    }
+    assert (outcomes["test_good"].outcome, outcomes["test_good"].figures) == ("passed", {"error": 0.25})
+    assert outcomes["test_bad"].outcome == "failed" and "one is not two" in outcomes["test_bad"].message
+    assert outcomes["test_absent"].outcome == "skipped" and "needs a thing" in outcomes["test_absent"].message
+    broken_outcome = next(o for o in outcomes.values() if "no_such_package" in o.message)
+    assert broken_outcome.outcome == "failed" and len(outcomes) == 4
+
+
+def test_gpu_check_without_pytest() -> None:
+    def bad() -> dict[str, float]:
+        raise AssertionError("too far off")
+
+    def absent() -> dict[str, float]:
+        raise LookupError("needs a thing")
+
+    outcomes = gpu_check.run_functions({"good": lambda: {"error": 0.25}, "bad": bad, "absent": absent}, LookupError)
+    assert [(o.name, o.outcome) for o in outcomes] == [("good", "passed"), ("bad", "failed"), ("absent", "skipped")]
+    assert outcomes[0].figures == {"error": 0.25} and "too far off" in outcomes[1].message
+    assert gpu_check.print_outcomes(outcomes) == {"passed": 1, "failed": 1, "skipped": 1}
+
+
+def test_gpu_check_finds_the_gpu_tests() -> None:
+    names = [path.name for path in gpu_check.files_with_gpu_tests()]
+    assert {"test_gpu_checks.py", "test_kernels_log_prob.py"} <= set(names) and "test_registry.py" not in names
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_gpu_check_without_a_device_writes_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = set(common.RESULTS.iterdir())
+    monkeypatch.setattr("sys.argv", ["gpu_check"])
+    assert gpu_check.main() == 0
+    assert "no CUDA device" in capsys.readouterr().out and set(common.RESULTS.iterdir()) == before
+
+
+def test_the_table_names_what_is_over_its_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "actor_update.json").write_text(json.dumps({"ratio": {"quickstart": 0.9, "lognormal": 1.2}}))
+    assert not run_all.print_table(["actor_update"], tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+    assert [("OVER THE BAR" in line) for line in lines if line.startswith("actor_update")] == [False, True]
+    assert not run_all.print_table(["log_prob"], tmp_path)
+    assert "no result" in capsys.readouterr().out
+
+
+def test_the_plain_loop_does_the_actors_work() -> None:
+    from benchmarks import bench_actor_update as bench
+    from rlhf_megatron.parallel.layout import Layout
+    from rlhf_megatron.parallel.world import create_world, destroy_world
+
+    config = {**bench.shapes()["quickstart"].hf_config, "num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 50}
+    shape = bench.Shape({**config, "head_dim": 8}, [3, 1, 5, 2, 2], [4, 9, 1, 6, 2], 16, (2,))
+    batch = bench.make_batch(shape)
+    world = create_world(Layout(1), torch.device("cpu"))
+    try:
+        ours, plain = bench.Ours(shape, batch, world), bench.PlainLoop(shape, batch, 2)
+        for _ in range(3):  # the second and third follow the first one's optimizer step
+            differences = bench.check_agreement(ours(), plain())
+    finally:
+        destroy_world()
+    assert max(differences.values()) < 1e-4
+    with pytest.raises(RuntimeError, match="not the same work"):
+        bench.check_agreement((1.0, 2.0), (1.0, 2.001))
