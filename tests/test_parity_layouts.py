@@ -1,4 +1,4 @@
-"""A cover of `make parity`: each family and each axis once, and a defect of a thousandth that must be seen."""
+"""A cover of `make parity`: each family and each axis once, and small defects that must be seen."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CELLS = [
 QUANTITIES = {"log_probs", "entropies", "log_probs_after", "gradient", "update", "grad_norm", "copies"}
 
 
-@pytest.mark.parametrize("family, layout", CELLS, ids="-".join)
+@pytest.mark.parametrize("family, layout", CELLS, ids=[f"{family}-{layout}" for family, layout in CELLS])
 def test_layout_is_as_near_to_float64_as_float32_transformers(dist_pool: DistPool, family: str, layout: str) -> None:
     case = make_case(family, Recipe())
     rows = rows_of(case, LAYOUTS[layout], run_cell(dist_pool, case, LAYOUTS[layout], Recipe()))
@@ -33,21 +33,20 @@ def test_layout_is_as_near_to_float64_as_float32_transformers(dist_pool: DistPoo
 
 
 @pytest.mark.parametrize(
-    "setting, quantities",
+    "setting, seen, unseen",
     [
-        ({"entropy_coef": 0.01001}, {"gradient", "update", "grad_norm", "log_probs_after"}),
-        ({"weight_decay": 0.11}, {"update", "log_probs_after"}),
-        ({"max_grad_norm": 1.001}, {"update"}),
+        ({"entropy_coef": 0.0101}, {"gradient", "update"}, set()),
+        ({"weight_decay": 0.101}, {"update"}, {"gradient"}),
+        ({"adam_eps": 1.05e-5}, {"update"}, {"gradient"}),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    ids=["entropy_coef", "weight_decay", "adam_eps"],
 )
-def test_a_small_defect_is_over_the_bar(dist_pool: DistPool, setting: dict[str, float], quantities: set[str]) -> None:
-    """The ranks train with a slightly different setting than the reference: what depends on it must be a miss."""
-    case = make_case("qwen3_tied", Recipe())
-    rows = rows_of(
-        case, LAYOUTS["dp2"], run_cell(dist_pool, case, LAYOUTS["dp2"], dataclasses.replace(Recipe(), **setting))
-    )
+def test_a_small_defect_is_over_the_bar(
+    dist_pool: DistPool, setting: dict[str, float], seen: set[str], unseen: set[str]
+) -> None:
+    """The ranks train with another setting than the reference, by a hundredth or so: what depends on it is a miss."""
+    case, axes = make_case("qwen3_tied", Recipe()), LAYOUTS["dp2"]
+    rows = rows_of(case, axes, run_cell(dist_pool, case, axes, dataclasses.replace(Recipe(), **setting)))
     missed = {row.quantity for row in rows if not row.ok}
-    assert missed & {"log_probs", "entropies", "copies"} == set()
-    assert "update" in missed
-    assert missed <= quantities
+    assert missed >= seen
+    assert missed.isdisjoint(unseen | {"log_probs", "entropies", "copies"})
