@@ -87,7 +87,7 @@ def _run(args: argparse.Namespace, config: RunConfig, run_dir: Path, group) -> i
         if args.replay is not None:
             run.replay(config, group, run_dir, Path(args.replay_from), args.replay)
         else:
-            run.train(config, group, run_dir, args.record)
+            run.train(config, group, run_dir, args.record or config.trainer.record)
     except EngineError as error:
         raise ValueError(str(error)) from error
     return 0

@@ -91,6 +91,19 @@ def token_budgets(loaded: Loaded) -> Iterator[Problem]:
             )
 
 
+def _senders(c: RunConfig) -> Iterator[Problem]:
+    """Buckets travel through shared memory: the sender of each pipeline stage must be on the engines' machine."""
+    pp, ranks = c.actor.megatron.pipeline_model_parallel_size, c.trainer.nnodes * c.trainer.n_gpus_per_node
+    last_sender = (pp - 1) * (ranks // max(pp, 1))  # the first rank of the last stage
+    if c.trainer.nnodes > 1 and last_sender >= c.trainer.n_gpus_per_node:
+        yield Problem(
+            f"actor.megatron.pipeline_model_parallel_size ({pp}) over trainer.nnodes ({c.trainer.nnodes}) puts stages on"
+            " machines without an engine, which the shared-memory weight sync does not reach; use 1 stage on several"
+            " machines, or one machine.",
+            ("actor.megatron.pipeline_model_parallel_size", "trainer.nnodes"),
+        )
+
+
 def sampling(loaded: Loaded) -> Iterator[Problem]:
     r = loaded.config.rollout
     if not 0 < r.temperature < float("inf"):
@@ -125,6 +138,7 @@ def sampling(loaded: Loaded) -> Iterator[Problem]:
 
 def engines(loaded: Loaded) -> Iterator[Problem]:
     c = loaded.config
+    yield from _senders(c)
     for name in c.rollout.sglang.args:
         if name.startswith("-"):
             plain = name.lstrip("-")

@@ -34,6 +34,8 @@ def _look_up(
     """(entry, its parameters), or a pair of None and the problems told."""
     try:
         entry = registry.get(name)
+        if params and entry.params is None:
+            problems.append(f"{key}.{field} ({params}) must be empty: {registry.kind} {name!r} has no parameters.")
         return entry, (params_from_mapping(entry.params, params, f"{key}.{field}") if entry.params else None)
     except ConfigError as error:
         problems += error.problems

@@ -79,7 +79,7 @@ class LocalModel:
 
 
 def load_model(path: Path, dtype: str, device: str, load_weights: bool) -> LocalModel:
-    """From a Hugging Face directory. `load_weights` False: zeros, to be filled by the first weight sync.
+    """From a Hugging Face directory. `load_weights` False: random weights, to be replaced by the first weight sync.
 
     Raises ValueError when the directory lacks files, or a tensor is missing or has another shape.
     """
@@ -95,8 +95,8 @@ def load_model(path: Path, dtype: str, device: str, load_weights: bool) -> Local
             module = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], attn_implementation="sdpa")
         module.tie_weights()
         with torch.no_grad():
-            for parameter in module.parameters():
-                parameter.zero_()
+            for parameter in module.parameters():  # not zeros: the check of the forward pass needs logits that differ
+                parameter.normal_(std=0.05) if parameter.dim() > 1 else parameter.fill_(1.0)
         return LocalModel(module)
     if not list(path.glob("*.safetensors")):
         raise ValueError(f"{path} has no *.safetensors; other weight formats are not read.")
