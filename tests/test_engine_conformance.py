@@ -21,11 +21,14 @@ from rollout_tools import (
     with_entry,
     write_buckets,
 )
+from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, needs_sglang, sglang_python
 from transformers import PreTrainedModel
 
 from rlhf_megatron.rollout.engine import Engine, EngineError, EngineTimeoutError, GeneratedSample
 from rlhf_megatron.rollout.local_client import LocalEngine
 from rlhf_megatron.rollout.process import start_local_engines
+from rlhf_megatron.rollout.sglang_client import SGLangEngine
+from rlhf_megatron.rollout.sglang_process import start_sglang_engines
 
 PROMPT = (1, 2, 3, 4)
 LONG = 200  # tokens of a response that takes a while
@@ -45,8 +48,29 @@ def start_local(model: Path, folder: Path) -> Iterator[Server]:
         yield Server(LocalEngine(servers.addresses[0]), transfer, -1)
 
 
-STARTERS: dict[str, Callable[[Path, Path], Iterator[Server]]] = {"local": start_local}
-ENGINES = [pytest.param("local", marks=pytest.mark.dist)]
+def start_sglang(model: Path, folder: Path) -> Iterator[Server]:
+    transfer = folder / "transfer"
+    transfer.mkdir()
+    arguments = {**CPU_ARGUMENTS, "load_format": "auto", "context_length": 256}
+    with start_sglang_engines(
+        model,
+        1,
+        folder,
+        python=str(sglang_python()),
+        transfer_dir=transfer,
+        dtype="float32",
+        arguments=arguments,
+        env=CPU_ENV,
+        startup_timeout_s=STARTUP_S,
+    ) as servers:
+        yield Server(SGLangEngine(servers.addresses[0], transfer), transfer, -1)
+
+
+STARTERS: dict[str, Callable[[Path, Path], Iterator[Server]]] = {"local": start_local, "sglang": start_sglang}
+ENGINES = [
+    pytest.param("local", marks=pytest.mark.dist),
+    pytest.param("sglang", marks=[pytest.mark.dist, pytest.mark.sglang, needs_sglang]),
+]
 
 
 @pytest.fixture(scope="module", params=ENGINES)

@@ -1,10 +1,16 @@
-"""`Engine` on a stock SGLang server (0.5.21 or newer: it needs the weight-update session endpoints)."""
+"""`Engine` on a stock SGLang server (0.5.21 or newer: it needs the weight-update session endpoints).
+
+The server itself would serve half-updated weights. So this client keeps the state: from `begin_update` until a commit
+that the server's loader confirmed as complete, the engine is STALE, stays paused, and `generate` is refused.
+"""
 
 from __future__ import annotations
 
 import base64
 import json
 import pickle
+import threading
+import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +23,8 @@ from rlhf_megatron.rollout.engine import (
     UNSYNCED,
     EngineAddress,
     EngineError,
+    EngineRequestError,
+    EngineTimeoutError,
     GeneratedSample,
     GenerateRequest,
     SamplingParams,
@@ -25,23 +33,63 @@ from rlhf_megatron.rollout.http import HttpClient
 from rlhf_megatron.rollout.sglang_server.loader import LOAD_FORMAT
 
 ADMIN_TIMEOUT_S = 600.0
+NEEDED = (
+    "/generate",
+    "/abort_request",
+    "/pause_generation",
+    "/continue_generation",
+    "/begin_weight_update",
+    "/update_weights_from_tensor",
+    "/end_weight_update",
+    "/update_weight_version",
+    "/release_memory_occupation",
+)
 
 
 class SGLangEngine:
-    """See `rollout.engine.Engine`. Weights go through the server's custom-weight-loader hook."""
+    """See `rollout.engine.Engine`. Weights go through the server's custom-weight-loader hook.
+
+    Only one client of a server, the controller's, may generate and open syncs; others deliver buckets.
+    """
 
     def __init__(self, address: EngineAddress, transfer_dir: Path) -> None:
         self.address = address
         self.transfer_dir = transfer_dir
         self._http = HttpClient(address)
-        self._version: int | None = None
-        self._pending: int | None = None
+        self._version: int | None = None  # that is served
+        self._last_version: int | None = None  # of the last commit
+        self._pending: int | None = None  # of the open sync
+        self._stale_reason: str | None = None
+        self._is_released = False
+        self._digests: dict[str, str] | None = {}  # of the last commit
+        self._gate = threading.Condition()
+        self._is_paused = False
+        self._num_aborts = 0
+
+    def probe(self) -> None:
+        """Raises EngineError naming what this server cannot do and what would."""
+        try:
+            paths = self._http.get("/openapi.json", ADMIN_TIMEOUT_S)["paths"]
+        except EngineRequestError as error:
+            raise EngineError(f"{error}; start it without DISABLE_OPENAPI_DOC: it must tell what it can do.") from error
+        missing = [path for path in NEEDED if path not in paths]
+        if missing:
+            raise EngineError(
+                f"{self.address.name} ({self.address.url}) has no {', '.join(missing)}; use sglang 0.5.21 or newer."
+            )
 
     def generate(self, requests: Sequence[GenerateRequest], timeout_s: float) -> list[list[GeneratedSample]]:
+        self._require_fit()
         prompts = [list(request.prompt_ids) for request in requests for _ in request.seeds]
+        if not prompts:
+            return [[] for _ in requests]
+        deadline = time.monotonic() + timeout_s
+        if not self._pass_gate(timeout_s):
+            aborted = GeneratedSample((), (), "abort", UNSYNCED if self._version is None else self._version)
+            return [[aborted for _ in request.seeds] for request in requests]
         sampling = [_sampling(request.params, seed) for request in requests for seed in request.seeds]
         body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True}
-        answers = self._http.post("/generate", body, timeout_s)
+        answers = self._http.post("/generate", body, max(0.0, deadline - time.monotonic()))
         if len(answers) != len(prompts):
             raise EngineError(f"{self.address.name}: {len(answers)} samples for {len(prompts)} asked for.")
         samples = iter([_sample(answer) for answer in answers])
@@ -49,78 +97,146 @@ class SGLangEngine:
 
     def abort(self) -> None:
         self._http.post("/abort_request", {"abort_all": True}, ADMIN_TIMEOUT_S)
+        with self._gate:
+            self._num_aborts += 1
+            self._gate.notify_all()
 
     def pause(self) -> None:
+        with self._gate:
+            self._is_paused = True
         self._http.post("/pause_generation", {"mode": "retract"}, ADMIN_TIMEOUT_S)
 
     def resume(self) -> None:
-        self._http.post("/continue_generation", {}, ADMIN_TIMEOUT_S)
+        """A STALE engine stays paused: what waits in it must not go on with half of the new weights."""
+        if self._stale_reason is None:
+            self._http.post("/continue_generation", {}, ADMIN_TIMEOUT_S)
+            with self._gate:
+                self._is_paused = False
+                self._gate.notify_all()
 
     def begin_update(self, version: int, full_resync: bool = False) -> None:
-        if self._version is not None and (version < self._version or (version == self._version and not full_resync)):
-            raise EngineError(f"{self.address.name}: version {version} is not above {self._version}, which it serves.")
+        last = self._last_version
+        if last is not None and (version < last or (version == last and not full_resync)):
+            raise EngineError(f"{self.address.name}: version {version} is not above {last}, the last one it served.")
+        if self._is_released:
+            raise EngineError(f"{self.address.name}: memory is released; resume_memory must come before a weight sync.")
+        self._version, self._pending = None, version
+        self._stale_reason = f"a weight sync to version {version} is under way"
         self.pause()
         self._http.post("/flush_cache", {}, ADMIN_TIMEOUT_S)
-        self._http.post("/begin_weight_update", {}, ADMIN_TIMEOUT_S)
-        for receipt in self.transfer_dir.glob(f"receipt-{self.address.name}-*"):
-            receipt.unlink()
-        self._version, self._pending = None, version
+        try:
+            self._http.post("/begin_weight_update", {}, ADMIN_TIMEOUT_S)
+        except EngineRequestError:  # the session of a failed sync is open
+            self._http.post("/end_weight_update", {}, ADMIN_TIMEOUT_S)
+            self._http.post("/begin_weight_update", {}, ADMIN_TIMEOUT_S)
+        self._remove_receipts()
 
     def update_weights(self, manifest: BucketManifest) -> None:
-        receipt = f"receipt-{self.address.name}-{uuid.uuid4().hex}"
-        order = json.dumps({"manifest": manifest.to_json(), "receipt": receipt}).encode()
-        tensor = torch.frombuffer(bytearray(order), dtype=torch.uint8)
-        # The server's own wire format is a pickle of (name, tensor) pairs; this one holds the order and no weights.
-        payload = base64.b64encode(pickle.dumps([("order", tensor)])).decode()
-        body = {
-            "serialized_named_tensors": [payload] * self.address.tp_size,
-            "load_format": LOAD_FORMAT,
-            "flush_cache": False,
-            "weight_version": str(manifest.version),
-        }
-        answer = self._http.post("/update_weights_from_tensor", body, ADMIN_TIMEOUT_S)
-        if not answer.get("success", False):
-            raise EngineError(f"{self.address.name}: {answer.get('message', answer)}; it is STALE.")
-        for rank in range(self.address.tp_size):
-            path = self.transfer_dir / f"{receipt}.{rank}"
-            if not path.exists():
-                raise EngineError(f"{self.address.name}: tp rank {rank} wrote no receipt for bucket {manifest.bucket}.")
-            error = json.loads(path.read_text())["error"]
-            if error:
-                raise EngineError(f"{self.address.name}, tp rank {rank}: {error}; the engine is STALE.")
+        self._order({"manifest": manifest.to_json()}, f"bucket {manifest.bucket} of {manifest.sender}")
 
     def commit_update(self, version: int) -> None:
+        if version == self._version:
+            return  # the answer to the first call was lost
+        if version != self._pending:
+            reason = "" if self._stale_reason is None else f" ({self._stale_reason})"
+            raise EngineError(f"{self.address.name}: no sync to version {version} is open{reason}.")
+        self._order({"receipts": self._receipt_prefix}, f"commit of version {version}")
+        self._digests = self._read_digests()
         self._http.post("/end_weight_update", {}, ADMIN_TIMEOUT_S)
         body = {"new_version": str(version), "abort_all_requests": False}
         self._http.post("/update_weight_version", body, ADMIN_TIMEOUT_S)
         self._http.post("/flush_cache", {}, ADMIN_TIMEOUT_S)
+        self._remove_receipts()
+        self._stale_reason = None
+        self._version, self._last_version, self._pending = version, version, None
         self.resume()
-        self._version, self._pending = version, None
 
     def weight_digests(self) -> dict[str, str] | None:
-        """From the receipts of the last update; None for servers with tensor parallelism."""
-        digests: dict[str, str] = {}
-        for path in self.transfer_dir.glob(f"receipt-{self.address.name}-*.0"):
-            receipt = json.loads(path.read_text())
-            if receipt["digests"] is None:
-                return None
-            digests |= {name: value or "not found" for name, value in receipt["digests"].items()}
-        return digests
+        """From the receipts of the running sync, else of the last one; None for servers with tensor parallelism."""
+        return self._digests if self._pending is None else self._read_digests()
 
     def release_memory(self) -> None:
+        self.pause()  # the server ends itself when it is asked to while it decodes
+        self._version, self._pending = None, None
+        self._stale_reason = "its memory is released"
         self._http.post("/release_memory_occupation", {}, ADMIN_TIMEOUT_S)
+        self._is_released = True
 
     def resume_memory(self) -> None:
-        self._http.post("/resume_memory_occupation", {}, ADMIN_TIMEOUT_S)
+        if self._is_released:
+            self._http.post("/resume_memory_occupation", {}, ADMIN_TIMEOUT_S)
+            self._is_released = False
+            self._stale_reason = "its memory was released and the weights have not been sent again"
 
     def health(self, timeout_s: float) -> None:
-        self._http.get("/health_generate", timeout_s)
+        """While paused the scheduler is asked for its state, since it generates nothing then."""
+        self._http.get("/server_info" if self._is_paused else "/health_generate", timeout_s)
 
     def version(self) -> int | None:
         return self._version
 
     def close(self) -> None:
         self._http.close()
+
+    @property
+    def _receipt_prefix(self) -> str:
+        return f"receipt-{self.address.name}-"
+
+    def _require_fit(self) -> None:
+        if self._stale_reason is not None:
+            raise EngineError(f"{self.address.name} is STALE: {self._stale_reason}; a full weight sync mends it.")
+
+    def _pass_gate(self, timeout_s: float) -> bool:
+        """Wait while paused; False: aborted meanwhile. Stock SGLang holds what comes during a pause where its own abort
+        does not reach it. Raises EngineTimeoutError."""
+        with self._gate:
+            before = self._num_aborts
+            if not self._gate.wait_for(lambda: not self._is_paused or self._num_aborts != before, timeout_s):
+                raise EngineTimeoutError(f"{self.address.name} is paused: no answer within {timeout_s:g} s.")
+            return self._num_aborts == before
+
+    def _order(self, order: dict[str, str], what: str) -> None:
+        """Have the loader in every rank of the server carry out an order. Raises EngineError with what it said."""
+        receipt = self._receipt_prefix + uuid.uuid4().hex
+        text = json.dumps({**order, "receipt": receipt}).encode()
+        tensor = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        # The server's own wire format is a pickle of (name, tensor) pairs; this one holds the order and no weights.
+        payload = base64.b64encode(pickle.dumps([("order", tensor)])).decode()
+        body = {
+            "serialized_named_tensors": [payload] * self.address.tp_size,
+            "load_format": LOAD_FORMAT,
+            "flush_cache": False,
+        }
+        try:
+            answer = self._http.post("/update_weights_from_tensor", body, ADMIN_TIMEOUT_S)
+            if not answer.get("success", False):
+                raise EngineError(f"{self.address.name}, {what}: {answer.get('message', answer)}")
+            for rank in range(self.address.tp_size):
+                path = self.transfer_dir / f"{receipt}.{rank}"
+                if not path.exists():
+                    raise EngineError(f"{self.address.name}, {what}: tp rank {rank} wrote no receipt.")
+                error = json.loads(path.read_text())["error"]
+                if error:
+                    raise EngineError(f"{self.address.name} tp rank {rank}, {what}: {error} The engine is STALE.")
+        except EngineError as error:
+            self._stale_reason = f"the weight sync failed ({str(error).rstrip('.')})"
+            self._version, self._pending = None, None
+            raise
+
+    def _read_digests(self) -> dict[str, str] | None:
+        digests: dict[str, str] = {}
+        for path in self.transfer_dir.glob(f"{self._receipt_prefix}*.0"):
+            receipt = json.loads(path.read_text())
+            if "names" not in receipt:
+                continue  # of the commit, or of a bucket that failed
+            if receipt["digests"] is None:
+                return None
+            digests |= {name: value or "not found" for name, value in receipt["digests"].items()}
+        return digests
+
+    def _remove_receipts(self) -> None:
+        for path in self.transfer_dir.glob(f"{self._receipt_prefix}*"):
+            path.unlink(missing_ok=True)
 
 
 def _sampling(params: SamplingParams, seed: int) -> dict[str, Any]:
@@ -139,8 +255,9 @@ def _sampling(params: SamplingParams, seed: int) -> dict[str, Any]:
 
 def _sample(answer: dict[str, Any]) -> GeneratedSample:
     meta = answer["meta_info"]
-    tokens = meta["output_token_logprobs"]
-    version = str(meta.get("weight_version", ""))
+    tokens = meta.get("output_token_logprobs") or []  # absent where it was aborted before its first token
+    spans = meta.get("weight_versions")  # which tokens came from which weights, in order
+    version = str(spans[0]["version"] if spans else meta.get("weight_version", ""))
     reason = meta["finish_reason"]["type"]
     return GeneratedSample(
         token_ids=tuple(int(entry[1]) for entry in tokens),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import socket
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +24,18 @@ from rlhf_megatron.rollout.process import (
     stop_together,
     write_token,
 )
+from rlhf_megatron.rollout.sglang_client import SGLangEngine
+from rlhf_megatron.rollout.sglang_environment import SGLangEnvironment, check_sglang
 from rlhf_megatron.rollout.sglang_server.loader import LOAD_FORMAT, TRANSFER_DIR
 
+logger = logging.getLogger(__name__)
+
 POLL_TIMEOUT_S = 5.0
+PORT_ATTEMPTS = 3  # another process can take a port between the look for it and the server's own bind
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]  # the loader runs in the server from here
+_PORT_LOST = re.compile(r"address already in use|EADDRINUSE|port \S+ is already in use", re.IGNORECASE)
+_ERROR_LINE = re.compile(r"^(\[[^]]*\] *)*([\w.]+: error: |([\w.]+\.)?\w*(Error|Exception): ).*\S", re.MULTILINE)
+_ERRORS_SHOWN = 3
 
 
 def start_sglang_engines(
@@ -32,7 +43,7 @@ def start_sglang_engines(
     num_engines: int,
     run_dir: Path | str,
     *,
-    python: str,
+    python: str | None,
     transfer_dir: Path,
     dtype: str,
     arguments: Mapping[str, Any],
@@ -42,56 +53,128 @@ def start_sglang_engines(
 ) -> EngineServers:
     """Start servers with `python -m sglang.launch_server` and wait until all answer.
 
-    `arguments`: SGLang server arguments without the leading dashes; they win over the ones set here. The admin key goes
-    through the settings file, which only this user can read. Raises EngineError with the end of a server's log.
+    `arguments`: SGLang server arguments without the leading dashes; they win over the ones set here. `python` None:
+    this interpreter. The admin key goes through the settings file, which only this user can read. Raises ValueError for
+    what a user can fix before a start, EngineError with the server's own error and the end of its log.
     """
     folder = Path(run_dir) / "engines"
     folder.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + startup_timeout_s
-    search_path = [env.get("PYTHONPATH", ""), str(PACKAGE_ROOT)]
-    full_env = {**env, TRANSFER_DIR: str(transfer_dir), "PYTHONPATH": ":".join(p for p in search_path if p)}
-    started: list[tuple[ServerProcess, EngineAddress]] = []
+    installed = check_sglang(python, arguments, env)
+    if not installed.arguments.get("enable-deterministic-inference", False):
+        logger.warning(
+            "sglang ignores the seed of a sample without rollout.sglang.args.enable_deterministic_inference: samples of"
+            " a group differ, but a run does not repeat."
+        )
+    settings = {
+        "model-path": str(model_path),
+        "host": "127.0.0.1",
+        "dtype": dtype,
+        "load-format": "dummy",
+        "skip-tokenizer-init": True,
+        "custom-weight-loader": [LOAD_FORMAT],
+        **installed.arguments,
+    }
+    ports = _Ports()
+    launches = [
+        _Launch(f"engine{index}", folder, installed, settings, transfer_dir, ports) for index in range(num_engines)
+    ]
     try:
-        for index in range(num_engines):
-            name = f"engine{index}"
-            token = write_token(folder / f"{name}.token")
-            port = free_port()
-            settings = {
-                "model-path": str(model_path),
-                "host": "127.0.0.1",
-                "port": port,
-                "dtype": dtype,
-                "load-format": "dummy",
-                "skip-tokenizer-init": True,
-                "admin-api-key": token,
-                "custom-weight-loader": [LOAD_FORMAT],
-                **{key.replace("_", "-"): value for key, value in arguments.items()},
-            }
-            path = write_private(folder / f"{name}.yaml", yaml.safe_dump(settings))
-            command = [python, "-m", "sglang.launch_server", "--config", str(path)]
-            process = ServerProcess(name, command, folder / f"{name}.log", full_env)
-            tp_size = int(settings.get("tp-size", 1))
-            started.append((process, EngineAddress(name, "sglang", f"http://127.0.0.1:{port}", token, tp_size)))
-        for process, address in started:
-            await_ready(process, lambda at=address: _answers(at), deadline, progress)  # type: ignore[misc]
+        for launch in launches:
+            launch.start()
+        addresses = [launch.wait(deadline, progress) for launch in launches]
     except BaseException:
-        stop_together([process for process, _ in started])
+        stop_together([launch.process for launch in launches if launch.process is not None])
         raise
-    return EngineServers([process for process, _ in started], [address for _, address in started])
+    return EngineServers([launch.process for launch in launches if launch.process is not None], addresses)
 
 
-def free_port() -> int:
-    """A loopback port that is free now, below the range from which the kernel gives out ports by itself."""
-    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    start = 20000 + os.getpid() * 37 % max(1, low - 21000)
-    for port in range(start, start + 1000):
-        with socket.socket() as probe:
+class _Ports:
+    """Free loopback ports below the range from which the kernel gives out ports by itself; none twice."""
+
+    def __init__(self) -> None:
+        low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+        self._next = 20000 + os.getpid() * 37 % max(1, low - 21000)
+
+    def take(self) -> int:
+        """Raises EngineError when a thousand in a row are taken."""
+        for port in range(self._next, self._next + 1000):
+            with socket.socket() as probe:
+                try:
+                    probe.bind(("127.0.0.1", port))
+                except OSError:
+                    continue
+            self._next = port + 1
+            return port
+        raise EngineError(f"no free port on 127.0.0.1 in {self._next}..{self._next + 999}; end what uses them.")
+
+
+@dataclass
+class _Launch:
+    """One server on its way up."""
+
+    name: str
+    folder: Path
+    installed: SGLangEnvironment
+    settings: dict[str, Any]
+    transfer_dir: Path
+    ports: _Ports
+    process: ServerProcess | None = None
+    log_start: int = 0  # of this attempt, bytes into the log
+    address: EngineAddress = field(init=False)
+
+    def start(self) -> None:
+        token = write_token(self.folder / f"{self.name}.token")
+        port = self.ports.take()
+        settings = {**self.settings, "port": port, "admin-api-key": token}
+        path = write_private(self.folder / f"{self.name}.yaml", yaml.safe_dump(settings))
+        search_path = [self.installed.env.get("PYTHONPATH", ""), str(PACKAGE_ROOT)]
+        env = {
+            **self.installed.env,
+            TRANSFER_DIR: str(self.transfer_dir),
+            "PYTHONPATH": ":".join(part for part in search_path if part),
+        }
+        log = self.folder / f"{self.name}.log"
+        self.log_start = log.stat().st_size if log.exists() else 0
+        tp_size = int(settings.get("tensor-parallel-size", 1))
+        self.address = EngineAddress(self.name, "sglang", f"http://127.0.0.1:{port}", token, tp_size)
+        command = [self.installed.python, "-m", "sglang.launch_server", "--config", str(path)]
+        self.process = ServerProcess(self.name, command, log, env)
+
+    def wait(self, deadline: float, progress: Progress | None) -> EngineAddress:
+        """Until it answers and says that it can do what is needed. A lost port is tried again with another one."""
+        for attempt in range(1, PORT_ATTEMPTS + 1):
+            assert self.process is not None, "wait comes after start"
             try:
-                probe.bind(("127.0.0.1", port))
-                return port
-            except OSError:
-                continue
-    raise EngineError(f"no free port on 127.0.0.1 in {start}..{start + 999}; end what uses them.")
+                await_ready(self.process, lambda: _answers(self.address), deadline, progress)
+                break
+            except EngineError as error:
+                text = self._log()
+                has_ended = self.process.exit_code is not None
+                if not has_ended or attempt == PORT_ATTEMPTS or not _PORT_LOST.search(text):
+                    raise EngineError(f"{error}{own_error(text)}") from error
+            logger.warning("%s lost its port to another process; it is started again with another", self.name)
+            self.process.stop()
+            self.start()
+        client = SGLangEngine(self.address, self.transfer_dir)
+        try:
+            client.probe()
+        finally:
+            client.close()
+        return self.address
+
+    def _log(self) -> str:
+        assert self.process is not None
+        try:
+            return self.process.log.read_bytes()[self.log_start :].decode(errors="replace")
+        except OSError:
+            return ""
+
+
+def own_error(log: str) -> str:
+    """The last different error lines of a server's log, which the noise of its end can have pushed out of the tail."""
+    lines = list(dict.fromkeys(match.group(0).strip() for match in _ERROR_LINE.finditer(log)))
+    return "\nIts errors:\n" + "\n".join(lines[-_ERRORS_SHOWN:]) if lines else ""
 
 
 def write_private(path: Path, text: str) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from rlhf_megatron.config.schema import RunConfig
@@ -32,7 +31,7 @@ def start_engines(config: RunConfig, run_dir: Path, transfer_dir: Path, progress
             config.model.path,
             rollout.num_engines,
             run_dir,
-            python=rollout.sglang.python or sys.executable,
+            python=rollout.sglang.python,
             transfer_dir=transfer_dir,
             dtype=engine_dtype(config),
             arguments=rollout.sglang.args,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +10,7 @@ from rlhf_megatron.checkpoint.hf_reader import HFReader, read_hf_config
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.models.families.base import table_for
+from rlhf_megatron.rollout.sglang_environment import check_sglang
 from rlhf_megatron.scheduler.plugins import load_plugins
 from rlhf_megatron.scheduler.recorder import Recorder
 from rlhf_megatron.scheduler.run import load_data, run_data
@@ -69,19 +68,8 @@ def _check_weights(config: RunConfig) -> None:
 
 def _check_engine(config: RunConfig) -> None:
     rollout = config.rollout
-    if rollout.engine != "sglang":
-        return
-    python = rollout.sglang.python
-    if python is not None and shutil.which(python) is None:
-        raise ValueError(
-            f"rollout.sglang.python ({python}) must be an executable; name the interpreter of an environment that has"
-            " sglang (`make sglang-cpu` makes .venv-sglang/bin/python), or set rollout.engine: local."
-        )
-    if python is None and importlib.util.find_spec("sglang") is None:
-        raise ValueError(
-            "rollout.engine (sglang) needs sglang in this environment; install it, name the interpreter of another"
-            " environment in rollout.sglang.python, or set rollout.engine: local."
-        )
+    if rollout.engine == "sglang":
+        check_sglang(rollout.sglang.python, rollout.sglang.args, rollout.sglang.env)
 
 
 def _check_output(config: RunConfig) -> None:

@@ -1,0 +1,100 @@
+"""What is asked of the environment that has sglang, before a server is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from sglang_tools import CPU_ARGUMENTS, CPU_ENV, needs_sglang, sglang_python
+
+from rlhf_megatron.rollout.sglang_environment import absolute_env, canonical, check_sglang, find_python
+
+KNOWN = [["help", "h"], ["tensor-parallel-size", "tp-size"], ["port"], ["device"], ["attention-backend"]]
+
+
+def fake_python(folder: Path, version: str) -> Path:
+    """An interpreter that answers the question for the version, then the one for the arguments."""
+    names = [["-h", "--help"], ["--tp-size", "--tensor-parallel-size"], ["--device"]]
+    path = folder / "python"
+    path.write_text(
+        f"""#!/bin/sh
+case "$2" in
+  *metadata*) {version};;
+  *) echo 'a line of noise'; echo '{json.dumps(names)}'; echo asked >> '{folder}/asked';;
+esac
+"""
+    )
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def test_aliases_become_one_name() -> None:
+    assert canonical({"tp_size": 2, "device": "cpu"}, KNOWN, "0.5.21") == {"tensor-parallel-size": 2, "device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (
+            {"attention_backed": "x"},
+            r"args.attention_backed is no argument of sglang 0.5.21; did you mean attention-ba",
+        ),
+        ({"zzz": 1}, r"args.zzz is no argument of sglang 0.5.21; `python -m sglang.launch_server --help` lists them"),
+        ({"port": 1}, r"args.port is set by the run: a free port is taken; remove it"),
+        ({"tp_size": 1, "tensor-parallel-size": 2}, r"args.tensor-parallel-size is given twice"),
+    ],
+)
+def test_wrong_arguments_are_told_with_the_fix(arguments: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        canonical(arguments, KNOWN, "0.5.21")
+
+
+def test_the_interpreter_is_asked_once_a_version(tmp_path: Path) -> None:
+    python = fake_python(tmp_path, "echo 0.5.21")
+    for _ in range(2):
+        found = check_sglang(str(python), {"tp_size": 2}, {"A": "b"}, tmp_path / "cache")
+        assert (found.python, found.version, found.env) == (str(python), "0.5.21", {"A": "b"})
+        assert found.arguments == {"tensor-parallel-size": 2}
+    assert (tmp_path / "asked").read_text() == "asked\n"
+    fake_python(tmp_path, "echo 0.6.0")
+    with pytest.raises(ValueError, match=r"args.tq is no argument of sglang 0.6.0"):
+        check_sglang(str(python), {"tq": 2}, {}, tmp_path / "cache")
+    assert (tmp_path / "asked").read_text() == "asked\nasked\n"
+
+
+def test_an_old_or_missing_sglang(tmp_path: Path) -> None:
+    python = fake_python(tmp_path, "echo 0.5.20")
+    with pytest.raises(ValueError, match=r"is 0.5.20, but 0.5.21 or newer is needed"):
+        check_sglang(str(python), {}, {})
+    fake_python(tmp_path, "echo 'PackageNotFoundError: sglang' >&2; exit 1")
+    with pytest.raises(ValueError, match=r"has no sglang; install it there .*make sglang-cpu.*PackageNotFoundError"):
+        check_sglang(str(python), {}, {})
+
+
+def test_relative_paths_count_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_python(tmp_path, "echo 0.5.21")
+    monkeypatch.chdir(tmp_path)
+    assert find_python("./python") == str(tmp_path / "python")
+    assert absolute_env({"PYTHONPATH": "a:/b", "X": "1"}) == {"PYTHONPATH": f"{tmp_path}/a:/b", "X": "1"}
+    with pytest.raises(ValueError, match=r"rollout.sglang.python \(no/python\) must be an executable"):
+        find_python("no/python")
+
+
+def test_a_link_to_an_interpreter_is_kept(tmp_path: Path) -> None:
+    """A virtual environment is known by the link, not by what it points at."""
+    os.symlink(fake_python(tmp_path, "echo 0.5.21"), tmp_path / "link")
+    assert find_python(str(tmp_path / "link")) == str(tmp_path / "link")
+
+
+@needs_sglang
+@pytest.mark.sglang
+@pytest.mark.dist
+def test_the_installed_version_knows_the_arguments_of_the_cpu_configuration(tmp_path: Path) -> None:
+    found = check_sglang(str(sglang_python()), {**CPU_ARGUMENTS, "tp": 2}, CPU_ENV, tmp_path)
+    assert found.arguments["tensor-parallel-size"] == 2
+    assert found.arguments["enable-deterministic-inference"] is True
+    with pytest.raises(ValueError, match="did you mean mem-fraction-static"):
+        check_sglang(str(sglang_python()), {"mem_fraction_statik": 0.3}, CPU_ENV, tmp_path)

@@ -1,0 +1,118 @@
+"""Starting SGLang servers: lost ports, the server's own error. Small scripts stand for the server that fails."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+from sglang_tools import STARTUP_S
+
+from rlhf_megatron.rollout.engine import EngineError
+from rlhf_megatron.rollout.process import EngineServers
+from rlhf_megatron.rollout.sglang_client import NEEDED
+from rlhf_megatron.rollout.sglang_process import _Ports, own_error, start_sglang_engines
+
+SERVER = """
+import http.server, json, sys, yaml
+port = yaml.safe_load(open(sys.argv[1]))["port"]
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = json.dumps({"paths": PATHS}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+def fake_sglang(folder: Path, start: str) -> Path:
+    """An interpreter of an sglang whose server does `start`; $4 is its settings file, `attempt` counts from 1."""
+    path = folder / "python"
+    path.write_text(
+        f"""#!/bin/bash
+if [ "$1" = -c ]; then echo 0.5.21; exit; fi
+echo x >> '{folder}/attempts'
+attempt=$(wc -l < '{folder}/attempts')
+serve() {{ exec '{Path(__import__("sys").executable)}' '{folder}/server.py' "$4"; }}
+{start}
+"""
+    )
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def start(folder: Path, script: str, paths: tuple[str, ...] = NEEDED) -> EngineServers:
+    (folder / "server.py").write_text(SERVER.replace("PATHS", json.dumps(dict.fromkeys(paths, {}))))
+    return start_sglang_engines(
+        "model",
+        1,
+        folder,
+        python=str(fake_sglang(folder, script)),
+        transfer_dir=folder,
+        dtype="float32",
+        arguments={},
+        env={},
+        startup_timeout_s=STARTUP_S,
+    )
+
+
+@pytest.mark.dist
+def test_a_lost_port_is_tried_again_with_another(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lost = 'grep ^port "$4" >> ports; [ $attempt = 3 ] && serve "$@"; echo "[Errno 98] address already in use"; exit 1'
+    with start(tmp_path, lost.replace("ports", str(tmp_path / "ports"))) as servers:
+        ports = (tmp_path / "ports").read_text().splitlines()
+        assert len(set(ports)) == 3
+        assert servers.addresses[0].url.endswith(ports[2].removeprefix("port: "))
+    assert caplog.text.count("lost its port") == 2
+    assert "sglang ignores the seed of a sample" in caplog.text
+
+
+@pytest.mark.dist
+def test_ports_that_are_lost_again_and_again(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="already in use"):
+        start(tmp_path, 'echo "OSError: [Errno 98] address already in use"; exit 1')
+    assert (tmp_path / "attempts").read_text() == "x\n" * 3
+
+
+@pytest.mark.dist
+def test_the_servers_own_error_is_shown_once_and_not_retried(tmp_path: Path) -> None:
+    noise = "echo 'ValueError: the model has no attention'; for i in $(seq 50); do echo noise; done; exit 3"
+    with pytest.raises(EngineError, match=r"code 3 (?s:.*)Its errors:\nValueError: the model has no attention"):
+        start(tmp_path, noise)
+    assert (tmp_path / "attempts").read_text() == "x\n"
+
+
+@pytest.mark.dist
+def test_a_server_without_update_sessions_is_refused(tmp_path: Path) -> None:
+    old = tuple(path for path in NEEDED if path not in ("/begin_weight_update", "/end_weight_update"))
+    with pytest.raises(EngineError, match=r"has no /begin_weight_update, /end_weight_update; use sglang 0.5.21"):
+        start(tmp_path, 'serve "$@"', old)
+
+
+def test_no_port_is_given_out_twice() -> None:
+    ports = _Ports()
+    assert len({ports.take() for _ in range(20)}) == 20
+
+
+def test_error_lines_of_a_log() -> None:
+    log = "\n".join(
+        [
+            "INFO: fine",
+            "[2026-01-01 00:00:00 TP0] RuntimeError: one",
+            "  File x.py",
+            "torch.cuda.OutOfMemoryError: two",
+            "torch.cuda.OutOfMemoryError: two",
+            "launch_server.py: error: unrecognized arguments: --tq 1",
+            "bye",
+        ]
+    )
+    assert own_error(log).splitlines()[2:] == [
+        "[2026-01-01 00:00:00 TP0] RuntimeError: one",
+        "torch.cuda.OutOfMemoryError: two",
+        "launch_server.py: error: unrecognized arguments: --tq 1",
+    ]
+    assert own_error("INFO: all is well") == ""
