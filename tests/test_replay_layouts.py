@@ -1,0 +1,104 @@
+"""Two recorded steps trained on one rank and at tp2: the losses and gradient norms that a run reports must agree."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import replay_layouts
+from benchmarks.parity.layouts import LAYOUTS
+from benchmarks.replay_layouts import Row, compare, mean_abs_advantage, replay_all
+from rlhf_megatron.data.batch import ScoredBatch, offsets_from_lengths
+from rlhf_megatron.scheduler.recorder import RecordedStart, Recorder
+
+GROUPS, GROUP_SIZE, PROMPT = 8, 4, 6
+SMALL = [
+    f"data.train_batch_size={GROUPS}",
+    f"rollout.n={GROUP_SIZE}",
+    "actor.mini_batch_size=16",
+    "actor.ppo_max_token_len_per_gpu=96",
+]
+
+
+def rollouts(seed: int) -> ScoredBatch:
+    """Random answers of 1 to 4 tokens. In every group the first sample is right, the last one wrong."""
+    generator = torch.Generator().manual_seed(seed)
+    count = GROUPS * GROUP_SIZE
+    lengths = PROMPT + torch.randint(1, 5, (count,), generator=generator)
+    offsets = offsets_from_lengths(lengths)
+    mask = torch.cat([torch.arange(length) >= PROMPT for length in lengths.tolist()])
+    rewards = torch.randint(0, 2, (count,), generator=generator).float().view(GROUPS, GROUP_SIZE)
+    rewards[:, 0], rewards[:, -1] = 1.0, 0.0
+    texts = ("",) * count
+    return ScoredBatch(
+        offsets=offsets,
+        token_ids=torch.randint(2, 16, (int(offsets[-1]),), generator=generator),
+        response_mask=mask,
+        rollout_log_probs=torch.zeros(mask.numel()),
+        group_ids=torch.arange(GROUPS).repeat_interleave(GROUP_SIZE),
+        sample_ids=torch.arange(count),
+        policy_versions=torch.ones(count, dtype=torch.int64),
+        finish_reasons=("length",) * count,
+        prompts=texts,
+        responses=texts,
+        labels=texts,
+        sources=texts,
+        rewards=rewards.flatten(),
+        reward_statuses=("ok",) * count,
+    )
+
+
+def make_record(directory: Path, num_steps: int) -> Path:
+    """A run directory with a record, as `--record` leaves it."""
+    recorder = Recorder(directory / "record")
+    recorder.write_start(RecordedStart(num_warmup_steps=0, policy_version=1))
+    for step in range(1, num_steps + 1):
+        recorder.write(step, rollouts(step))
+    return directory
+
+
+@pytest.mark.dist
+def test_two_steps_agree_at_tp2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay_layouts, "TIMEOUT_S", 240.0)
+    start = [*replay_layouts.weights(replay_layouts.WARM_MODEL), *SMALL, "checks.log_prob_max_abs_diff=100"]
+    rows, advantages = replay_all(make_record(tmp_path / "made", 2), start, [LAYOUTS["tp2"]], 2, tmp_path)
+    assert [(row.layout, row.step) for row in rows] == [("tp2", 1)] * 3 + [("tp2", 2)] * 3
+    assert not [row for row in rows if not row.ok], replay_layouts.table(rows)
+    assert all(0.5 < advantage < 1.5 for advantage in advantages)
+    norms = [row.value for row in rows if row.quantity == "actor/grad_norm"]
+    assert min(norms) > 0.01 and norms[0] != norms[1], "the steps must train something, and not the same thing"
+
+
+def test_mean_abs_advantage_is_that_of_the_groups(tmp_path: Path) -> None:
+    """A group of rewards 1 0 has mean 1/2 and standard deviation sqrt(1/2): both advantages are sqrt(1/2). A group of
+    equal rewards has 0. With as many response tokens in both, the mean is sqrt(1/2) / 2."""
+    batch = rollouts(0)
+    keep = replace(
+        batch,
+        offsets=torch.arange(0, 9, 2),
+        token_ids=batch.token_ids[:8],
+        response_mask=torch.tensor([False, True] * 4),
+        rollout_log_probs=torch.zeros(8),
+        group_ids=torch.tensor([5, 5, 6, 6]),
+        rewards=torch.tensor([1.0, 0.0, 1.0, 1.0]),
+        **{name: getattr(batch, name)[:4] for name in ("sample_ids", "policy_versions", "finish_reasons", "prompts")},
+        **{name: getattr(batch, name)[:4] for name in ("responses", "labels", "sources", "reward_statuses")},
+    )
+    Recorder(tmp_path / "record").write(1, keep)
+    assert mean_abs_advantage(tmp_path, 1) == pytest.approx(0.5**0.5 / 2, rel=1e-5)
+
+
+def test_the_bars_are_those_of_the_comparison() -> None:
+    one = {"actor/loss": 0.5, "actor/pg_loss": 0.5, "actor/grad_norm": 2.0}
+    near = {"actor/loss": 0.50007, "actor/pg_loss": 0.50009, "actor/grad_norm": 2.00019}
+    far = {"actor/loss": 0.50009, "actor/pg_loss": 0.50007, "actor/grad_norm": 2.00021}
+
+    def misses(found: dict[str, float]) -> list[str]:
+        rows: list[Row] = compare("tp2", [found], [one], [0.8])
+        return [row.quantity for row in rows if not row.ok]
+
+    assert misses(near) == ["actor/pg_loss"], "1e-4 x 0.8 is the bar of a loss"
+    assert misses(far) == ["actor/loss", "actor/grad_norm"]
