@@ -1,10 +1,12 @@
 """A replica's shard as packed micro-batches, and the results back. Pack once, unpack once; no Python per document.
 
-    two documents  a b c d | e f g     response tokens c d | g         packed to 9 tokens
-    token_ids      0 0 e f g a b c d   cu_seqlens 0 1 2 5 9: filler documents of one token, which nothing reads,
-    positions      0 0 0 1 2 0 1 2 3   then the documents by length, as attention wants them
-    rows                 ^     ^ ^     positions that predict a response token: the head runs on these only
-    targets              g     c d
+A document's last token predicts nothing and is left out, here and where `runtime.dispatch` counts lengths.
+
+    two documents  a b c d | e f g     response tokens c d | g         packed to 7 tokens
+    token_ids      0 0 e f a b c       cu_seqlens 0 1 2 4 7: filler documents of one token, which nothing reads,
+    positions      0 0 0 1 0 1 2       then the documents by length, as attention wants them
+    rows                 ^   ^ ^       positions that predict a response token: the head runs on these only
+    targets              g   c d
 
 Legend: T tokens of the shard, S packed length, D documents, R rows.
 """
@@ -68,17 +70,20 @@ def pack(
     order = torch.tensor([sample for group in plan.micro_batches for sample in group], dtype=torch.int64)
     _check(batch, order)
     order = _by_length(order, batch.lengths, sizes)
-    lengths = batch.lengths[order]
+    lengths = forwarded_lengths(batch.lengths)[order]
     starts = lengths.cumsum(0) - lengths  # of each document in the concatenation of all micro-batches
-    positions = torch.arange(batch.num_tokens) - torch.repeat_interleave(starts, lengths)
+    positions = torch.arange(int(lengths.sum())) - torch.repeat_interleave(starts, lengths)
     source = torch.repeat_interleave(batch.offsets[order], lengths) + positions  # packed token -> token of the shard
     token_ids = batch.token_ids[source]
-    predicted = batch.response_mask[source].nonzero().flatten()  # packed tokens that a row predicts
-    gathered = {name: getattr(batch, name)[source[predicted]] for name in columns if getattr(batch, name) is not None}
+    is_row = batch.response_mask.roll(-1)[source]  # the next token trains; no sample's first token does
+    row_index = is_row.nonzero().flatten()
+    predicted = source[row_index] + 1  # the shard's token that each row predicts
+    targets = batch.token_ids[predicted]
+    gathered = {name: getattr(batch, name)[predicted] for name in columns if getattr(batch, name) is not None}
 
     document_ends = sizes.cumsum(0).tolist()
     token_ends = lengths.cumsum(0)[sizes.cumsum(0) - 1].tolist()
-    row_ends = torch.searchsorted(predicted, torch.tensor(token_ends)).tolist()
+    row_ends = torch.searchsorted(row_index, torch.tensor(token_ends)).tolist()
     micro_batches = []
     for documents, tokens, rows in zip(_spans(document_ends), _spans(token_ends), _spans(row_ends), strict=True):
         num_filler = _num_filler(tokens, plan.packed_length) if fill else 0
@@ -88,17 +93,22 @@ def pack(
                 position_ids=pad(positions[tokens], (num_filler, 0))[None].to(device),
                 cu_seqlens=_cu_seqlens(lengths[documents], num_filler).to(device),
                 max_seqlen=int(lengths[documents.stop - 1]),
-                rows=(predicted[rows] + (num_filler - tokens.start - 1)).to(device),
-                targets=token_ids[predicted[rows]].to(device),
+                rows=(row_index[rows] + (num_filler - tokens.start)).to(device),
+                targets=targets[rows].to(device),
                 columns={name: column[rows].to(device) for name, column in gathered.items()},
             )
         )
     return Packed(
         micro_batches=tuple(micro_batches),
-        token_index=source[predicted],
+        token_index=predicted,
         num_tokens=batch.num_tokens,
         seq_length=max(micro.token_ids.numel() for micro in micro_batches),
     )
+
+
+def forwarded_lengths(lengths: Tensor) -> Tensor:
+    """[D] tokens of each document -> [D] tokens of it that a pass runs on: all but the last, and one at least."""
+    return (lengths - 1).clamp(min=1)
 
 
 def token_columns(kind: type[TokenBatch]) -> tuple[str, ...]:
