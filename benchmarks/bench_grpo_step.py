@@ -7,7 +7,9 @@ of 128 samples, weights to the engine. Runs, each a process (group) of its own, 
 
     ours_1     `rlhf-megatron train` with the inline launcher: one rank and one local engine, which take turns
     ours_dp2   two ranks (dp2) and two local engines
-    trl_1, trl_2   benchmarks/trl_grpo.py (its settings are explained there) with one and two threads
+    trl_1      benchmarks/trl_grpo.py (its settings are explained there) in one process with one thread
+    trl_2      the same with two threads
+    trl_dp2    two processes of one thread, data parallel over gloo
 
 A step's seconds are wall time from the start of one step to the start of the next, logging and data loading included;
 the first step of a run is a warm-up and left out. TRL computes the entropy in its update, ours with the old log-probs;
@@ -41,7 +43,8 @@ OURS = {
     "ours_1": ["trainer.runtime=inline", "trainer.n_gpus_per_node=1", "actor.ppo_max_token_len_per_gpu=1280"],
     "ours_dp2": ["trainer.n_gpus_per_node=2", "rollout.num_engines=2"],
 }
-TRL_THREADS = {"trl_1": 1, "trl_2": 2}
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
+TRL = {"trl_1": ([], 1), "trl_2": ([], 2), "trl_dp2": (TORCHRUN, 1)}  # launcher, threads of a process
 STAGES = {"generate": ("generate",), "log_probs": ("annotate",), "update": ("update",), "sync": ("sync",)}
 Steps = list[dict[str, float]]
 """One entry a step: stage -> seconds, and "step"."""
@@ -103,10 +106,12 @@ def our_step(before: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
 
 
 def run_trl(name: str, folder: Path, num_steps: int) -> Steps:
-    threads, output = TRL_THREADS[name], folder / f"{name}.json"
-    command = [str(TRL_PYTHON), "benchmarks/trl_grpo.py", str(folder / "model"), str(folder / "prompts.json")]
+    (launcher, threads), output = TRL[name], folder / f"{name}.json"
+    command = [str(TRL_PYTHON), *launcher, "benchmarks/trl_grpo.py", str(folder / "model")]
+    command += [str(folder / "prompts.json")]
     command += [str(output), "--steps", str(num_steps), "--threads", str(threads)]
-    _run(command, folder / f"{name}.log", OMP_NUM_THREADS=str(threads))
+    # Threads that wait must not spin: on a machine that others use too they would take each other's core.
+    _run(command, folder / f"{name}.log", OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="passive")
     return json.loads(output.read_text())["steps"]
 
 
@@ -137,7 +142,7 @@ def summarize(steps: dict[str, Steps]) -> dict[str, Any]:
             if stage != "step":
                 del values["values"]
     ours = {name: seconds[name]["step"] for name in seconds if name in OURS}
-    trl = {name: seconds[name]["step"] for name in seconds if name in TRL_THREADS}
+    trl = {name: seconds[name]["step"] for name in seconds if name in TRL}
     best_trl = min(trl, key=lambda name: trl[name]["median"])
     by_run = {
         name: {key: significant(value[key] / trl[best_trl][key]) for key in ("median", "min")}
@@ -155,7 +160,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="measured steps of a run")
-    parser.add_argument("--runs", nargs="+", choices=[*OURS, *TRL_THREADS], default=[*OURS, *TRL_THREADS])
+    parser.add_argument("--runs", nargs="+", choices=[*OURS, *TRL], default=[*OURS, *TRL])
     args = parser.parse_args()
     if not TRL_PYTHON.is_file():
         print(f"{TRL_PYTHON} is missing: `make .venv-trl/.installed` makes it (benchmarks/requirements-trl.txt).")

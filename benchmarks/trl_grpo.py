@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -25,13 +26,13 @@ NUM_PROMPTS, GROUP_SIZE, MINI_BATCH = 32, 16, 128
 OPTIMIZER_STEPS = NUM_PROMPTS * GROUP_SIZE // MINI_BATCH
 
 
-def grpo_config(num_steps: int, seed: int) -> GRPOConfig:
+def grpo_config(num_steps: int, seed: int, num_processes: int) -> GRPOConfig:
     """The same algorithmic work as configs/quickstart.yaml, and nothing beside it."""
     return GRPOConfig(
         output_dir="/tmp/unused-trl-output",
         # The same work: 512 samples a step in four optimizer steps, each one forward and backward of all 128 samples.
         # Generation runs on all 512 at once: the largest batch is the fastest for four new tokens.
-        per_device_train_batch_size=MINI_BATCH,
+        per_device_train_batch_size=MINI_BATCH // num_processes,
         gradient_accumulation_steps=1,
         steps_per_generation=OPTIMIZER_STEPS,
         num_iterations=1,
@@ -56,6 +57,8 @@ def grpo_config(num_steps: int, seed: int) -> GRPOConfig:
         # Float32 on the CPU; recomputation would only cost time here.
         use_cpu=True,
         bf16=False,
+        ddp_backend="gloo" if num_processes > 1 else None,
+        ddp_find_unused_parameters=False,  # saves DDP a walk over the graph
         gradient_checkpointing=False,
         disable_dropout=True,
         pad_to_multiple_of=None,  # padding is work without use on a CPU
@@ -122,12 +125,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation="sdpa")
     trainer = TimedTrainer(
         model=model,
         reward_funcs=exact_match,
-        args=grpo_config(args.steps + 1, args.seed),
+        args=grpo_config(args.steps + 1, args.seed, num_processes),
         train_dataset=Dataset.from_list(json.loads(args.prompts.read_text())),
         processing_class=tokenizer,
     )
@@ -145,7 +149,8 @@ def main() -> None:
                 "other": other,  # tokenizing, decoding, rewards, advantages, padding
             }
         )
-    args.output.write_text(json.dumps({"steps": steps[1:], "threads": torch.get_num_threads()}))
+    if trainer.accelerator.is_main_process:
+        args.output.write_text(json.dumps({"steps": steps[1:], "threads": torch.get_num_threads()}))
 
 
 if __name__ == "__main__":

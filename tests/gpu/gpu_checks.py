@@ -379,4 +379,5 @@ def compare_log_probs(found: Tensor, expected: Tensor, mask: Tensor, bounds: Bou
 
 def relative_error(value: Tensor, truth: Tensor) -> float:
     """L2 norm of the difference over the L2 norm of `truth`."""
-    return float((value.double().cpu() - truth.double()).norm() / truth.double().norm())
+    value, truth = value.detach().double().cpu(), truth.detach().double()
+    return float((value - truth).norm() / truth.norm())
