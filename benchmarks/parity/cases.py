@@ -58,7 +58,7 @@ class Cut:
     """How the batch becomes optimizer steps and micro-batches."""
 
     name: str
-    mini_batches: tuple[tuple[int, int], ...]  # first and last-but-one sample of each optimizer step
+    mini_batches: tuple[tuple[int, int], ...]  # samples start .. stop - 1 of each optimizer step
     token_budget: int  # tokens of a micro-batch
     loss_agg_mode: str
 

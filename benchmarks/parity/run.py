@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.parity.cases import CUTS, FAMILIES, Cut, Recipe, add_past, make_batch, make_state
 from benchmarks.parity.dumps import EXACT, SINGLE, Dumps
 from benchmarks.parity.layouts import Axes
-from benchmarks.parity.measure import Row, measure
+from benchmarks.parity.measure import Result, Row, measure
 from benchmarks.parity.reference import make_model, run_reference, token_columns
 from benchmarks.parity.sharded import assemble, run_on_rank
 
@@ -31,7 +31,7 @@ class Case:
     family: str
     state: dict[str, Tensor]
     batch: dict[str, Tensor]
-    references: dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]  # cut -> float64, float32
+    references: dict[str, tuple[Result, Result]]  # cut -> float64, float32
 
 
 def make_case(family: str, recipe: Recipe, cuts: Sequence[Cut] = CUTS) -> Case:
@@ -42,7 +42,7 @@ def make_case(family: str, recipe: Recipe, cuts: Sequence[Cut] = CUTS) -> Case:
         log_probs, _ = token_columns(model, batch, range(batch["offsets"].numel() - 1), recipe.temperature)
     batch = add_past(batch, log_probs)
 
-    def both(cut: Cut) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def both(cut: Cut) -> tuple[Result, Result]:
         exact, single = (
             run_reference(hf_config, state, batch, cut, recipe, dtype) for dtype in (torch.float64, torch.float32)
         )
@@ -51,7 +51,7 @@ def make_case(family: str, recipe: Recipe, cuts: Sequence[Cut] = CUTS) -> Case:
     return Case(family, state, batch, {cut.name: both(cut) for cut in cuts})
 
 
-def run_cell(pool: DistPool, case: Case, axes: Axes, recipe: Recipe, cuts: Sequence[Cut] = CUTS) -> dict[str, dict]:
+def run_cell(pool: DistPool, case: Case, axes: Axes, recipe: Recipe, cuts: Sequence[Cut] = CUTS) -> dict[str, Result]:
     """cut name -> the result of one family in one layout."""
     results = pool.run(
         run_on_rank,
@@ -70,7 +70,8 @@ def run_cell(pool: DistPool, case: Case, axes: Axes, recipe: Recipe, cuts: Seque
     }
 
 
-def rows_of(case: Case, axes: Axes, results: dict[str, dict]) -> list[Row]:
+def rows_of(case: Case, axes: Axes, results: dict[str, Result]) -> list[Row]:
+    """The figures of what `run_cell` returned."""
     mask = case.batch["response_mask"]
     rows = []
     for cut, result in results.items():
