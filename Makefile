@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help install quickstart quickstart-seeds smollm2 test check format test-dist parity bench gpu-check sglang-cpu sglang-smoke clean
+.PHONY: help install quickstart quickstart-seeds smollm2 test check format test-dist parity replay-layouts bench gpu-check sglang-cpu sglang-smoke clean
 
 help:
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 20
