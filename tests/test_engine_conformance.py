@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -99,8 +100,14 @@ def sync(server: Server, model: PreTrainedModel) -> None:
 
 
 def in_thread(engine: Engine, *requests: object) -> tuple[threading.Thread, list[list[list[GeneratedSample]]]]:
+    """The results appear in the list; it stays empty where the engine refused."""
     out: list[list[list[GeneratedSample]]] = []
-    thread = threading.Thread(target=lambda: out.append(engine.generate(requests, 60)))
+
+    def generate() -> None:
+        with contextlib.suppress(EngineError):
+            out.append(engine.generate(requests, 60))
+
+    thread = threading.Thread(target=generate)
     thread.start()
     return thread, out
 
@@ -191,8 +198,30 @@ def test_a_sync_changes_what_is_served(synced: tuple[Server, PreTrainedModel]) -
     expected = reference_log_probs(new, PROMPT, got.token_ids)
     assert (torch.tensor(got.log_probs) - expected).abs().max() <= 1e-4
     assert got.policy_version == server.version
-    digests = server.engine.weight_digests()
-    assert digests is None or digests == digests_of(weights_of(new))
+    assert server.engine.weight_digests() == digests_of(weights_of(new))
+    assert not list(server.transfer_dir.glob("receipt*"))
+
+
+def test_requests_in_flight_go_on_with_the_new_weights(synced: tuple[Server, PreTrainedModel]) -> None:
+    server, old = synced
+    new = tiny_qwen3(2)
+    for delay in (0.1, 0.3, 0.05, 1.0, 0.02):  # until the sync meets the requests half-way
+        sync(server, old)
+        before = server.version
+        thread, out = in_thread(server.engine, request(PROMPT, (1, 2), LONG, 0.0))
+        time.sleep(delay)
+        is_running = thread.is_alive()
+        sync(server, new)
+        thread.join(60)
+        if is_running and out and all(sample.policy_version == before for sample in out[0][0]):
+            break
+    else:
+        pytest.fail("no delay let the sync meet the requests half-way")
+    for sample in out[0][0]:
+        assert len(sample.token_ids) == LONG and sample.finish_reason == "length"
+        assert sample.token_ids[0] == reference_greedy(old, PROMPT, 1)[0]
+        prefix = (*PROMPT, *sample.token_ids[:-1])
+        assert sample.token_ids[-1:] == reference_greedy(new, prefix, 1)  # recomputed with what stands now
 
 
 def test_a_failed_sync_makes_it_stale_until_a_full_one(synced: tuple[Server, PreTrainedModel]) -> None:

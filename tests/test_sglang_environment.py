@@ -43,6 +43,7 @@ def test_aliases_become_one_name() -> None:
             r"args.attention_backed is no argument of sglang 0.5.21; did you mean attention-ba",
         ),
         ({"zzz": 1}, r"args.zzz is no argument of sglang 0.5.21; `python -m sglang.launch_server --help` lists them"),
+        ({"tp": 1}, r"args.tp is no argument of sglang 0.5.21; did you mean tp-size"),
         ({"port": 1}, r"args.port is set by the run: a free port is taken; remove it"),
         ({"tp_size": 1, "tensor-parallel-size": 2}, r"args.tensor-parallel-size is given twice"),
     ],
@@ -93,7 +94,7 @@ def test_a_link_to_an_interpreter_is_kept(tmp_path: Path) -> None:
 @pytest.mark.sglang
 @pytest.mark.dist
 def test_the_installed_version_knows_the_arguments_of_the_cpu_configuration(tmp_path: Path) -> None:
-    found = check_sglang(str(sglang_python()), {**CPU_ARGUMENTS, "tp": 2}, CPU_ENV, tmp_path)
+    found = check_sglang(str(sglang_python()), {**CPU_ARGUMENTS, "tp_size": 2}, CPU_ENV, tmp_path)
     assert found.arguments["tensor-parallel-size"] == 2
     assert found.arguments["enable-deterministic-inference"] is True
     with pytest.raises(ValueError, match="did you mean mem-fraction-static"):

@@ -46,7 +46,7 @@ serve() {{ exec '{Path(__import__("sys").executable)}' '{folder}/server.py' "$4"
 
 
 def start(folder: Path, script: str, paths: tuple[str, ...] = NEEDED) -> EngineServers:
-    (folder / "server.py").write_text(SERVER.replace("PATHS", json.dumps(dict.fromkeys(paths, {}))))
+    (folder / "server.py").write_text(SERVER.replace("PATHS", json.dumps({path: {} for path in paths})))
     return start_sglang_engines(
         "model",
         1,

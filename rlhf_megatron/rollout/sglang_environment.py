@@ -101,7 +101,7 @@ def canonical(arguments: Mapping[str, object], known: list[list[str]], version: 
     for key, value in arguments.items():
         name = key.replace("_", "-")
         if name not in first:
-            near = difflib.get_close_matches(name, first, n=1)
+            near = difflib.get_close_matches(name, first, n=1) or [n for n in first if n.startswith(f"{name}-")]
             hint = f"did you mean {near[0]}?" if near else "`python -m sglang.launch_server --help` lists them."
             raise ValueError(f"rollout.sglang.args.{key} is no argument of sglang {version}; {hint}")
         name = first[name]
