@@ -12,8 +12,9 @@ of 128 samples, weights to the engine. Runs, each a process (group) of its own, 
     trl_dp2    two processes of one thread, data parallel over gloo
 
 A step's seconds are wall time from the start of one step to the start of the next, logging and data loading included;
-the first step of a run is a warm-up and left out. TRL computes the entropy in its update, ours with the old log-probs;
-ours also compares the engine's log-probs with the trainer's and verifies digests of the weights in each step.
+the first step of a run is a warm-up and left out. CPU seconds a step are those of all processes of a run. TRL computes
+the entropy in its update, ours with the old log-probs; ours also compares the engine's log-probs with the trainer's and
+verifies digests of the weights in each step.
 
 Needs .venv-trl (`make .venv-trl/.installed`). Writes benchmarks/results/grpo_step.json; the ratio is the median of our
 better run over the median of TRL's better run.
@@ -24,7 +25,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -39,6 +42,7 @@ MODEL = ROOT / "examples/quickstart/model"
 WARM_MODEL = ROOT / "examples/quickstart/warm_model"
 TRL_PYTHON = ROOT / ".venv-trl/bin/python"
 TIMEOUT_S = 900
+SHORT = 1  # measured steps of the run that tells what starting costs
 OURS = {
     "ours_1": ["trainer.runtime=inline", "trainer.n_gpus_per_node=1", "actor.ppo_max_token_len_per_gpu=1280"],
     "ours_dp2": ["trainer.n_gpus_per_node=2", "rollout.num_engines=2"],
@@ -115,6 +119,12 @@ def run_trl(name: str, folder: Path, num_steps: int) -> Steps:
     return json.loads(output.read_text())["steps"]
 
 
+def children_cpu_s() -> float:
+    """CPU seconds of all processes that ended below this one."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 def _run(command: list[str], log: Path, **env: str) -> None:
     """Raises RuntimeError with the end of the output when the process fails."""
     environment = {
@@ -156,25 +166,43 @@ def summarize(steps: dict[str, Steps]) -> dict[str, Any]:
     }
 
 
+def cpu_summary(cpu_s: dict[str, list[float]], more_steps: int) -> dict[str, Any]:
+    """CPU seconds a step, all processes of a run together: what `more_steps` steps more cost than the first, short run.
+
+    Steadier than wall time on a busy machine, but blind to how well two cores are used.
+    """
+    by_step = {
+        name: statistics.median((value - values[0]) / more_steps for value in values[1:])
+        for name, values in cpu_s.items()
+    }
+    best_trl = min(value for name, value in by_step.items() if name in TRL)
+    ratio = {name: significant(value / best_trl) for name, value in by_step.items() if name in OURS}
+    return {"cpu_s_per_step": {name: significant(value) for name, value in by_step.items()}, "cpu_ratio": ratio}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8, help="measured steps of a run")
+    parser.add_argument("--steps", type=int, default=8, help="measured steps of a run, 2 at least")
     parser.add_argument("--runs", nargs="+", choices=[*OURS, *TRL], default=[*OURS, *TRL])
     args = parser.parse_args()
     if not TRL_PYTHON.is_file():
         print(f"{TRL_PYTHON} is missing: `make .venv-trl/.installed` makes it (benchmarks/requirements-trl.txt).")
         return 1
     steps: dict[str, Steps] = {name: [] for name in args.runs}
+    cpu_s: dict[str, list[float]] = {name: [] for name in args.runs}
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
         weights = make_model(folder / "model")
         write_prompts(folder / "prompts.json", folder / "model")
-        for _ in range(args.rounds):
+        for num_steps in [SHORT] + [args.steps] * args.rounds:
             for name in args.runs:
                 run: Callable[[str, Path, int], Steps] = run_ours if name in OURS else run_trl
-                steps[name] += run(name, folder, args.steps)
-    result = summarize(steps)
+                before = children_cpu_s()
+                measured = run(name, folder, num_steps)
+                cpu_s[name].append(children_cpu_s() - before)
+                steps[name] += measured if num_steps != SHORT else []
+    result = summarize(steps) | cpu_summary(cpu_s, args.steps - SHORT)
     print_table(result)
     command = f"python -m benchmarks.bench_grpo_step --rounds {args.rounds} --steps {args.steps}"
     trl_requirements = (ROOT / "benchmarks/requirements-trl.txt").read_text().split()
@@ -190,7 +218,11 @@ def print_table(result: dict[str, Any]) -> None:
         cells = [f"{values[stage]['median']:.3f}" if stage in values else "-" for stage in stages]
         print(name.ljust(16) + "".join(cell.rjust(11) for cell in cells))
     for name, ratio in result["ratio_by_run"].items():
-        print(f"{name} / {result['baseline']}: {ratio['median']:.3f} (median), {ratio['min']:.3f} (minimum)")
+        cpu = result["cpu_ratio"][name]
+        print(
+            f"{name} / {result['baseline']}: {ratio['median']:.3f} (median), {ratio['min']:.3f} (minimum);"
+            f" CPU time {cpu:.3f} of TRL's least"
+        )
 
 
 if __name__ == "__main__":

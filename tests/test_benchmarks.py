@@ -50,6 +50,12 @@ def test_the_step_ratio_is_the_better_of_ours_over_the_better_of_theirs() -> Non
     assert result["seconds"]["trl_1"]["update"] == {"min": 3.0, "median": 4.0}
 
 
+def test_cpu_time_of_a_step_leaves_out_what_starting_costs() -> None:
+    found = bench_grpo_step.cpu_summary({"ours_1": [10, 14, 18], "trl_1": [20, 28, 32], "trl_2": [5, 17, 17]}, 4)
+    assert found["cpu_s_per_step"] == {"ours_1": 1.5, "trl_1": 2.5, "trl_2": 3.0}
+    assert found["cpu_ratio"] == {"ours_1": 0.6}
+
+
 def summary(seed: int, before: float, after: float) -> dict[str, object]:
     return {"seed": seed, "accuracy_before": before, "accuracy_after": after, "seconds": 60.0}
 
