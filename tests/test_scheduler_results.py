@@ -1,6 +1,7 @@
 """What a run writes: evaluation, tracker, curve, records, run directory, summary."""
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -91,7 +92,7 @@ def track_a_step(tracker: Tracker, step: int) -> None:
     with tracker.step(step):
         for name in ("generate", "update", "sync", "sync"):
             with tracker.stage(name):
-                pass
+                time.sleep(0.02 if name == "sync" else 0)
         said = {"policy/version": step + 1.0, "rollout/num_samples": 3.0, "actor/num_epochs": 2.0}
         tracker.batch(to_train(scored()), {**said, "training/rollout_log_probs_diff_max": step * 1e-6})
 
@@ -121,6 +122,7 @@ def test_rows_of_metrics_jsonl(tmp_path: Path) -> None:
     assert {key for key in found[2] if key.startswith("timing_s/")} == {
         *("timing_s/generate", "timing_s/update", "timing_s/sync", "timing_s/step")
     }
+    assert 0.04 <= found[2]["timing_s/sync"] <= found[2]["timing_s/step"], "a stage entered twice adds up"
     seconds = [row["seconds"] for row in found]
     assert seconds == sorted(seconds)
     assert tracker.rewards == [(1, 0.75), (2, 0.75)] and tracker.evaluations == [(0, RESULT)]
