@@ -50,6 +50,9 @@ test-dist: $(VENV)/.installed  ## only the tests with several processes
 parity: $(VENV)/.installed  ## every layout against transformers in float64; benchmarks/results/parity.json
 	$(BIN)/python -m benchmarks.parity $(ARGS)
 
+replay-layouts: $(VENV)/.installed  ## the same recorded rollouts trained in every layout
+	$(BIN)/python -m benchmarks.replay_layouts $(ARGS)
+
 bench: $(VENV)/.installed .venv-trl/.installed  ## all benchmarks; JSON under benchmarks/results/
 	$(BIN)/python -m benchmarks.run_all $(ARGS)
 
