@@ -177,8 +177,12 @@ def main() -> int:
     parser.add_argument("--skip-benchmarks", action="store_true")
     args = parser.parse_args()
     if importlib.util.find_spec("torch") is None:
-        print(f"{sys.executable} has no torch: set PYTHON to the interpreter that has it.")
-        return 1
+        has_device = Path("/dev/nvidia0").exists()
+        print(
+            f"gpu-check: {'a' if has_device else 'no'} CUDA device, and {sys.executable} has no torch; nothing was run."
+        )
+        print("Set PYTHON to the interpreter that has it: make gpu-check PYTHON=/path/to/python3")
+        return 1 if has_device else 0
     import torch
 
     if not torch.cuda.is_available():
