@@ -79,6 +79,15 @@ def test_ports_that_are_lost_again_and_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
+def test_a_server_that_hangs_without_its_port(tmp_path: Path) -> None:
+    """As stock SGLang does: uvicorn says that it cannot bind, and nothing ends."""
+    hang = 'echo "ERROR: [Errno 98] error while attempting to bind on address (1, 2): in use"; sleep 600'
+    with start(tmp_path, f'[ $attempt = 2 ] && serve "$@"; {hang}') as servers:
+        assert servers.processes[0].exit_code is None
+    assert (tmp_path / "attempts").read_text() == "x\n" * 2
+
+
+@pytest.mark.dist
 def test_the_servers_own_error_is_shown_once_and_not_retried(tmp_path: Path) -> None:
     noise = "echo 'ValueError: the model has no attention'; for i in $(seq 50); do echo noise; done; exit 3"
     with pytest.raises(EngineError, match=r"code 3 (?s:.*)Its errors:\nValueError: the model has no attention"):

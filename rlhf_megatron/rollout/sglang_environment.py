@@ -24,7 +24,7 @@ OWN_ARGUMENTS = {  # what the run itself must know or set, and what to do instea
     "port": "a free port is taken",
     "config": "write the arguments themselves into rollout.sglang.args",
     "admin-api-key": "a fresh key is made for every server",
-    "api-key": "the admin key guards every server",
+    "api-key": "a fresh key is made for every server",
     "custom-weight-loader": "weight syncs go through the run's own",
 }
 _INSTALL = "install it there (`make sglang-cpu` on a machine without a GPU, else pip install 'rlhf-megatron[sglang]')"

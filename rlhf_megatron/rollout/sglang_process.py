@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 POLL_TIMEOUT_S = 5.0
 PORT_ATTEMPTS = 3  # another process can take a port between the look for it and the server's own bind
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]  # the loader runs in the server from here
+_BIND_FAILED = re.compile(
+    r"error while attempting to bind on address", re.IGNORECASE
+)  # it hangs then, and does not end
 _PORT_LOST = re.compile(r"address already in use|EADDRINUSE|port \S+ is already in use", re.IGNORECASE)
 _ERROR_LINE = re.compile(r"^(\[[^]]*\] *)*([\w.]+: error: |([\w.]+\.)?\w*(Error|Exception): ).*\S", re.MULTILINE)
 _ERRORS_SHOWN = 3
@@ -126,7 +129,7 @@ class _Launch:
     def start(self) -> None:
         token = write_token(self.folder / f"{self.name}.token")
         port = self.ports.take()
-        settings = {**self.settings, "port": port, "admin-api-key": token}
+        settings = {**self.settings, "port": port, "api-key": token, "admin-api-key": token}
         path = write_private(self.folder / f"{self.name}.yaml", yaml.safe_dump(settings))
         search_path = [self.installed.env.get("PYTHONPATH", ""), str(PACKAGE_ROOT)]
         env = {
@@ -146,12 +149,12 @@ class _Launch:
         for attempt in range(1, PORT_ATTEMPTS + 1):
             assert self.process is not None, "wait comes after start"
             try:
-                await_ready(self.process, lambda: _answers(self.address), deadline, progress)
+                await_ready(self.process, self._is_up, deadline, progress)
                 break
             except EngineError as error:
                 text = self._log()
-                has_ended = self.process.exit_code is not None
-                if not has_ended or attempt == PORT_ATTEMPTS or not _PORT_LOST.search(text):
+                is_lost = _BIND_FAILED.search(text) or (self.process.exit_code is not None and _PORT_LOST.search(text))
+                if attempt == PORT_ATTEMPTS or not is_lost:
                     raise EngineError(f"{error}{own_error(text)}") from error
             logger.warning("%s lost its port to another process; it is started again with another", self.name)
             self.process.stop()
@@ -162,6 +165,12 @@ class _Launch:
         finally:
             client.close()
         return self.address
+
+    def _is_up(self) -> bool:
+        lost = _BIND_FAILED.search(self._log())
+        if lost is not None:
+            raise EngineError(f"{self.name}: {lost.group(0)}: the port of {self.address.url} is already in use.")
+        return _answers(self.address)
 
     def _log(self) -> str:
         assert self.process is not None
@@ -190,6 +199,7 @@ def _answers(address: EngineAddress) -> bool:
     client = HttpClient(address)
     try:
         client.get("/health", POLL_TIMEOUT_S)
+        client.get("/model_info", POLL_TIMEOUT_S)  # takes the key of this run: not another server on the port
     except EngineError:
         return False
     finally:
