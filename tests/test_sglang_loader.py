@@ -66,8 +66,10 @@ def hex_of(weights: dict[str, Tensor]) -> dict[str, str]:
 
 
 def test_digests_are_found_in_fused_and_padded_parameters(tmp_path: Path) -> None:
-    (manifest,) = write_buckets(WEIGHTS, tmp_path, 1, num_buckets=1)
-    assert loader.standing_digests(dense(is_tied=False), manifest) == hex_of(WEIGHTS)
+    found: dict[str, str | None] = {}
+    for manifest in write_buckets(WEIGHTS, tmp_path, 1, num_buckets=4):  # cut inside the fused parts
+        found |= loader.standing_digests(dense(is_tied=False), manifest)
+    assert found == hex_of(WEIGHTS)
 
 
 def test_a_swapped_row_or_an_old_part_shows(tmp_path: Path) -> None:

@@ -83,26 +83,26 @@ def read_bucket(path: Path, manifest: BucketManifest) -> dict[str, Tensor]:
 def standing_digests(model: Any, manifest: BucketManifest) -> dict[str, str | None]:
     """Digests of what stands in the model for the tensors of a bucket, by Hugging Face name; None: not found there."""
     parameters = dict(model.named_parameters())
-    rows = {entry.name: entry.shape[0] for entry in manifest.tensors}
     found: dict[str, str | None] = {}
     for entry in manifest.tensors:
-        standing = _standing(parameters, rows, entry.name)
+        standing = _standing(parameters, entry.name, entry.shape[0])
         found[entry.name] = None if standing is None else as_hex(digest(standing[: entry.shape[0]]))
     return found
 
 
-def _standing(parameters: dict[str, Tensor], rows: dict[str, int], name: str) -> Tensor | None:
+def _standing(parameters: dict[str, Tensor], name: str, num_rows: int) -> Tensor | None:
     """The rows of the model's own, possibly fused, parameter that `name` was loaded into."""
     if name in parameters:
         return parameters[name]
     if expert := _EXPERT.fullmatch(name):
-        return _standing_expert(parameters, rows[name], expert)
+        return _standing_expert(parameters, num_rows, expert)
     for fused, members in FUSED.items():
         for index, part in enumerate(members):
             parameter = parameters.get(name.replace(f".{part}.", f".{fused}."))
             if f".{part}." in name and parameter is not None:
-                start = sum(rows[name.replace(f".{part}.", f".{member}.")] for member in members[:index])
-                return parameter[start : start + rows[name]]
+                # Of q, k, v the last two are of one size, as are gate and up: so places count from the end.
+                start = parameter.shape[0] - (len(members) - index) * num_rows if index else 0
+                return parameter[start : start + num_rows]
     return None
 
 
@@ -122,7 +122,7 @@ def incomplete(model: Any, received: set[str]) -> str | None:
     missing = sorted(name for name, parameter in parameters.items() if not _has_come(name, parameter, received))
     if not missing:
         return None
-    names = ", ".join(missing[:_NAMES_SHOWN]) + (", ..." if len(missing) > _NAMES_SHOWN else "")
+    names = ", ".join(missing[:_NAMES_SHOWN]) + (" and others" if len(missing) > _NAMES_SHOWN else "")
     return f"{len(missing)} of {len(parameters)} parameters never came whole: {names}."
 
 
