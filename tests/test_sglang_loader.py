@@ -107,7 +107,7 @@ def test_what_never_came_is_named() -> None:
     assert loader.incomplete(dense(is_tied=True), set(WEIGHTS) - {"lm_head.weight"}) is None
     found = loader.incomplete(dense(is_tied=False), {"embed.weight", "attn.q_proj.weight", "mlp.gate_proj.weight"})
     assert found == (
-        "4 of 5 parameters never came whole: attn.qkv_proj.weight, lm_head.weight, mlp.down_proj.weight, ...."
+        "4 of 5 parameters never came whole: attn.qkv_proj.weight, lm_head.weight, mlp.down_proj.weight and others."
     )
 
 
