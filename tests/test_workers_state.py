@@ -55,6 +55,17 @@ def test_a_checkpoint_goes_on_under_another_layout(
         assert summed(resumed, 0).lr == summed(through, 2).lr
 
 
+def test_a_checkpoint_from_before_the_first_step_goes_on(
+    dist_pool: DistPool, state: dict[str, Tensor], tmp_path: Path
+) -> None:
+    common: dict[str, Any] = {"name": NAME, "state": state, "batch": reference.make_batch(), "loss": "sft"}
+    through = dist_pool.run(train, num_steps=2, **common)
+    dist_pool.run(train, num_steps=0, directory=tmp_path / "fresh", **common)
+    resumed = dist_pool.run(train, num_steps=2, directory=tmp_path / "fresh", is_loading=True, **common)
+    expected = whole(through, NAME, 1, 1, "weights")
+    assert all(torch.equal(expected[key], w) for key, w in whole(resumed, NAME, 1, 1, "weights").items())
+
+
 def test_a_checkpoint_of_another_model_is_refused(
     dist_pool: DistPool, state: dict[str, Tensor], tmp_path: Path
 ) -> None:

@@ -43,8 +43,8 @@ class MegatronReference:
         self.table = table_for(hf_config, world.layout.tp)
         self.model = build_model(hf_config, world, dtype)
         load_hf(self.model.chunks, self.table, weights, world.coordinates.tp, world.layout.tp)
-        # Parameters keep requires_grad, though no pass records a gradient: frozen ones go through another linear layer of
-        # megatron's, which rounds differently, and the KL against an equal actor would not be 0.
+        # Parameters keep requires_grad, though no pass records a gradient: frozen ones go through another linear layer
+        # of megatron's, which rounds differently, and the KL against an equal actor would not be 0.
         if is_offloaded:
             self.offload()
 
