@@ -86,6 +86,9 @@ class Optimizer:
 
     def load_state_dict(self, optimizer: dict[str, Any], scheduler: dict[str, Any]) -> None:
         """Undo `sharded_state_dict` and `scheduler.state_dict`."""
+        if any(isinstance(part.optimizer, torch.optim.AdamW) for part in self.megatron.chained_optimizers):
+            # Megatron writes the count of steps only when it is above 0; torch's AdamW cannot do without.
+            optimizer.get("optimizer", optimizer)["state"].setdefault("common_step", torch.zeros(()))
         self.megatron.load_state_dict(optimizer)
         self.scheduler.num_steps = 0
         self.scheduler.load_state_dict(scheduler)
@@ -156,8 +159,7 @@ def _schedules(optimizer: Any, optim: OptimConfig, num_steps: int) -> OptimizerP
 def _prepare_torch_adam(optimizer: Any) -> None:
     """Where torch's AdamW stands in for a fused one: its fused kernel, and a state that exists before the first step.
 
-    Megatron's own state initialisation for a checkpoint leaves out "step", which AdamW then misses when the checkpoint
-    was written before the first step.
+    Megatron's own state initialisation for a checkpoint leaves out "step".
     """
     for part in optimizer.chained_optimizers:
         adam = part.optimizer
