@@ -70,6 +70,7 @@ def test_the_base_of_these_tests_is_valid(run_file: Path) -> None:
         (["rollout.top_k=50"], "rollout.top_k (50) must be -1 (off)"),
         (["rollout.min_p=0.1"], "rollout.min_p (0.1) must be 0.0 (off)"),
         (["rollout.val_kwargs.n=4"], "rollout.val_kwargs.n (4) must be 1 at temperature 0"),
+        (["trainer.nnodes=2", "actor.megatron.pipeline_model_parallel_size=2"], "actor.megatron.pipeline_model_parallel_size (2) over trainer.nnodes (2) puts stages on machines"),
         (["rollout.stop=[a,a]"], "rollout.stop (['a', 'a']) must be distinct, non-empty strings."),
         (["rollout.n=1", "actor.mini_batch_size=32"], "rollout.n (1) must be at least 2 for algorithm.adv_estimator grpo"),
         (["rollout.engine=sglang", "rollout.sglang.args={--tp-size: 2}"], "rollout.sglang.args.--tp-size must be written without leading dashes; use tp-size."),

@@ -97,9 +97,9 @@ def _senders(c: RunConfig) -> Iterator[Problem]:
     last_sender = (pp - 1) * (ranks // max(pp, 1))  # the first rank of the last stage
     if c.trainer.nnodes > 1 and last_sender >= c.trainer.n_gpus_per_node:
         yield Problem(
-            f"actor.megatron.pipeline_model_parallel_size ({pp}) over trainer.nnodes ({c.trainer.nnodes}) puts stages on"
-            " machines without an engine, which the shared-memory weight sync does not reach; use 1 stage on several"
-            " machines, or one machine.",
+            f"actor.megatron.pipeline_model_parallel_size ({pp}) over trainer.nnodes ({c.trainer.nnodes}) puts stages"
+            " on machines without an engine, which the shared-memory weight sync does not reach; use 1 stage on"
+            " several machines, or one machine.",
             ("actor.megatron.pipeline_model_parallel_size", "trainer.nnodes"),
         )
 
