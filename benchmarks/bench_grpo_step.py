@@ -42,10 +42,11 @@ MODEL = ROOT / "examples/quickstart/model"
 WARM_MODEL = ROOT / "examples/quickstart/warm_model"
 TRL_PYTHON = ROOT / ".venv-trl/bin/python"
 TIMEOUT_S = 900
+MINI_BATCH = 128  # samples an optimizer step, on both sides
 SHORT = 1  # measured steps of the run that tells what starting costs
 OURS = {
     "ours_1": ["trainer.runtime=inline", "trainer.n_gpus_per_node=1", "actor.ppo_max_token_len_per_gpu=1280"],
-    "ours_dp2": ["trainer.n_gpus_per_node=2", "rollout.num_engines=2"],
+    "ours_dp2": ["trainer.n_gpus_per_node=2", "rollout.num_engines=2", "actor.ppo_max_token_len_per_gpu=1280"],
 }
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
 TRL = {"trl_1": ([], 1), "trl_2": ([], 2), "trl_dp2": (TORCHRUN, 1)}  # launcher, threads of a process
@@ -88,6 +89,7 @@ def run_ours(name: str, folder: Path, num_steps: int) -> Steps:
         "actor.megatron.tensor_model_parallel_size": 1,
         "actor.megatron.pipeline_model_parallel_size": 1,
         "warmup.max_steps": 0,
+        "actor.mini_batch_size": MINI_BATCH,
         "trainer.total_training_steps": num_steps + 1,
         "trainer.val_before_train": "false",
         "trainer.test_freq": 0,

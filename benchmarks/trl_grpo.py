@@ -27,9 +27,9 @@ OPTIMIZER_STEPS = NUM_PROMPTS * GROUP_SIZE // MINI_BATCH
 
 
 def grpo_config(num_steps: int, seed: int, num_processes: int) -> GRPOConfig:
-    """The same algorithmic work as configs/quickstart.yaml, and nothing beside it."""
+    """The same algorithmic work as ours in bench_grpo_step, and nothing beside it."""
     return GRPOConfig(
-        output_dir="/tmp/unused-trl-output",
+        output_dir="trl-output",  # nothing is saved, so it is never made
         # The same work: 512 samples a step in four optimizer steps, each one forward and backward of all 128 samples.
         # Generation runs on all 512 at once: the largest batch is the fastest for four new tokens.
         per_device_train_batch_size=MINI_BATCH // num_processes,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from table_samples import SMALL_QWEN3
 
 from rlhf_megatron.checkpoint.hf_writer import hf_directory_writer
 from rlhf_megatron.checkpoint.megatron_dir import MegatronReader
@@ -18,19 +19,7 @@ from rlhf_megatron.cli.main import main
 from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.resharding.convert import open_model, verify, write_hf, write_megatron
 
-CONFIG = {
-    "model_type": "qwen3",
-    "num_hidden_layers": 4,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 6,
-    "vocab_size": 21,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
+CONFIG = {**SMALL_QWEN3, "torch_dtype": "bfloat16"}
 LLAMA = {**CONFIG, "model_type": "llama", "tie_word_embeddings": True}
 
 

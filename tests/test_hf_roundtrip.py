@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from table_samples import SMALL_QWEN3
 from torch import nn
 
 from rlhf_megatron.checkpoint.hf_reader import INDEX, HFReader, read_hf_config
@@ -18,19 +19,7 @@ from rlhf_megatron.checkpoint.safetensors_writer import SafetensorsWriter, Tenso
 from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.models.table import Rule, join, rules_of_stage, split
 
-CONFIG = {
-    "model_type": "qwen3",
-    "num_hidden_layers": 4,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 6,
-    "vocab_size": 21,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.5,
-}
+CONFIG = {**SMALL_QWEN3, "initializer_range": 0.5}
 TIED = {**CONFIG, "tie_word_embeddings": True}
 LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2), (4, 4)]
 

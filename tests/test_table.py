@@ -2,24 +2,12 @@
 
 import pytest
 import torch
+from table_samples import SMALL_QWEN3
 
 from rlhf_megatron.models.families.base import family_for, padded_vocab_size, rope_base, table_for
 from rlhf_megatron.models.table import check_tensor_parallel, join, rules_of_stage, split
 
-QWEN3 = {
-    "model_type": "qwen3",
-    "num_hidden_layers": 4,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 6,
-    "vocab_size": 21,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 5000.0,
-    "tie_word_embeddings": False,
-}
+QWEN3 = {**SMALL_QWEN3, "rms_norm_eps": 1e-6, "rope_theta": 5000.0}
 LLAMA = {**QWEN3, "model_type": "llama", "head_dim": None, "tie_word_embeddings": True}
 
 

@@ -28,7 +28,6 @@ class World:
     pp_group: ProcessGroup  # ranks that split the stack, in stage order
     dp_group: ProcessGroup  # ranks that hold the same shard
     model_parallel_group: ProcessGroup  # tp x pp: all ranks of this replica
-    replica_group: ProcessGroup  # the same ranks over gloo, for bytes in host memory
     leader: int  # rank of this replica's leader
     pg_collection: Any  # megatron's ProcessGroupCollection, to be handed to its functions
 
@@ -89,7 +88,6 @@ def create_world(layout: Layout, device: torch.device, seed: int = 1, timeout_s:
         pp_group=groups.pp,
         dp_group=groups.dp,
         model_parallel_group=groups.mp,
-        replica_group=_make_replica_group(layout, coordinates.dp, timeout_s),
         leader=layout.leader(coordinates.dp),
         pg_collection=groups,
     )
@@ -103,8 +101,6 @@ def destroy_world(is_default_group_ended: bool = True) -> None:
     from megatron.core import parallel_state
 
     groups = [group for group in parallel_state._global_process_group_list or [] if group is not None]
-    groups += _replica_groups
-    _replica_groups.clear()
     parallel_state.destroy_model_parallel()
     if not dist.is_initialized():
         return
@@ -113,37 +109,6 @@ def destroy_world(is_default_group_ended: bool = True) -> None:
         return
     for group in groups:
         dist.destroy_process_group(group)
-
-
-def broadcast_bytes(world: World, data: bytes | bytearray | memoryview | None) -> bytes:
-    """The leader's `data` on every rank of its replica. All of its ranks call; those that do not lead give None."""
-    if world.layout.tp * world.layout.pp == 1:
-        assert data is not None, "the leader must have data to broadcast"
-        return bytes(data)
-    if world.is_leader:
-        assert data is not None, "the leader must have data to broadcast"
-        size = torch.tensor([len(data)])
-    else:
-        size = torch.zeros(1, dtype=torch.int64)
-    dist.broadcast(size, src=world.leader, group=world.replica_group)
-    buffer = bytearray(data) if world.is_leader and data is not None else bytearray(int(size))
-    if buffer:
-        dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), src=world.leader, group=world.replica_group)
-    return bytes(buffer)
-
-
-_replica_groups: list[ProcessGroup] = []
-
-
-def _make_replica_group(layout: Layout, dp: int, timeout_s: float) -> ProcessGroup:
-    mine: ProcessGroup | None = None
-    for other in range(layout.dp):
-        group = dist.new_group(list(layout.replica(other)), backend="gloo", timeout=timedelta(seconds=timeout_s))
-        if other == dp:
-            mine = group
-    assert mine is not None, "every rank belongs to one replica"
-    _replica_groups.append(mine)
-    return mine
 
 
 def _init_process_group(layout: Layout, device: torch.device, timeout_s: float) -> None:
