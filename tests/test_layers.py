@@ -13,7 +13,7 @@ LAYERS = [
     ("models",),
     ("checkpoint", "workers"),
     ("resharding",),
-    ("rollout", "reward_service"),
+    ("rollout",),
     ("runtime",),
     ("scheduler",),
     ("cli",),
