@@ -29,7 +29,7 @@ NO_OP_LENGTH = 2  # one prompt token, one response token that is not in the mask
 class ReplicaPlan:
     """One replica's share of a call.
 
-    A micro-batch shorter than `packed_length` is filled by one masked tail document; one that is as long has none.
+    A micro-batch shorter than `packed_length` is filled with masked tokens where all must be of one length.
     """
 
     samples: tuple[int, ...]  # indices into the whole batch, in the order of the shard; no-op samples (-1) come last

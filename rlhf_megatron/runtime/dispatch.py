@@ -31,12 +31,11 @@ def scatter_calls(
 ) -> Scattered:
     """Split `batch` over the replicas of `layout`. Each rank's call has its replica's plan as the argument `plan`.
 
-    `token_budget`: tokens a micro-batch, without the last one of each document, which is not forwarded. Documents count
-    as padded to a multiple of the tensor-parallel size, so that the packed length can be split along the sequence.
-    Raises ValueError when a sample is over the budget.
+    `token_budget`: tokens a micro-batch, without the last one of each document, which is not forwarded. Raises
+    ValueError when a sample is over the budget.
     """
     assert "plan" not in arguments, f"{method}: the plan is made here"
-    plans = plan_replicas(forwarded_lengths(batch.lengths).tolist(), layout.dp, token_budget, layout.tp)
+    plans = plan_replicas(forwarded_lengths(batch.lengths).tolist(), layout.dp, token_budget)
     leaders = tuple(layout.leader(dp) for dp in range(layout.dp))
     calls = []
     for rank in range(layout.world_size):
