@@ -63,7 +63,7 @@ def empty_cache(device: torch.device) -> None:
 
 
 def memory(device: torch.device) -> MemoryStats:
-    """What torch holds on `device` now, and its peak since `reset_peak_memory`."""
+    """What torch holds on `device` now, and its peak so far."""
     if device.type != "cuda":
         return MemoryStats()
     return MemoryStats(
@@ -72,9 +72,3 @@ def memory(device: torch.device) -> MemoryStats:
         peak_allocated=torch.cuda.max_memory_allocated(device),
         total=torch.cuda.get_device_properties(device).total_memory,
     )
-
-
-def reset_peak_memory(device: torch.device) -> None:
-    """Start a new measurement of the peak."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
