@@ -29,8 +29,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from rlhf_megatron.parallel.layout import Layout
 
 JOBS_PER_WORKER = 20
 GRACE_S = 10.0  # for the other ranks, once one has failed
@@ -110,18 +113,22 @@ class DistPool:
         tp: int = 1,
         pp: int = 1,
         dp: int = 1,
+        cp: int = 1,
+        vpp: int = 1,
+        sequence_parallel: bool = False,
         timeout_s: float = 120.0,
         **arguments: Any,
     ) -> list[Any]:
-        """`job(world, **arguments)` on tp * pp * dp ranks: its results in rank order. Raises JobError."""
-        world_size = tp * pp * dp
+        """`job(world, **arguments)` on tp * pp * cp * dp ranks: its results in rank order. Raises JobError."""
+        layout = Layout(tp * pp * cp * dp, tp, pp, cp, vpp, sequence_parallel)
+        world_size = layout.world_size
         workers = self._take(world_size)
         self._jobs += 1
         message = {
             "module": job.__module__,
             "function": job.__qualname__,
             "arguments": arguments,
-            "layout": {"world_size": world_size, "tp": tp, "pp": pp},
+            "layout": asdict(layout),
             "init_file": str(self._directory / f"init_{self._jobs}"),
             "path": sys.path,
         }
@@ -129,7 +136,7 @@ class DistPool:
             for rank, worker in enumerate(workers):
                 worker.send({**message, "rank": rank})
                 worker.jobs += 1
-            return self._collect(workers, f"{job.__qualname__} at tp{tp} pp{pp} dp{dp}", timeout_s)
+            return self._collect(workers, f"{job.__qualname__} at {layout}", timeout_s)
         except BaseException as error:
             if not (isinstance(error, JobError) and error.is_clean):
                 for worker in workers:

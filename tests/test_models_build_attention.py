@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhf_megatron.models.attention import Run, _by_length, packed_documents
 from rlhf_megatron.models.norm import RMSNorm, _RMSNorm
-from rlhf_megatron.models.rotary import rotary_tables, rotate
+from rlhf_megatron.models.rotary import Rotary, rotary_tables, rotate
 
 
 def documents(lengths: list[int]):
@@ -63,7 +63,7 @@ def test_equal_lengths_that_lie_together_are_not_moved() -> None:
 
 
 def test_rotation_by_hand_and_its_gradient() -> None:
-    cos, sin = rotary_tables(torch.tensor([0, 1]), head_dim=4, base=100.0, dtype=torch.float64)
+    cos, sin = rotary_tables(torch.tensor([0, 1]), head_dim=4, rotary=Rotary(100.0), dtype=torch.float64)
     x = torch.tensor([[[1.0, 2.0, 3.0, 4.0]], [[1.0, 2.0, 3.0, 4.0]]], dtype=torch.float64)
     fast, slow = 1.0, 0.1  # angle of pairs (x0, x2) and (x1, x3) at position 1: 100^0 and 100^(-1/2)
     turned = [

@@ -44,7 +44,7 @@ def test_names_and_shapes_are_those_of_transformers(kind: str, tied: bool) -> No
     theirs = {n: tuple(t.shape) for n, t in model.named_parameters()}
     ours = {hf.name: hf.shape for rule in table_for(hf_config) for hf in rule.hf}
     assert ours == theirs
-    assert family_for(model.config.to_dict()).gpt_arguments(model.config.to_dict())["rotary_base"] == 5000.0
+    assert family_for(model.config.to_dict()).gpt_arguments(model.config.to_dict())["rotary"].base == 5000.0
 
 
 def test_qkv_keeps_a_key_value_group_together() -> None:

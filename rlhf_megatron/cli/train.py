@@ -57,11 +57,9 @@ def _check(args: argparse.Namespace, config: RunConfig) -> None:
 
 
 def _layout(config: RunConfig):  # type: ignore[no-untyped-def]
-    from rlhf_megatron.parallel.layout import Layout
+    from rlhf_megatron.parallel.layout import layout_of
 
-    megatron = config.actor.megatron
-    world_size = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    return Layout(world_size, megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size)
+    return layout_of(config.actor.megatron, config.trainer.nnodes * config.trainer.n_gpus_per_node)
 
 
 def _run_name(args: argparse.Namespace, config: RunConfig) -> str:

@@ -49,6 +49,28 @@ class DataConfig:
 class MegatronConfig:
     tensor_model_parallel_size: int = doc("ranks that split each layer", 1)
     pipeline_model_parallel_size: int = doc("ranks that split the stack of layers", 1)
+    virtual_pipeline_model_parallel_size: int | None = doc("model chunks a pipeline rank has; null: one", None)
+    context_parallel_size: int = doc("ranks that split each sample", 1)
+    sequence_parallel: bool = doc("tensor-parallel ranks also split norms and residuals, by token", False)
+    use_distributed_optimizer: bool = doc("split optimizer state over replicas and context-parallel ranks", False)
+    overlap_grad_reduce: bool = doc("reduce gradients while the backward pass runs", False)
+    overlap_param_gather: bool = doc("gather updated parameters while the next forward pass runs", False)
+    recompute_granularity: Literal["full", "selective"] | None = doc(
+        "full: keep only layer inputs for the backward pass; selective: recompute recompute_modules; null: keep all",
+        None,
+    )
+    recompute_method: Literal["uniform", "block"] | None = doc(
+        "of full recompute: uniform groups of recompute_num_layers, or only the first recompute_num_layers", None
+    )
+    recompute_num_layers: int | None = doc("of full recompute, layers (see recompute_method)", None)
+    recompute_modules: tuple[Literal["core_attn", "layernorm", "mlp"], ...] = doc(
+        "of selective recompute: what is computed again", ("core_attn",)
+    )
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = doc(
+        "layers of a model: megatron-core's own, or Transformer Engine's (on a CPU: plain torch under its names);"
+        " auto: Transformer Engine where it is installed and the device is a GPU",
+        "auto",
+    )
 
 
 @dataclass(frozen=True)
@@ -81,7 +103,9 @@ class ActorConfig:
     policy_loss: PolicyLossConfig = doc("policy loss", factory=PolicyLossConfig)
     mini_batch_size: int = doc("samples (prompts x rollout.n) an optimizer step, over all ranks", 1024)
     ppo_epochs: int = doc("passes over the samples of a step", 1)
-    ppo_max_token_len_per_gpu: int = doc("token budget of a micro-batch on one replica", 16384)
+    ppo_max_token_len_per_gpu: int = doc(
+        "token budget of a micro-batch on one rank; context-parallel ranks pool theirs", 16384
+    )
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = doc(
         "how token losses become one number; the denominator is global", "token-mean"
     )

@@ -20,7 +20,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from rlhf_megatron.models.rotary import rotary_tables, rotate
+from rlhf_megatron.models.rotary import Rotary, rotary_tables, rotate
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -72,11 +72,11 @@ class PackedDocuments(PackedSeqParams):
         """[T] undoes `order`."""
         return self._plan[2]
 
-    def rotary(self, head_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def rotary(self, head_dim: int, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin [T, 1, head_dim / 2] of this micro-batch's positions."""
-        key = (head_dim, base, dtype)
+        key = (head_dim, rotary, dtype)
         if key not in self.rotary_cache:
-            self.rotary_cache[key] = rotary_tables(self.positions, head_dim, base, dtype)
+            self.rotary_cache[key] = rotary_tables(self.positions, head_dim, rotary, dtype)
         return self.rotary_cache[key]
 
 
@@ -99,7 +99,7 @@ def packed_documents(cu_seqlens: Tensor, max_seqlen: int, positions: Tensor) -> 
 class PackedAttention(MegatronModule):
     """Causal attention inside each document. Stands where megatron's specs have `core_attention`."""
 
-    rotary_base: float | None = None  # set by build_model; None: queries and keys come with their positions
+    rotary: Rotary | None = None  # set by build_model; None: queries and keys come with their positions
 
     def __init__(
         self, config: Any, softmax_scale: float | None = None, pg_collection: Any = None, **unused: Any
@@ -130,8 +130,8 @@ class PackedAttention(MegatronModule):
                 "the model needs packed_seq_params made by packed_documents(); padded batches are not taken."
             )
         documents = packed_seq_params
-        if self.rotary_base is not None:
-            cos, sin = documents.rotary(query.shape[-1], self.rotary_base, query.dtype)
+        if self.rotary is not None:
+            cos, sin = documents.rotary(query.shape[-1], self.rotary, query.dtype)
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and varlen_attn is not None:
             return _varlen(query, key, value, documents, self.softmax_scale)

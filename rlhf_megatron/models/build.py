@@ -46,7 +46,7 @@ def build_model(hf_config: Mapping[str, Any], world: World, dtype: torch.dtype) 
     family = family_for(hf_config)
     config = make_transformer_config(family.transformer_arguments(hf_config), world, dtype)
     gpt_arguments = dict(family.gpt_arguments(hf_config))
-    rotary_base = _take_rotary_base(gpt_arguments)
+    rotary = gpt_arguments.pop("rotary")
     vocab_size = int(hf_config["vocab_size"])
     padded = padded_vocab_size(vocab_size, world.layout.tp)
     model = GPTModel(
@@ -61,7 +61,7 @@ def build_model(hf_config: Mapping[str, Any], world: World, dtype: torch.dtype) 
     )
     for module in model.modules():
         if isinstance(module, PackedAttention):
-            module.rotary_base = rotary_base
+            module.rotary = rotary
     if world.is_last_stage:
         expose_hidden_states(model)
     return MegatronModel(
@@ -72,14 +72,6 @@ def build_model(hf_config: Mapping[str, Any], world: World, dtype: torch.dtype) 
         padded_vocab_size=padded,
         vocab_start=world.coordinates.tp * (padded // world.layout.tp),
     )
-
-
-def _take_rotary_base(gpt_arguments: dict[str, Any]) -> float:
-    """The arguments about positions are for our attention, not for GPTModel."""
-    kind = gpt_arguments.pop("position_embedding_type")
-    if kind != "rope":
-        raise ValueError(f"position embeddings of type {kind!r} are not supported; only 'rope' is.")
-    return float(gpt_arguments.pop("rotary_base"))
 
 
 def _layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def rotary_tables(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * base^(-2i / head_dim), both [T, 1, head_dim / 2] in `dtype`; positions [T]."""
-    steps = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
-    angles = positions.float()[:, None] * (1.0 / base ** (steps / head_dim))
+@dataclass(frozen=True)
+class Rotary:
+    """Which angles a model's positions turn by. Hashable: tables are cached by it."""
+
+    base: float
+
+
+def inverse_frequencies(rotary: Rotary, head_dim: int, device: torch.device) -> Tensor:
+    """[head_dim / 2] float32: base^(-2i / head_dim)."""
+    steps = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device)
+    return 1.0 / rotary.base ** (steps / head_dim)
+
+
+def rotary_tables(positions: Tensor, head_dim: int, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of position * inverse frequency, both [T, 1, head_dim / 2] in `dtype`; positions [T]."""
+    angles = positions.float()[:, None] * inverse_frequencies(rotary, head_dim, positions.device)
     return angles.cos().to(dtype)[:, None], angles.sin().to(dtype)[:, None]
 
 

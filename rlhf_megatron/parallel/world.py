@@ -26,8 +26,10 @@ class World:
     device: torch.device
     tp_group: ProcessGroup  # ranks that split each layer
     pp_group: ProcessGroup  # ranks that split the stack, in stage order
-    dp_group: ProcessGroup  # ranks that hold the same shard
-    model_parallel_group: ProcessGroup  # tp x pp: all ranks of this replica
+    cp_group: ProcessGroup  # ranks that split each sample and hold the same shard
+    dp_group: ProcessGroup  # ranks that hold the same shard, one a replica
+    dp_cp_group: ProcessGroup  # all ranks that hold the same shard: gradients are summed over them
+    model_parallel_group: ProcessGroup  # tp x pp: the ranks that hold one copy of the model
     leader: int  # rank of this replica's leader
     pg_collection: Any  # megatron's ProcessGroupCollection, to be handed to its functions
 
@@ -72,6 +74,8 @@ def create_world(layout: Layout, device: torch.device, seed: int = 1, timeout_s:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
         create_gloo_process_groups=False,
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
     )
@@ -86,7 +90,9 @@ def create_world(layout: Layout, device: torch.device, seed: int = 1, timeout_s:
         device=device,
         tp_group=groups.tp,
         pp_group=groups.pp,
+        cp_group=groups.cp,
         dp_group=groups.dp,
+        dp_cp_group=groups.dp_cp,
         model_parallel_group=groups.mp,
         leader=layout.leader(coordinates.dp),
         pg_collection=groups,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.models.families.base import HFConfig, require_int, rope_base
+from rlhf_megatron.models.rotary import Rotary
 from rlhf_megatron.models.table import HFTensor, Owner, Rule, Split
 
 
@@ -77,11 +78,10 @@ def transformer_arguments(model: DenseModel) -> dict[str, Any]:
 
 
 def gpt_arguments(model: DenseModel) -> dict[str, Any]:
-    """Keyword arguments of GPTModel."""
+    """Keyword arguments of GPTModel, and `rotary`."""
     return {
         "max_sequence_length": model.max_positions,
-        "position_embedding_type": "rope",
-        "rotary_base": model.rotary_base,
+        "rotary": Rotary(model.rotary_base),
         "share_embeddings_and_output_weights": model.is_tied,
     }
 
