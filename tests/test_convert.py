@@ -102,7 +102,8 @@ def test_megatron_directory_loads_into_a_model_of_another_layout(tmp_path: Path)
     source = open_model(tmp_path / "hf")
     write_megatron(source, tmp_path / "m", 4, 2)
     reader = MegatronReader(tmp_path / "m")
-    for rule in table_for(CONFIG, 2):
+    for rule in (*table_for(CONFIG, 2), *table_for(CONFIG, 2, impl="transformer_engine")):
+        assert reader.dtype_of(rule) == source.source.dtype_of(rule)
         for mine, theirs in zip(reader.hf_tensors(rule), source.source.hf_tensors(rule), strict=True):
             assert torch.equal(mine, theirs)
 

@@ -86,6 +86,32 @@ def test_tied_model_has_no_head_rule_and_stages_cover_the_table() -> None:
         rules_of_stage(table, 0, 3)
 
 
+@pytest.mark.parametrize("hf_config", [QWEN3, LLAMA])
+def test_names_under_transformer_engine(hf_config: dict) -> None:
+    """Only the two norms before a matrix are called otherwise; everything else of a rule is equal."""
+    local, fused = table_for(hf_config, 2), table_for(hf_config, 2, impl="transformer_engine")
+    renamed = {a.megatron_name: b.megatron_name for a, b in zip(local, fused, strict=True)}
+    changed = {ours: theirs for ours, theirs in renamed.items() if ours != theirs}
+    assert changed == {
+        f"decoder.layers.{layer}.{ours}": f"decoder.layers.{layer}.{theirs}"
+        for layer in range(4)
+        for ours, theirs in (
+            ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
+            ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+        )
+    }
+    for a, b in zip(local, fused, strict=True):
+        assert (a.megatron_shape, a.hf, a.split, a.owner, a.layer, a.fusion_group, a.num_blocks) == (
+            b.megatron_shape,
+            b.hf,
+            b.split,
+            b.owner,
+            b.layer,
+            b.fusion_group,
+            b.num_blocks,
+        )
+
+
 def test_tensor_parallel_size_must_divide_the_key_value_groups() -> None:
     """9 heads in 3 groups of 64: the 960 rows of qkv would divide by 2, the groups do not."""
     smollm = {

@@ -73,7 +73,7 @@ class MegatronReader:
         self.directory = Path(directory)
         self.manifest = MegatronManifest.read(self.directory)
         self.table = table_for(self.manifest.hf_config, self.manifest.tp)
-        self._rules = {rule.megatron_name: rule for rule in self.table}
+        self._rules = {rule.hf: rule for rule in self.table}
         self._stage_of = {
             rule.megatron_name: stage
             for stage in range(self.manifest.pp)
@@ -83,7 +83,7 @@ class MegatronReader:
         self._files = {rank: self._open(file_name(*rank)) for rank in ranks}
 
     def hf_tensors(self, rule: Rule) -> tuple[Tensor, ...]:
-        """`rule` may be of a table with other vocabulary padding. Raises ValueError naming a broken shard."""
+        """`rule` may have other vocabulary padding or module names. Raises ValueError naming a broken shard."""
         own = self._own(rule)
         return own.to_hf(join(own.split, self.shards(own)))
 
@@ -110,9 +110,10 @@ class MegatronReader:
         return tensors
 
     def _own(self, rule: Rule) -> Rule:
-        if rule.megatron_name not in self._rules:
+        """The rule of the same Hugging Face tensors in this directory's table."""
+        if rule.hf not in self._rules:
             raise ValueError(f"{self.directory} holds no {rule.megatron_name}; it is another model.")
-        return self._rules[rule.megatron_name]
+        return self._rules[rule.hf]
 
     def _view(self, rule: Rule, tp: int) -> Any:
         rank = (tp, self._stage_of[rule.megatron_name])

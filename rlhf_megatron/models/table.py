@@ -6,8 +6,8 @@ no process group, no Megatron. `to_megatron(to_hf(w)) == w` and `join(split(w)) 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -18,6 +18,15 @@ Split = Literal["replicated", "rows", "columns", "gated_rows"]
 
 Owner = Literal["embedding", "layer", "head"]
 """Which pipeline stage has the tensor: the first, the one of its layer, the last."""
+
+Impl = Literal["local", "transformer_engine"]
+"""Whose names the modules of a Megatron model have. Tables, and files on disk, are made under the "local" ones."""
+
+_FUSED_NORMS = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+"""In a layer: Transformer Engine has the norm in the matrix behind it."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +53,20 @@ class Rule:
     layer: int | None  # global layer number for owner "layer"
     fusion_group: str  # tensors that an engine loads together: one bucket must hold the whole group
     num_blocks: int | None = None  # indivisible blocks along the split dimension (KV groups); None: as its size divides
+
+
+def with_names_of(impl: Impl, table: Iterable[Rule]) -> tuple[Rule, ...]:
+    """A table made under local names, under those of `impl`: the same tensors in the same order."""
+    if impl == "local":
+        return tuple(table)
+    return tuple(replace(rule, megatron_name=_fused_name(rule.megatron_name)) for rule in table)
+
+
+def _fused_name(name: str) -> str:
+    for local, fused in _FUSED_NORMS.items():
+        if name.endswith(f".{local}"):
+            return name.removesuffix(local) + fused
+    return name
 
 
 def check_tensor_parallel(table: Sequence[Rule], tp_size: int) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_megatron.models.table import Rule
+from rlhf_megatron.models.table import Impl, Rule, with_names_of
 from rlhf_megatron.registry import Registry
 
 HFConfig = Mapping[str, Any]
@@ -45,9 +45,10 @@ def family_for(hf_config: HFConfig) -> Family:
     return families.get(str(hf_config["model_type"])).build
 
 
-def table_for(hf_config: HFConfig, tp_size: int = 1) -> tuple[Rule, ...]:
-    """The weight table of a model whose vocabulary is padded for `tp_size` ranks."""
-    return family_for(hf_config).table(hf_config, padded_vocab_size(int(hf_config["vocab_size"]), tp_size))
+def table_for(hf_config: HFConfig, tp_size: int = 1, impl: Impl = "local") -> tuple[Rule, ...]:
+    """The weight table of a model whose vocabulary is padded for `tp_size` ranks, its modules named as `impl` does."""
+    table = family_for(hf_config).table(hf_config, padded_vocab_size(int(hf_config["vocab_size"]), tp_size))
+    return with_names_of(impl, table)
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
