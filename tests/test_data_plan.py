@@ -20,25 +20,38 @@ def tokens(lengths: list[int]) -> TokenBatch:
 
 
 @st.composite
-def calls(draw: st.DrawFn) -> tuple[list[int], int, int, int]:
-    alignment = draw(st.integers(1, 8))
-    budget = draw(st.integers(2, 12)) * alignment
-    lengths = draw(st.lists(st.integers(1, budget), max_size=40))
-    return lengths, draw(st.integers(1, 5)), budget, alignment
+def calls(draw: st.DrawFn) -> dict:
+    """Arguments of plan_replicas that can be met: all three multiples, packed ones of documents among others."""
+    document_multiple = draw(st.integers(1, 6))
+    packed_multiple = document_multiple * draw(st.integers(1, 4))
+    budget = draw(st.integers(2, 12)) * packed_multiple
+    return {
+        "lengths": draw(st.lists(st.integers(1, budget), max_size=40)),
+        "num_replicas": draw(st.integers(1, 5)),
+        "token_budget": budget + draw(st.integers(0, packed_multiple - 1)),
+        "document_multiple": document_multiple,
+        "packed_multiple": packed_multiple,
+        "micro_batch_multiple": draw(st.integers(1, 4)),
+    }
+
+
+def round_up(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
 
 
 @settings(max_examples=400, deadline=None)
 @given(calls())
-def test_properties(call: tuple[list[int], int, int, int]) -> None:
-    lengths, num_replicas, budget, alignment = call
-    plans = plan_replicas(*call)
-    assert len(plans) == num_replicas
-    assert plans == plan_replicas(*call)
+def test_properties(call: dict) -> None:
+    lengths, multiple = call["lengths"], call["document_multiple"]
+    plans = plan_replicas(**call)
+    assert len(plans) == call["num_replicas"]
+    assert plans == plan_replicas(**call)
 
     planned = [sample for plan in plans for sample in plan.samples]
     assert sorted(s for s in planned if s != NO_OP) == list(range(len(lengths)))
     num_micro_batches = len(plans[0].micro_batches)
-    assert planned.count(NO_OP) == max(0, num_replicas * num_micro_batches - len(lengths))
+    assert num_micro_batches % call["micro_batch_multiple"] == 0
+    assert planned.count(NO_OP) == max(0, len(plans) * num_micro_batches - len(lengths))
 
     packed = []
     for plan in plans:
@@ -49,30 +62,32 @@ def test_properties(call: tuple[list[int], int, int, int]) -> None:
             held = [plan.samples[i] for i in micro_batch]
             assert held == [NO_OP] or NO_OP not in held
             documents = [2 if sample == NO_OP else lengths[sample] for sample in held]
-            packed.append(sum(-(-length // alignment) * alignment for length in documents))
-    assert max(packed) <= budget
-    assert {plan.packed_length for plan in plans} == {max(packed)}
+            packed.append(sum(round_up(length, multiple) for length in documents))
+    packed_length = round_up(max(packed), call["packed_multiple"])
+    assert packed_length <= call["token_budget"]
+    assert {plan.packed_length for plan in plans} == {packed_length}
 
 
 @settings(max_examples=200, deadline=None)
 @given(calls())
-def test_micro_batches_are_as_few_as_first_fit_finds(call: tuple[list[int], int, int, int]) -> None:
-    lengths, num_replicas, budget, alignment = call
+def test_micro_batches_are_as_few_as_first_fit_finds(call: dict) -> None:
+    room = call["token_budget"] // call["packed_multiple"] * call["packed_multiple"]
     bins: list[int] = []
-    for length in sorted((-(-length // alignment) * alignment for length in lengths), reverse=True):
-        fitting = next((i for i, used in enumerate(bins) if used + length <= budget), None)
+    for length in sorted((round_up(length, call["document_multiple"]) for length in call["lengths"]), reverse=True):
+        fitting = next((i for i, used in enumerate(bins) if used + length <= room), None)
         if fitting is None:
             bins.append(length)
         else:
             bins[fitting] += length
-    assert len(plan_replicas(*call)[0].micro_batches) <= max(1, -(-len(bins) // num_replicas))
+    needed = max(1, -(-len(bins) // call["num_replicas"]))
+    assert len(plan_replicas(**call)[0].micro_batches) <= round_up(needed, call["micro_batch_multiple"])
 
 
 @settings(max_examples=100, deadline=None)
 @given(calls())
-def test_take_and_restore_are_inverse(call: tuple[list[int], int, int, int]) -> None:
-    batch = tokens(call[0])
-    plans = plan_replicas(*call)
+def test_take_and_restore_are_inverse(call: dict) -> None:
+    batch = tokens(call["lengths"])
+    plans = plan_replicas(**call)
     back = restore([take(batch, plan) for plan in plans], plans)
     assert back.offsets.tolist() == batch.offsets.tolist()
     assert back.token_ids.tolist() == batch.token_ids.tolist()
@@ -89,10 +104,22 @@ def test_one_micro_batch_keeps_the_order() -> None:
     assert plan == ReplicaPlan(samples=(0, 1, 2), micro_batches=((0, 1, 2),), packed_length=12)
 
 
-def test_alignment_counts_against_the_budget() -> None:
+def test_document_multiple_counts_against_the_budget() -> None:
     """3 and 5 tokens become 4 and 8: together 12, over a budget of 11 that 8 raw tokens would fit."""
-    (plan,) = plan_replicas([3, 5], num_replicas=1, token_budget=11, alignment=4)
+    (plan,) = plan_replicas([3, 5], num_replicas=1, token_budget=11, document_multiple=4)
     assert plan == ReplicaPlan(samples=(1, 0), micro_batches=((0,), (1,)), packed_length=8)
+
+
+def test_packed_multiple_rounds_the_budget_down_and_the_length_up() -> None:
+    """Documents of 4 + 4 + 2 = 10 tokens fit in 14, but packed to a multiple of 8 that is 16: 6 and 4, both as 8."""
+    (plan,) = plan_replicas([3, 4, 1], num_replicas=1, token_budget=14, document_multiple=2, packed_multiple=8)
+    assert plan == ReplicaPlan(samples=(0, 2, 1), micro_batches=((0, 1), (2,)), packed_length=8)
+
+
+def test_micro_batch_multiple_adds_micro_batches() -> None:
+    """One micro-batch would do; rounds of three spread two samples over two and leave a no-op sample for the third."""
+    (plan,) = plan_replicas([3, 4], num_replicas=1, token_budget=14, micro_batch_multiple=3)
+    assert plan == ReplicaPlan(samples=(1, 0, NO_OP), micro_batches=((0,), (1,), (2,)), packed_length=4)
 
 
 def test_a_tight_packing_is_found() -> None:
@@ -111,14 +138,23 @@ def test_load_is_balanced_by_cost_not_by_tokens() -> None:
 
 
 def test_no_samples_at_all() -> None:
-    plans = plan_replicas([], num_replicas=2, token_budget=8, alignment=4)
+    plans = plan_replicas([], num_replicas=2, token_budget=8, document_multiple=4)
     assert plans == (ReplicaPlan((NO_OP,), ((0,),), 4),) * 2
 
 
 def test_over_the_budget() -> None:
-    fix = r"over the budget of 10 tokens a micro-batch; raise actor.ppo_max_token_len_per_gpu to 12 or more"
+    fix = (
+        r"over the budget of 10 tokens a micro-batch; raise actor.ppo_max_token_len_per_gpu x context_parallel_size"
+        r" to 12 or more"
+    )
     with pytest.raises(ValueError, match=r"sample 1 has 9 tokens \(12 after padding to a multiple of 4\), " + fix):
-        plan_replicas([3, 9], num_replicas=1, token_budget=10, alignment=4)
+        plan_replicas([3, 9], num_replicas=1, token_budget=10, document_multiple=4)
+    with pytest.raises(
+        ValueError, match=r"sample 0 has 9 tokens \(16 after padding to a multiple of 8\).*to 16 or more"
+    ):
+        plan_replicas([9, 3], num_replicas=1, token_budget=15, packed_multiple=8)
+    with pytest.raises(ValueError, match=r"the budget of 7 tokens .* must be at least 8"):
+        plan_replicas([], num_replicas=1, token_budget=7, packed_multiple=8)
     with pytest.raises(ValueError, match=r"sample 0 has 7 tokens, over the budget of 6 tokens.* to 9 or more"):
         plan_replicas([7, 9], num_replicas=1, token_budget=6)
 

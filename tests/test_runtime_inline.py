@@ -91,6 +91,23 @@ def test_scatter_gives_shards_to_leaders_and_plans_to_all() -> None:
     assert torch.equal(whole.token_ids, batch.token_ids) and torch.equal(whole.log_probs, batch.token_ids / 2)
 
 
+def test_plans_heed_what_the_layout_demands() -> None:
+    """tp2 with sequence parallelism, cp2, pp2 in two rounds: documents in fours, packed in eights, pairs of batches.
+
+    The forwarded lengths 9, 4, 2 become 12, 4, 4. A rank's budget of 6 is 12 for the two that split each document, of
+    which 8 can be used; a rank's budget of 8 is 16.
+    """
+    layout = Layout(world_size=8, tp=2, pp=2, cp=2, vpp=2, sequence_parallel=True)
+    batch = batch_of(list(range(10)), list(range(5)), list(range(3)))
+    with pytest.raises(ValueError, match=r"sample 0 has 9 tokens \(16 after padding to a multiple of 8\).* of 12 "):
+        scatter_calls(1, "actor.log_probs", batch, layout, token_budget=6, arguments={})
+    scattered = scatter_calls(1, "actor.log_probs", batch, layout, token_budget=8, arguments={})
+    assert scattered.leaders == (4,)
+    assert scattered.plans == (ReplicaPlan(samples=(0, 1, 2), micro_batches=((0,), (1, 2)), packed_length=16),)
+    short = scatter_calls(1, "actor.log_probs", batch_of([1, 2, 3]), layout, token_budget=8, arguments={})
+    assert short.plans == (ReplicaPlan(samples=(0, NO_OP), micro_batches=((0,), (1,)), packed_length=8),)
+
+
 def test_updates_add_up_and_global_values_must_agree() -> None:
     nan = float("nan")
     one = UpdateResult({"loss": 1.0, "kl": 0.25}, grad_norm=nan, lr=0.1, is_skipped=True)

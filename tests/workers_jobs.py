@@ -79,7 +79,15 @@ def make_actor(
 
 
 def share(world: World, batch: MiniBatch, token_budget: int) -> tuple[MiniBatch, ReplicaPlan]:
-    plan = plan_replicas(batch.lengths.tolist(), world.layout.dp, token_budget, world.layout.tp)[world.coordinates.dp]
+    layout = world.layout
+    plan = plan_replicas(
+        batch.lengths.tolist(),
+        layout.dp,
+        token_budget * layout.cp,
+        document_multiple=layout.document_multiple,
+        packed_multiple=layout.packed_multiple,
+        micro_batch_multiple=layout.micro_batch_multiple,
+    )[world.coordinates.dp]
     return take(batch, plan), plan
 
 

@@ -10,6 +10,7 @@ The caller sends `take(batch, plan)` to each replica and puts what comes back to
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -34,7 +35,7 @@ class ReplicaPlan:
 
     samples: tuple[int, ...]  # indices into the whole batch, in the order of the shard; no-op samples (-1) come last
     micro_batches: tuple[tuple[int, ...], ...]  # indices into the shard; as many for every replica; none is empty
-    packed_length: int  # tokens that every micro-batch of this call, on every replica, is packed to
+    packed_length: int  # tokens that every micro-batch of this call, on every replica, fits in; a packed_multiple
 
 
 @dataclass(frozen=True)
@@ -47,29 +48,40 @@ class _Bin:
 
 
 def plan_replicas(
-    lengths: Sequence[int], num_replicas: int, token_budget: int, alignment: int = 1, attention_length: int = 24576
+    lengths: Sequence[int],
+    num_replicas: int,
+    token_budget: int,
+    document_multiple: int = 1,
+    packed_multiple: int = 1,
+    micro_batch_multiple: int = 1,
+    attention_length: int = 24576,
 ) -> tuple[ReplicaPlan, ...]:
     """Spread samples of the given lengths (tokens) over replicas. The same input gives the same plan.
 
-    Replicas get the same number of micro-batches of at most `token_budget` tokens each (as few as the packing finds)
-    and loads balanced by cost. Each document is padded to a multiple of `alignment`. A document of
-    `attention_length` tokens spends as much on attention scores as on everything else (12 x hidden size, about).
-    Where there are fewer samples than micro-batches, the rest hold a no-op sample each: index -1, two tokens,
-    masked out, of zero weight.
+    Replicas get the same number of micro-batches (as few as the packing finds) and loads balanced by cost. A document
+    of `attention_length` tokens spends as much on attention scores as on everything else (12 x hidden size, about).
+
+    `token_budget`: of a micro-batch of one replica; what its context-parallel ranks have together. Each document is
+    padded to a multiple of `document_multiple`, each micro-batch to one of `packed_multiple`, both within the budget;
+    each replica has a multiple of `micro_batch_multiple` micro-batches (`parallel.layout.Layout` says why). Where there
+    are fewer samples than micro-batches, the rest hold a no-op sample each: index -1, two tokens, masked out, of zero
+    weight.
 
     Raises ValueError when a sample alone is over the budget.
     """
-    assert num_replicas >= 1 and alignment >= 1, f"num_replicas {num_replicas}, alignment {alignment}"
-    aligned = [_align(length, alignment) for length in lengths]
-    _check_budget(lengths, aligned, token_budget, alignment)
-    costs = [length * (attention_length + length) for length in aligned]
+    assert num_replicas >= 1 and document_multiple >= 1 and micro_batch_multiple >= 1
+    packed_multiple = math.lcm(packed_multiple, document_multiple)
+    _check_budget(lengths, token_budget, packed_multiple, is_pooled=document_multiple > 1)
+    padded = [_align(length, document_multiple) for length in lengths]
+    costs = [length * (attention_length + length) for length in padded]
+    room = token_budget // packed_multiple * packed_multiple
 
-    num_micro_batches = max(1, -(-sum(aligned) // (num_replicas * token_budget)))
-    while (bins := _fill_bins(aligned, costs, num_replicas * num_micro_batches, token_budget)) is None:
-        num_micro_batches += 1
+    num_micro_batches = _align(max(1, -(-sum(padded) // (num_replicas * room))), micro_batch_multiple)
+    while (bins := _fill_bins(padded, costs, num_replicas * num_micro_batches, room)) is None:
+        num_micro_batches += micro_batch_multiple
 
-    no_op_length = _align(NO_OP_LENGTH, alignment)
-    packed_length = max(micro_batch.length or no_op_length for micro_batch in bins)
+    longest = max(micro_batch.length or _align(NO_OP_LENGTH, document_multiple) for micro_batch in bins)
+    packed_length = _align(longest, packed_multiple)
     return tuple(_replica_plan(share, packed_length) for share in _deal(bins, num_replicas, num_micro_batches))
 
 
@@ -95,24 +107,27 @@ def restore(parts: Sequence[Batch], plans: Sequence[ReplicaPlan]) -> Batch:
     return select(concat(parts), [position_of[sample] for sample in range(len(position_of))])
 
 
-def _align(length: int, alignment: int) -> int:
-    return -(-length // alignment) * alignment
+def _align(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
 
 
-def _check_budget(lengths: Sequence[int], aligned: list[int], token_budget: int, alignment: int) -> None:
-    for index, (length, needed) in enumerate(zip(lengths, aligned, strict=True)):
+def _check_budget(lengths: Sequence[int], token_budget: int, packed_multiple: int, is_pooled: bool) -> None:
+    """`is_pooled`: the budget is that of several context-parallel ranks."""
+    setting = "actor.ppo_max_token_len_per_gpu" + (" x context_parallel_size" if is_pooled else "")
+    for index, length in enumerate(lengths):
         assert length >= 1, f"sample {index} has {length} tokens"
+        needed = _align(length, packed_multiple)
         if needed > token_budget:
-            padded = f" ({needed} after padding to a multiple of {alignment})" if needed != length else ""
+            padded = f" ({needed} after padding to a multiple of {packed_multiple})" if needed != length else ""
             raise ValueError(
                 f"sample {index} has {length} tokens{padded}, over the budget of {token_budget} tokens a micro-batch; "
-                f"raise actor.ppo_max_token_len_per_gpu to {max(aligned)} or more, "
+                f"raise {setting} to {_align(max(lengths), packed_multiple)} or more, "
                 "or lower data.max_prompt_length or data.max_response_length."
             )
-    if token_budget < _align(NO_OP_LENGTH, alignment):
+    if token_budget < _align(NO_OP_LENGTH, packed_multiple):
         raise ValueError(
-            f"the budget of {token_budget} tokens a micro-batch (actor.ppo_max_token_len_per_gpu) must be at least "
-            f"{_align(NO_OP_LENGTH, alignment)}."
+            f"the budget of {token_budget} tokens a micro-batch ({setting}) must be at least "
+            f"{_align(NO_OP_LENGTH, packed_multiple)}."
         )
 
 

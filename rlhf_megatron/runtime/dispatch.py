@@ -31,11 +31,18 @@ def scatter_calls(
 ) -> Scattered:
     """Split `batch` over the replicas of `layout`. Each rank's call has its replica's plan as the argument `plan`.
 
-    `token_budget`: tokens a micro-batch, without the last one of each document, which is not forwarded. Raises
-    ValueError when a sample is over the budget.
+    `token_budget`: tokens that a rank forwards of a micro-batch; the cp ranks of a replica have theirs together. The
+    last token of each document is not forwarded. Raises ValueError when a sample is over the budget.
     """
     assert "plan" not in arguments, f"{method}: the plan is made here"
-    plans = plan_replicas(forwarded_lengths(batch.lengths).tolist(), layout.dp, token_budget)
+    plans = plan_replicas(
+        forwarded_lengths(batch.lengths).tolist(),
+        layout.dp,
+        token_budget * layout.cp,
+        document_multiple=layout.document_multiple,
+        packed_multiple=layout.packed_multiple,
+        micro_batch_multiple=layout.micro_batch_multiple,
+    )
     leaders = tuple(layout.leader(dp) for dp in range(layout.dp))
     calls = []
     for rank in range(layout.world_size):
