@@ -13,6 +13,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
+from rlhf_megatron.config.schema import MegatronConfig
 from rlhf_megatron.models.attention import PackedAttention
 from rlhf_megatron.models.families.base import family_for, padded_vocab_size
 from rlhf_megatron.models.head import expose_hidden_states
@@ -26,7 +27,7 @@ from rlhf_megatron.parallel.world import World
 class MegatronModel:
     """This rank's part of a model. `chunks` may be replaced by their wrapped forms (DDP)."""
 
-    chunks: list[torch.nn.Module]  # one a pipeline stage that this rank has
+    chunks: list[torch.nn.Module]  # one a virtual stage of this rank, in the order of their layers
     transformer_config: TransformerConfig
     hf_config: Mapping[str, Any]
     vocab_size: int  # of the tokenizer's model: tokens that can be sampled
@@ -34,38 +35,28 @@ class MegatronModel:
     vocab_start: int  # token id of the first row that this tp rank has
 
 
-def build_model(hf_config: Mapping[str, Any], world: World, dtype: torch.dtype) -> MegatronModel:
+def build_model(
+    hf_config: Mapping[str, Any], world: World, dtype: torch.dtype, megatron: MegatronConfig | None = None
+) -> MegatronModel:
     """A model on `world.device`, its parameters not initialised: load weights next. Called on all ranks of a replica.
 
-    The last stage returns hidden states [1, T, h] (see `head_weight`); every stage takes packed documents:
-    `chunk(token_ids [1, T], position_ids [1, T], None, packed_seq_params=packed_documents(...))`.
+    `world.layout` has the parallel sizes; of `megatron` only the recompute settings are read.
 
-    Raises ValueError for an architecture or layout that is not supported.
+    The last chunk of the last stage returns hidden states [1, T, h] (see `head_weight`); every chunk takes packed
+    documents: `chunk(token_ids [1, T], position_ids [1, T], None, packed_seq_params=packed_documents(...))`.
+
+    Raises ValueError for an architecture, layout or setting that is not supported.
     """
     prepare_megatron()
     family = family_for(hf_config)
-    config = make_transformer_config(family.transformer_arguments(hf_config), world, dtype)
-    gpt_arguments = dict(family.gpt_arguments(hf_config))
-    rotary = gpt_arguments.pop("rotary")
+    config = make_transformer_config(
+        family.transformer_arguments(hf_config), world, dtype, megatron or MegatronConfig()
+    )
     vocab_size = int(hf_config["vocab_size"])
     padded = padded_vocab_size(vocab_size, world.layout.tp)
-    model = GPTModel(
-        config,
-        _layer_spec(config),
-        vocab_size=padded,
-        pre_process=world.is_first_stage,
-        post_process=world.is_last_stage,
-        position_embedding_type="none",  # PackedAttention turns queries and keys
-        pg_collection=world.pg_collection,
-        **gpt_arguments,
-    )
-    for module in model.modules():
-        if isinstance(module, PackedAttention):
-            module.rotary = rotary
-    if world.is_last_stage:
-        expose_hidden_states(model)
+    gpt_arguments = family.gpt_arguments(hf_config)
     return MegatronModel(
-        chunks=[model.to(world.device)],
+        chunks=[_build_chunk(config, world, padded, gpt_arguments, index) for index in range(world.layout.vpp)],
         transformer_config=config,
         hf_config=hf_config,
         vocab_size=vocab_size,
@@ -74,7 +65,34 @@ def build_model(hf_config: Mapping[str, Any], world: World, dtype: torch.dtype) 
     )
 
 
-def _layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+def _build_chunk(
+    config: TransformerConfig, world: World, padded_vocab: int, gpt_arguments: Mapping[str, Any], index: int
+) -> torch.nn.Module:
+    """The `index`-th chunk of this rank: virtual stage index x pp + the rank's own stage."""
+    arguments = dict(gpt_arguments)
+    rotary = arguments.pop("rotary")
+    vp_stage = index if world.layout.vpp > 1 else None
+    has_head = world.is_last_stage and index == world.layout.vpp - 1
+    model = GPTModel(
+        config,
+        _block_spec(config, vp_stage, world.coordinates.pp),
+        vocab_size=padded_vocab,
+        pre_process=world.is_first_stage and index == 0,
+        post_process=has_head,
+        position_embedding_type="none",  # PackedAttention turns queries and keys
+        pg_collection=world.pg_collection,
+        vp_stage=vp_stage,
+        **arguments,
+    )
+    for module in model.modules():
+        if isinstance(module, PackedAttention):
+            module.rotary = rotary
+    if has_head:
+        expose_hidden_states(model)
+    return model.to(world.device)
+
+
+def _block_spec(config: TransformerConfig, vp_stage: int | None, stage: int) -> TransformerBlockSubmodules:
     """megatron's own layers with our norm and attention. The final norm comes from the block's submodules."""
     layer = copy.deepcopy(get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm"))
     attention = layer.submodules.self_attention.submodules
@@ -82,4 +100,5 @@ def _layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+    num_layers = get_num_layers_to_build(config, vp_stage, stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)

@@ -9,17 +9,31 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from rlhf_megatron.config.schema import MegatronConfig
+from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.parallel.world import World
 
 ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu}
 
 
-def make_transformer_config(arguments: dict[str, Any], world: World, dtype: torch.dtype) -> TransformerConfig:
-    """`arguments`: a family's `transformer_arguments`. Raises ValueError when layers or heads do not divide."""
-    _check_divisible(arguments, world)
+def make_transformer_config(
+    arguments: dict[str, Any], world: World, dtype: torch.dtype, megatron: MegatronConfig
+) -> TransformerConfig:
+    """`arguments`: a family's `transformer_arguments`. Of `megatron` only recompute_* is read: `world` has the sizes.
+
+    Raises ValueError when layers or heads do not divide.
+    """
+    _check_divisible(arguments, world.layout)
+    _check_recompute(arguments["num_layers"], world.layout, megatron)
     plain = dict(arguments)
     plain["activation_func"] = ACTIVATIONS[plain["activation_func"]]
-    return TransformerConfig(**plain, **_layout_settings(world, dtype), **_forced_settings(world))
+    return TransformerConfig(
+        **plain,
+        **_layout_settings(world.layout, dtype),
+        **_pipeline_settings(world.layout),
+        **_recompute_settings(megatron),
+        **_forced_settings(world),
+    )
 
 
 def finalize_without_division(
@@ -32,14 +46,47 @@ def finalize_without_division(
     finalize_model_grads(model, None, pg_collection=pg_collection, **options)
 
 
-def _layout_settings(world: World, dtype: torch.dtype) -> dict[str, Any]:
+def _layout_settings(layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
     return {
-        "tensor_model_parallel_size": world.layout.tp,
-        "pipeline_model_parallel_size": world.layout.pp,
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        "context_parallel_size": layout.cp,
+        "sequence_parallel": layout.sequence_parallel,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
+    }
+
+
+def _pipeline_settings(layout: Layout) -> dict[str, Any]:
+    is_interleaved = layout.vpp > 1
+    return {
+        # All micro-batches of a call have one length: no exchange of shapes before each pipeline message.
+        "variable_seq_lengths": False,
+        # Interleaved stages: with batched messages and pp 2, where the previous and the next rank are the same,
+        # sends and receives pair up wrongly; nothing fails and the results are garbage.
+        "overlap_p2p_comm": is_interleaved,
+        "batch_p2p_comm": not is_interleaved,
+        # A stage's output is freed once it is sent. Without overlap megatron has waited for the send by then. With
+        # overlap it has not: gloo would send what came to stand there since, silently; and with NCCL only the
+        # allocator's notes about streams, which torch may leave out, would keep the memory from being used again.
+        "deallocate_pipeline_outputs": not is_interleaved,
+    }
+
+
+def _recompute_settings(megatron: MegatronConfig) -> dict[str, Any]:
+    if megatron.recompute_granularity is None:
+        return {}
+    if megatron.recompute_granularity == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": list(megatron.recompute_modules)}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": megatron.recompute_method,
+        "recompute_num_layers": megatron.recompute_num_layers,
+        # Would split a checkpointed input over tp and gather it again; megatron refuses it with sequence parallelism.
+        "distribute_saved_activations": False,
     }
 
 
@@ -65,11 +112,6 @@ def _forced_settings(world: World) -> dict[str, Any]:
         # micro-batches; the division by tokens that it implies is taken out by finalize_without_division.
         "calculate_per_token_loss": True,
         "finalize_model_grads_func": finalize_without_division,
-        # All micro-batches of a call have one length: no exchange of shapes before each pipeline message.
-        "variable_seq_lengths": False,
-        # A stage's output is freed once it is sent; safe as long as sends are not overlapped.
-        "deallocate_pipeline_outputs": True,
-        "overlap_p2p_comm": False,
         # The policy that is trained must be the one that was sampled from.
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
@@ -80,15 +122,42 @@ def _leave_as_is(weight: Tensor) -> Tensor:
     return weight
 
 
-def _check_divisible(arguments: dict[str, Any], world: World) -> None:
+def _check_divisible(arguments: dict[str, Any], layout: Layout) -> None:
     problems = []
     for key, axis, parts in (
-        ("num_layers", "pipeline_model_parallel_size", world.layout.pp),
-        ("num_attention_heads", "tensor_model_parallel_size", world.layout.tp),
-        ("num_query_groups", "tensor_model_parallel_size", world.layout.tp),
-        ("ffn_hidden_size", "tensor_model_parallel_size", world.layout.tp),
+        ("num_layers", "pipeline_model_parallel_size", layout.pp),
+        ("num_attention_heads", "tensor_model_parallel_size", layout.tp),
+        ("num_query_groups", "tensor_model_parallel_size", layout.tp),
+        ("ffn_hidden_size", "tensor_model_parallel_size", layout.tp),
     ):
         if arguments[key] % parts:
             problems.append(f"{key} ({arguments[key]}) must be a multiple of {axis} ({parts})")
+        elif key == "num_layers" and arguments[key] % (parts * layout.vpp):
+            problems.append(
+                f"num_layers ({arguments[key]}) must be a multiple of {axis} x virtual_pipeline_model_parallel_size"
+                f" ({parts} x {layout.vpp})"
+            )
     if problems:
         raise ValueError("; ".join(problems) + ". Use smaller parallel sizes.")
+
+
+def _check_recompute(num_layers: int, layout: Layout, megatron: MegatronConfig) -> None:
+    """megatron runs past the end of a chunk where uniform groups do not divide it, and ignores what block has over."""
+    if megatron.recompute_granularity != "full":
+        return
+    in_chunk, group = num_layers // (layout.pp * layout.vpp), megatron.recompute_num_layers
+    if not megatron.recompute_method or not group:
+        raise ValueError(
+            f"full recompute needs recompute_method ({megatron.recompute_method}) and recompute_num_layers ({group});"
+            " use uniform and 1."
+        )
+    if megatron.recompute_method == "uniform" and in_chunk % group:
+        raise ValueError(
+            f"recompute_num_layers ({group}) must divide the layers of a model chunk ({in_chunk} = {num_layers} /"
+            f" {layout.pp} stages / {layout.vpp} chunks) under recompute_method uniform; use 1."
+        )
+    if megatron.recompute_method == "block" and group > in_chunk:
+        raise ValueError(
+            f"recompute_num_layers ({group}) must be at most the layers of a model chunk ({in_chunk} = {num_layers} /"
+            f" {layout.pp} stages / {layout.vpp} chunks) under recompute_method block; use {in_chunk}."
+        )
