@@ -54,7 +54,7 @@ def test_the_base_of_these_tests_is_valid(run_file: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["trainer.n_gpus_per_node=6"], "trainer.nnodes x n_gpus_per_node (1 x 6 = 6) must be a multiple of actor.megatron.tensor_model_parallel_size x pipeline_model_parallel_size (2 x 2 = 4); use 4 or 8 ranks or another layout."),
+        (["trainer.n_gpus_per_node=6"], "trainer.nnodes x n_gpus_per_node (1 x 6 = 6) must be a multiple of actor.megatron.tensor_model_parallel_size x pipeline_model_parallel_size x context_parallel_size (2 x 2 x 1 = 4); use 4 or 8 ranks or another layout."),
         (["trainer.n_gpus_per_node=2"], "(1 x 2 = 2) must be a multiple of"),
         (["trainer.runtime=inline"], "trainer.runtime (inline) has one rank, but trainer.nnodes x n_gpus_per_node is 8; set both to 1 or use runtime: torchrun."),
         (["actor.mini_batch_size=100"], "actor.mini_batch_size (100 samples) must divide data.train_batch_size x rollout.n (32 x 16 = 512 samples a step); use 64 or 128."),

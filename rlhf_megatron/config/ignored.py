@@ -10,24 +10,46 @@ from collections.abc import Iterator
 
 from rlhf_megatron.config.errors import Problem
 from rlhf_megatron.config.keys import value_of
+from rlhf_megatron.config.layout_rules import DISTRIBUTED_OPTIMIZER, OVERLAP_GRADS, OVERLAP_PARAMS
 from rlhf_megatron.config.provenance import Loaded
+from rlhf_megatron.config.rules import CP, GPUS, NODES, PP, TP, model_parallel_size, world_size
 
 FILE_KEYS = ("data.prompt_key", "data.label_key", "data.skip_bad_rows")
 
 
 def ignored(loaded: Loaded) -> Iterator[Problem]:
-    """One problem for each setting that somebody wrote and nothing will read."""
+    """One problem for each setting that somebody wrote and nothing will read. null asks for nothing."""
     for is_idle, keys, switch, fix in _idle_settings(loaded):
         if not is_idle:
             continue
         for prefix in keys:
             for key in loaded.set_keys(prefix):
-                if loaded.origin(key).layer >= loaded.layer(switch):
+                value = value_of(loaded.config, key)
+                if value is not None and loaded.origin(key).layer >= loaded.layer(switch):
                     yield Problem(
-                        f"{key} ({_show(value_of(loaded.config, key))}) would be ignored because {switch} is"
+                        f"{key} ({_show(value)}) would be ignored because {switch} is"
                         f" {_show(value_of(loaded.config, switch))}; remove it, or {fix}.",
                         (key, switch),
                     )
+    yield from _nothing_to_share(loaded)
+
+
+def _nothing_to_share(loaded: Loaded) -> Iterator[Problem]:
+    """Optimizer shards, and gradients to be reduced, where one rank alone trains each parameter."""
+    c, m = loaded.config, loaded.config.actor.megatron
+    if m.context_parallel_size != 1 or world_size(c) != model_parallel_size(c):
+        return
+    switches = (GPUS, NODES, TP, PP, CP)
+    for key in (DISTRIBUTED_OPTIMIZER, OVERLAP_GRADS, OVERLAP_PARAMS):
+        is_later = loaded.origin(key).layer >= max(loaded.layer(switch) for switch in switches)
+        if value_of(c, key) and is_later:
+            yield Problem(
+                f"{key} (true) would be ignored because data- and context-parallel size are both 1"
+                f" ({world_size(c)} ranks for {TP} x pipeline_model_parallel_size ="
+                f" {m.tensor_model_parallel_size} x {m.pipeline_model_parallel_size}); set it to false, or use"
+                f" {2 * world_size(c)} ranks.",
+                (key, *switches),
+            )
 
 
 def _idle_settings(loaded: Loaded) -> Iterator[tuple[bool, tuple[str, ...], str, str]]:
@@ -54,6 +76,11 @@ def _idle_settings(loaded: Loaded) -> Iterator[tuple[bool, tuple[str, ...], str,
     decides = "model.dtype" if c.model.dtype == "bfloat16" else "rollout.dtype"
     fix = "bound checks.log_prob_p50_abs_diff, log_prob_p99_abs_diff and log_prob_mean_kl, which bfloat16 is held to"
     yield not is_float32, ("checks.log_prob_max_abs_diff",), decides, fix
+    granularity = "actor.megatron.recompute_granularity"
+    of_full = ("actor.megatron.recompute_method", "actor.megatron.recompute_num_layers")
+    yield c.actor.megatron.recompute_granularity != "full", of_full, granularity, "set that to full"
+    of_selective = ("actor.megatron.recompute_modules",)
+    yield c.actor.megatron.recompute_granularity != "selective", of_selective, granularity, "set that to selective"
     is_never = c.trainer.test_freq > c.trainer.total_training_steps
     yield is_never, ("trainer.test_freq",), "trainer.total_training_steps", "make it smaller than that"
 

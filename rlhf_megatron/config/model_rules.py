@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.config.errors import Problem
+from rlhf_megatron.config.layout_rules import recompute_of_model
 from rlhf_megatron.config.rules import LENGTHS, PP, TP
 from rlhf_megatron.config.schema import RunConfig
 
@@ -98,6 +99,7 @@ def _layout(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[Problem]:
         if ways > 1 and name in sizes and sizes[name] % ways:
             fit = [str(d) for d in range(1, ways) if sizes[name] % d == 0]
             yield _problem(f"{name} ({sizes[name]}) must be a multiple of {key} ({ways}); use {' or '.join(fit)}.", key)
+    yield from recompute_of_model(config.actor.megatron, sizes.get("num_hidden_layers", 0))
     heads, kv_heads = sizes.get("num_attention_heads"), sizes.get("num_key_value_heads")
     if heads and kv_heads and heads % kv_heads:
         yield _problem(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads}).")

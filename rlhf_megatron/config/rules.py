@@ -7,13 +7,15 @@ from pathlib import PurePath
 
 from rlhf_megatron.config.errors import Problem
 from rlhf_megatron.config.provenance import Loaded
-from rlhf_megatron.config.schema import OptimConfig, RunConfig
+from rlhf_megatron.config.schema import MegatronConfig, OptimConfig, RunConfig
 
 GROUP_ESTIMATORS = ("grpo", "rloo")
 """Advantage estimators whose baseline is made of a prompt's other samples."""
 
 TP = "actor.megatron.tensor_model_parallel_size"
 PP = "actor.megatron.pipeline_model_parallel_size"
+CP = "actor.megatron.context_parallel_size"
+SEQUENCE_PARALLEL = "actor.megatron.sequence_parallel"
 NODES, GPUS = "trainer.nnodes", "trainer.n_gpus_per_node"
 LENGTHS = ("data.max_prompt_length", "data.max_response_length")
 
@@ -23,21 +25,24 @@ def world_size(config: RunConfig) -> int:
 
 
 def model_parallel_size(config: RunConfig) -> int:
-    return config.actor.megatron.tensor_model_parallel_size * config.actor.megatron.pipeline_model_parallel_size
+    """Ranks that hold one copy of the model and share its samples."""
+    m = config.actor.megatron
+    return m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size
 
 
 def layout(loaded: Loaded) -> Iterator[Problem]:
-    c = loaded.config
+    c, m = loaded.config, loaded.config.actor.megatron
     world, ranks = world_size(c), model_parallel_size(c)
     if world < 1 or ranks < 1:
         return  # `ranges` says it
     if world % ranks:
         near = _near_multiples(world, ranks)
+        sizes = f"{m.tensor_model_parallel_size} x {m.pipeline_model_parallel_size} x {m.context_parallel_size}"
         yield Problem(
             f"trainer.nnodes x n_gpus_per_node ({c.trainer.nnodes} x {c.trainer.n_gpus_per_node} = {world}) must be a"
-            f" multiple of {TP} x pipeline_model_parallel_size ({c.actor.megatron.tensor_model_parallel_size} x"
-            f" {c.actor.megatron.pipeline_model_parallel_size} = {ranks}); use {near} ranks or another layout.",
-            (GPUS, NODES, TP, PP),
+            f" multiple of {TP} x pipeline_model_parallel_size x context_parallel_size ({sizes} = {ranks}); use {near}"
+            " ranks or another layout.",
+            (GPUS, NODES, TP, PP, CP),
         )
     if c.trainer.runtime == "inline" and world != 1:
         yield Problem(
@@ -70,25 +75,43 @@ def batches(loaded: Loaded) -> Iterator[Problem]:
             yield Problem(
                 f"{key} ({size} samples) must be at least the data-parallel size ({replicas}), or replicas have no work"
                 f" in any optimizer step; use {replicas} or more, or fewer ranks.",
-                (key, GPUS, NODES, TP, PP),
+                (key, GPUS, NODES, TP, PP, CP),
             )
 
 
 def token_budgets(loaded: Loaded) -> Iterator[Problem]:
-    c = loaded.config
-    longest = c.data.max_prompt_length + c.data.max_response_length
-    budgets = [("actor.ppo_max_token_len_per_gpu", c.actor.ppo_max_token_len_per_gpu)]
+    """A sample is never cut over micro-batches, and is padded as the layout demands."""
+    c, m = loaded.config, loaded.config.actor.megatron
     if c.rollout.engine == "local":
-        budgets.append(("rollout.max_num_batched_tokens", c.rollout.max_num_batched_tokens))
+        yield from _budget(c, "rollout.max_num_batched_tokens", c.rollout.max_num_batched_tokens, 1, 1)
+    cp, multiple = m.context_parallel_size, packed_multiple(m)
+    if cp < 1 or multiple < 1:
+        return
+    yield from _budget(c, "actor.ppo_max_token_len_per_gpu", c.actor.ppo_max_token_len_per_gpu, cp, multiple)
     if c.actor.use_kl_loss and c.reference.max_token_len_per_gpu is not None:
-        budgets.append(("reference.max_token_len_per_gpu", c.reference.max_token_len_per_gpu))
-    for key, budget in budgets:
-        if 1 <= budget < longest:
-            yield Problem(
-                f"{key} ({budget}) must hold the longest sample, data.max_prompt_length + max_response_length"
-                f" ({c.data.max_prompt_length} + {c.data.max_response_length} = {longest}); use {longest} or more.",
-                (key, *LENGTHS),
-            )
+        yield from _budget(c, "reference.max_token_len_per_gpu", c.reference.max_token_len_per_gpu, cp, multiple)
+
+
+def packed_multiple(megatron: MegatronConfig) -> int:
+    """`Layout.packed_multiple`: what the tokens of a micro-batch are padded to a multiple of."""
+    cp = megatron.context_parallel_size
+    return (2 * cp if cp > 1 else 1) * (megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1)
+
+
+def _budget(c: RunConfig, key: str, budget: int, cp: int, multiple: int) -> Iterator[Problem]:
+    """`budget`: tokens of one of the `cp` ranks that pool theirs."""
+    longest = c.data.max_prompt_length + c.data.max_response_length
+    padded = -(-longest // multiple) * multiple
+    if budget < 1 or budget * cp >= padded:
+        return
+    pool = f" x context_parallel_size {cp} = {budget * cp}" if cp > 1 else ""
+    padding = f", padded to a multiple of {multiple}: {padded}" if padded != longest else ""
+    yield Problem(
+        f"{key} ({budget}{pool}) must hold the longest sample, data.max_prompt_length + max_response_length"
+        f" ({c.data.max_prompt_length} + {c.data.max_response_length} = {longest}{padding}); use {padded // cp} or"
+        " more.",
+        (key, *LENGTHS, *((CP,) if cp > 1 else ()), *((TP, SEQUENCE_PARALLEL) if padded != longest else ())),
+    )
 
 
 def _senders(c: RunConfig) -> Iterator[Problem]:

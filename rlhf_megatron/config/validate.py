@@ -9,6 +9,7 @@ from typing import Any
 from rlhf_megatron.config.errors import Problem
 from rlhf_megatron.config.file_rules import file_problems
 from rlhf_megatron.config.ignored import ignored
+from rlhf_megatron.config.layout_rules import LAYOUT_RULES
 from rlhf_megatron.config.model_rules import FAMILIES, model_problems
 from rlhf_megatron.config.provenance import DEFAULT, Loaded
 from rlhf_megatron.config.ranges import ranges
@@ -45,7 +46,7 @@ def problems_of(loaded: Loaded) -> list[Problem]:
     """Of the rules that need no file, with the places where the values were written."""
     found = list(ranges(loaded))
     impossible = {key for problem in found for key in problem.keys}
-    for rule in (*RULES, ignored):  # what is out of range is not complained about twice
+    for rule in (*RULES, *LAYOUT_RULES, ignored):  # what is out of range is not complained about twice
         found += [problem for problem in rule(loaded) if impossible.isdisjoint(problem.keys)]
     return [_located(loaded, problem) for problem in found]
 

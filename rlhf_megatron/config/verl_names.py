@@ -27,6 +27,10 @@ class VerlName:
 
 _BUDGET = "micro-batches are always cut by token budget"
 _NOT_YET = "not supported yet; remove it"
+_NO_EXPERTS = "models with experts are not supported yet; remove it"
+_WEIGHTS = "weights are read from a directory in Hugging Face layout"
+_FORCED = "it follows from the layout, since other values fail silently; remove it"
+_RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
 VERL_NAMES = (
     VerlName(
         "actor.ppo_mini_batch_size",
@@ -51,6 +55,48 @@ VERL_NAMES = (
     VerlName("actor.megatron.vanilla_mbridge", None, "weights are always converted by the weight table; remove it"),
     VerlName("actor.megatron.dtype", "model.dtype"),
     VerlName("actor.megatron.param_offload", "reference.param_offload", "for the reference; not yet for the actor"),
+    VerlName("actor.megatron.grad_offload", None, _NOT_YET),
+    VerlName("actor.megatron.optimizer_offload", None, _NOT_YET),
+    VerlName("actor.megatron.expert_model_parallel_size", None, _NO_EXPERTS),
+    VerlName("actor.megatron.expert_tensor_parallel_size", None, _NO_EXPERTS),
+    VerlName("actor.megatron.dynamic_context_parallel", "actor.megatron.context_parallel_size", "one size for all"),
+    VerlName("actor.megatron.use_dist_checkpointing", "model.path", _WEIGHTS),
+    VerlName("actor.megatron.dist_checkpointing_path", "model.path", _WEIGHTS),
+    VerlName("actor.megatron.dist_checkpointing_prefix", "model.path", _WEIGHTS),
+    VerlName("actor.megatron.seed", "trainer.seed"),
+    VerlName("actor.megatron.forward_only", None, "each role knows whether it trains; remove it"),
+    *(
+        VerlName(f"actor.megatron.override_transformer_config.{name}", f"actor.megatron.{name}")
+        for name in (*_RECOMPUTE, "transformer_impl", "sequence_parallel")
+    ),
+    *(
+        VerlName(f"actor.megatron.override_transformer_config.{name}", None, note)
+        for name, note in (
+            ("attention_backend", "the backend is chosen with transformer_impl; remove it"),
+            ("variable_seq_lengths", "the micro-batches of a call have one length; remove it"),
+            ("deallocate_pipeline_outputs", _FORCED),
+            ("overlap_p2p_comm", _FORCED),
+            ("batch_p2p_comm", _FORCED),
+            ("moe_token_dispatcher_type", _NO_EXPERTS),
+            ("num_layers_in_first_pipeline_stage", "all stages have as many layers; remove it"),
+            ("num_layers_in_last_pipeline_stage", "all stages have as many layers; remove it"),
+        )
+    ),
+    *(
+        VerlName(f"actor.megatron.override_ddp_config.{name}", f"actor.megatron.{name}")
+        for name in ("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer")
+    ),
+    VerlName("actor.megatron.override_ddp_config.grad_reduce_in_fp32", None, "gradients are always float32; remove it"),
+    VerlName("actor.megatron.override_mcore_model_config.*", None, _NOT_YET),
+    VerlName(
+        "actor.megatron.num_layers_per_virtual_pipeline_stage",
+        "actor.megatron.virtual_pipeline_model_parallel_size",
+        "the number of chunks, not of layers",
+    ),
+    VerlName("actor.megatron.activation_checkpointing", "actor.megatron.recompute_granularity", "as full"),
+    VerlName("actor.ulysses_sequence_parallel_size", "actor.megatron.context_parallel_size"),
+    VerlName("model.enable_gradient_checkpointing", "actor.megatron.recompute_granularity", "as full"),
+    VerlName("model.enable_activation_offload", None, _NOT_YET),
     VerlName("reference.megatron.param_offload", "reference.param_offload"),
     VerlName("reference.megatron.*", "actor.megatron", "the reference shares the actor's layout"),
     VerlName("reference.log_prob_max_token_len_per_gpu", "reference.max_token_len_per_gpu"),
