@@ -3,6 +3,21 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
 BIN := $(VENV)/bin
+
+# megatron-core of `make parity` and `make test-dist`: that of constraints.txt, or another supported one in an environment of its own.
+MCORE_PINNED := $(shell sed -n 's/^megatron-core==//p' constraints.txt)
+MCORE ?= $(MCORE_PINNED)
+ifeq ($(filter-out 0.16.0,$(filter 0.16.% 0.17.% 0.18.% 0.19.%,$(MCORE))),)
+$(error MCORE is $(MCORE), supported are 0.16.1 to 0.19.x; use MCORE=0.19.2, or leave it out for $(MCORE_PINNED))
+endif
+ifeq ($(MCORE),$(MCORE_PINNED))
+MCORE_VENV := $(VENV)
+PARITY_ARGS :=
+else
+MCORE_VENV := .venv-mcore-$(MCORE)
+PARITY_ARGS := --max-ranks 2 --out benchmarks/results/parity_mcore_$(MCORE).json --dumps runs/parity_mcore_$(MCORE)
+endif
+
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
@@ -44,11 +59,21 @@ format: $(VENV)/.installed  ## format and sort imports
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-test-dist: $(VENV)/.installed  ## only the tests with several processes
-	$(BIN)/python -m pytest tests -m "dist and not gpu" $(ARGS)
+test-dist: $(MCORE_VENV)/.installed  ## only the tests with several processes; MCORE as for parity
+	$(MCORE_VENV)/bin/python -m pytest tests -m "dist and not gpu" $(ARGS)
 
-parity: $(VENV)/.installed  ## every layout against transformers in float64; benchmarks/results/parity.json
-	$(BIN)/python -m benchmarks.parity $(ARGS)
+parity: $(MCORE_VENV)/.installed  ## every layout against transformers in float64; MCORE=0.19.2: with that megatron-core
+	$(MCORE_VENV)/bin/python -m benchmarks.parity $(PARITY_ARGS) $(ARGS)
+
+# Another megatron-core than the pinned one. What its metadata asks for (a newer Python) is not what it needs; triton
+# is imported at its start, and torch for a machine without a GPU does not bring it.
+.venv-mcore-%/.installed: setup.py constraints.txt
+	$(PYTHON) -m venv .venv-mcore-$*
+	.venv-mcore-$*/bin/python -m pip install --quiet --upgrade pip
+	.venv-mcore-$*/bin/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev,demo]'
+	.venv-mcore-$*/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps --ignore-requires-python megatron-core==$*
+	.venv-mcore-$*/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps triton
+	@touch $@
 
 replay-layouts: $(VENV)/.installed  ## the same recorded rollouts trained in every layout
 	$(BIN)/python -m benchmarks.replay_layouts $(ARGS)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from dist_pool import DistPool
 
 from rlhf_megatron.parallel import cpu_platform, mcore_fixes
-from rlhf_megatron.parallel.mcore_patch import Patch, apply_all, check_version
+from rlhf_megatron.parallel.mcore_patch import Patch, apply_all, check_version, replace_symbol
 from rlhf_megatron.parallel.prepare import prepare_megatron
 from rlhf_megatron.parallel.world import World
 
@@ -45,6 +45,53 @@ def test_a_symbol_that_is_gone_is_named() -> None:
 
     with pytest.raises(RuntimeError, match=r"cannot replace optimizer.thing \(it is wrong\): no such name"):
         apply_all([Patch("optimizer.thing", "it is wrong", broken)])
+
+
+@pytest.mark.parametrize(
+    ("versions", "version", "is_covered"),
+    [
+        ("0.16.1", "0.16.1+local", True),
+        ("0.16.1", "0.17.0", False),
+        ("0.16.1 to 0.19.x", "0.19.2", True),
+        ("0.16.1 to 0.19.x", "0.20.0", False),
+        ("0.17.0 to 0.18.1", "0.16.1", False),
+        ("0.17.0 to 0.18.1", "0.18.2", False),
+    ],
+)
+def test_versions_of_a_patch(versions: str, version: str, is_covered: bool) -> None:
+    assert Patch("symbol", "reason", list, versions).is_for(version) is is_covered
+
+
+def test_what_is_mended_already_is_left_alone() -> None:
+    applied: list[str] = []
+    for name, is_needed in (("mended", lambda: False), ("broken", lambda: True), ("unknown", None)):
+        apply_all([Patch(name, "why", lambda name=name: applied.append(name), is_needed=is_needed)])
+    assert applied == ["broken", "unknown"]
+
+
+def test_a_name_that_nothing_reads_is_not_replaced() -> None:
+    with pytest.raises(AttributeError, match="no_such_name"):
+        replace_symbol(torch, "no_such_name", 1)
+    assert not hasattr(torch, "no_such_name")
+
+
+@needs_no_cuda
+def test_the_defects_of_the_installed_version_are_those_of_the_table() -> None:
+    """In a fresh process, before anything is mended. Where this fails, the table's versions are to be corrected."""
+    code = (
+        "from rlhf_megatron.parallel import cpu_platform, mcore_fixes\n"
+        "from importlib.metadata import version\n"
+        "cpu_platform.apply()\n"
+        "for patch in mcore_fixes.PATCHES:\n"
+        "    if patch.is_needed: print(patch.symbol, patch.is_for(version('megatron-core')) == patch.is_needed())\n"
+        "mcore_fixes.apply()\n"
+        "print(*(patch.is_needed() for patch in mcore_fixes.PATCHES if patch.is_needed))\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    *before, after = done.stdout.splitlines()
+    assert len(before) == 3 and all(line.endswith(" True") for line in before), done.stdout
+    assert after == "False False False"
 
 
 @needs_no_cuda

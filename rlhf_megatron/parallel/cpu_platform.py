@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlhf_megatron.parallel.mcore_patch import Patch, apply_all
+from rlhf_megatron.parallel.mcore_patch import Patch, apply_all, replace_symbol
 
 CPU = torch.device("cpu")
 FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like", "ones_like")
@@ -35,6 +35,8 @@ MODULES = (  # loaded before the names in them are bound; megatron imports some 
     "megatron.core.dist_checkpointing.strategies.torch",
     "megatron.core.dist_checkpointing.strategies.fully_parallel",
     "megatron.core.dist_checkpointing.strategies.async_utils",
+    "megatron.core.dist_checkpointing.strategies.filesystem_async",
+    "megatron.core.dist_checkpointing.strategies.state_dict_saver",
 )
 
 
@@ -176,18 +178,25 @@ def _tensor_type() -> None:
 
 
 def _rng_state() -> None:
-    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
-    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    random = importlib.import_module("megatron.core.tensor_parallel.random")
+
+    def get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> Any:
+        return torch.get_rng_state()
+
+    def set_state(state: Any, device: Any = -1, graph_safe: bool = False) -> None:
+        torch.set_rng_state(state)
+
+    replace_symbol(random, "_get_cuda_rng_state", get_state)
+    replace_symbol(random, "_set_cuda_rng_state", set_state)
 
 
 def _moe_split_sizes() -> None:
-    dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
 
     def to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
-    dispatcher.maybe_move_tensor_to_cpu = to_numpy
+    replace_symbol(dispatcher, "maybe_move_tensor_to_cpu", to_numpy)
 
 
 PATCHES = (

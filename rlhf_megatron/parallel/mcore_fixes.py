@@ -1,8 +1,13 @@
-"""Defects of megatron-core without Transformer Engine and Apex, mended on any device. `PATCHES` is the whole list."""
+"""Defects of megatron-core without Transformer Engine and Apex, mended on any device. `PATCHES` is the whole list.
+
+Each looks first whether the installed version still has the defect, but for the last: its mending changes nothing where
+there is none.
+"""
 
 from __future__ import annotations
 
 import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,8 +17,16 @@ from rlhf_megatron.parallel.mcore_patch import Patch, apply_all
 
 def _router_gemm() -> None:
     moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
+    moe_utils.te_general_gemm = None
+
+
+def _has_no_router_gemm() -> bool:
+    return not hasattr(importlib.import_module("megatron.core.transformer.moe.moe_utils"), "te_general_gemm")
+
+
+def _recomputes_with_fp8() -> bool:
+    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    return bool(random.CheckpointWithoutOutput().fp8)
 
 
 def _recompute_without_fp8() -> None:
@@ -24,6 +37,22 @@ def _recompute_without_fp8() -> None:
         init(self, fp8 or None, *args, **kwargs)
 
     random.CheckpointWithoutOutput.__init__ = __init__
+
+
+def _needs_a_saved_step() -> bool:
+    """Loads one parameter whose moments lack "step", as checkpoints do, into a stand-in for the optimizer."""
+    distributed_optimizer = importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
+    parameter = torch.zeros(1)
+    stand_in = SimpleNamespace(
+        config=SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=False),
+        model_param_group_index_map={parameter: (0, 0)},
+        optimizer=SimpleNamespace(param_groups=[{"params": [parameter]}], state={parameter: {"step": torch.zeros(())}}),
+    )
+    try:
+        distributed_optimizer._set_main_param_and_optimizer_states(stand_in, parameter, {"param": torch.ones(1)})
+    except KeyError:
+        return True
+    return False
 
 
 def _optimizer_load_step() -> None:
@@ -56,16 +85,20 @@ PATCHES = (
         "transformer.moe.moe_utils.te_general_gemm",
         "undefined without Transformer Engine: every forward pass of an MoE router ends in NameError",
         _router_gemm,
+        "0.16.1",
+        _has_no_router_gemm,
     ),
     Patch(
         "tensor_parallel.random.CheckpointWithoutOutput.__init__",
         "`self.fp8 = fp8 is not None` with the default fp8=False: selective recompute asks for Transformer Engine",
         _recompute_without_fp8,
+        is_needed=_recomputes_with_fp8,
     ),
     Patch(
         "optimizer.distrib_optimizer.DistributedOptimizer._set_main_param_and_optimizer_states",
         "loading a checkpoint with torch's AdamW ends in KeyError 'step': it is no saved tensor",
         _optimizer_load_step,
+        is_needed=_needs_a_saved_step,
     ),
     Patch(
         "optimizer.distrib_optimizer.DistributedOptimizer.load_state_dict",

@@ -7,6 +7,7 @@ import logging
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 OLDEST, NEWEST = (0, 16, 1), (0, 19)  # megatron-core versions that were run: from OLDEST, any patch release of NEWEST
 
@@ -25,18 +26,30 @@ KNOWN_WARNINGS = (
 
 @dataclass(frozen=True)
 class Patch:
-    """One replaced symbol of megatron-core (or, where megatron leaves no other way, of torch)."""
+    """One replaced symbol of megatron-core (or, where megatron leaves no other way, of torch).
+
+    `apply` raises AttributeError, ImportError or KeyError where the symbol is gone.
+    """
 
     symbol: str
     reason: str
     apply: Callable[[], None]
+    versions: str = "0.16.1 to 0.19.x"  # that need it: "FIRST to LAST", or one alone
+    is_needed: Callable[[], bool] | None = None  # looks whether the defect is there; None: nothing to look at
+
+    def is_for(self, version: str) -> bool:
+        """Whether `versions` covers a release of megatron-core; "0.19.x" covers every patch release."""
+        first, _, last = self.versions.partition(" to ")
+        bound = _numbers((last or first).removesuffix(".x"))
+        return _numbers(first) <= _numbers(version) and _numbers(version)[: len(bound)] <= bound
 
 
 def apply_all(patches: Sequence[Patch]) -> None:
-    """Apply in order. A failure names the symbol."""
+    """Apply in order what is needed. A failure names the symbol."""
     for patch in patches:
         try:
-            patch.apply()
+            if patch.is_needed is None or patch.is_needed():
+                patch.apply()
         except (AttributeError, ImportError, KeyError) as error:
             raise RuntimeError(
                 f"megatron-core {importlib.metadata.version('megatron-core')}: cannot replace {patch.symbol}"
@@ -50,12 +63,18 @@ def check_version(installed: str | None = None) -> None:
         version = importlib.metadata.version("megatron-core") if installed is None else installed
     except importlib.metadata.PackageNotFoundError:
         version = "none"
-    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdigit())
+    numbers = _numbers(version)
     if numbers < OLDEST or numbers[:2] > NEWEST:
         raise RuntimeError(
             f"megatron-core {version} is installed, supported are {_text(OLDEST)} to {_text(NEWEST)}.x;"
             f" run: pip install --no-deps 'megatron-core>={_text(OLDEST)},<{NEWEST[0]}.{NEWEST[1] + 1}'"
         )
+
+
+def replace_symbol(owner: Any, name: str, value: Any) -> None:
+    """Like setattr; raises AttributeError where `owner` has no such name, so that nothing reads the new one."""
+    getattr(owner, name)
+    setattr(owner, name, value)
 
 
 def quiet_known_warnings() -> None:
@@ -67,6 +86,10 @@ def quiet_known_warnings() -> None:
 
 def _is_not_rng_note(record: logging.LogRecord) -> bool:
     return "CPU RNG state changed" not in record.getMessage()
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdigit())
 
 
 def _text(version: tuple[int, ...]) -> str:
