@@ -1,6 +1,6 @@
 """The same recorded rollouts trained in every layout: losses and gradient norms of each step must agree.
 
-    python -m benchmarks.replay_layouts                  # records 5 steps of the quickstart, then replays them 6 times
+    python -m benchmarks.replay_layouts                  # records 5 steps of the quickstart, then replays them 10 times
     python -m benchmarks.replay_layouts --record RUN_DIR # replays an earlier record: a run directory of this program
 
 The record is made once, on one rank, from weights that already solve some problems: those in
@@ -26,11 +26,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from benchmarks.common import RESULTS, ROOT, write_result
 from benchmarks.parity.layouts import LAYOUTS, Axes
+from rlhf_megatron.parallel.layout import layout_of
 
 CONFIG = ROOT / "configs" / "quickstart.yaml"
 MODEL = ROOT / "examples" / "quickstart" / "model"
@@ -41,6 +42,18 @@ NORM_TOLERANCE = 1e-4  # relative
 LOSSES = ("actor/loss", "actor/pg_loss")
 TIMEOUT_S = 900.0
 BASELINE = "one_rank"
+REPLAYED = (
+    BASELINE,
+    "tp2",
+    "tp2_sequence",
+    "pp2",
+    "pp2_vpp2",
+    "dp2",
+    "dp2_distributed_overlap",
+    "cp2",
+    "tp2_pp2",
+    "tp2_pp2_dp2",
+)
 
 
 @dataclass(frozen=True)
@@ -83,24 +96,16 @@ def train(name: str, arguments: Sequence[str], runs: Path) -> Path:
     return runs / name
 
 
-def one_rank() -> list[str]:
-    return [
-        "trainer.runtime=inline",
-        "trainer.n_gpus_per_node=1",
-        "actor.megatron.tensor_model_parallel_size=1",
-        "actor.megatron.pipeline_model_parallel_size=1",
-    ]
-
-
 def in_layout(axes: Axes) -> list[str]:
-    if axes.num_ranks == 1:
-        return one_rank()
-    return [
-        "trainer.runtime=torchrun",
-        f"trainer.n_gpus_per_node={axes.num_ranks}",
-        f"actor.megatron.tensor_model_parallel_size={axes.tp}",
-        f"actor.megatron.pipeline_model_parallel_size={axes.pp}",
+    """The settings of a layout. The quickstart has its own tp and pp, so these are always given."""
+    runtime = "inline" if axes.num_ranks == 1 else "torchrun"
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    given = [
+        f"actor.megatron.{field.name}={json.dumps(value)}"
+        for field in fields(axes.megatron)
+        if (value := getattr(axes.megatron, field.name)) != field.default or field.name in sizes
     ]
+    return [f"trainer.runtime={runtime}", f"trainer.n_gpus_per_node={axes.num_ranks}", *given]
 
 
 def weights(path: Path) -> list[str]:
@@ -111,7 +116,9 @@ def weights(path: Path) -> list[str]:
 def record(num_steps: int, runs: Path) -> Path:
     """The run directory of a recorded run."""
     start = weights(WARM_MODEL) if any(WARM_MODEL.glob("*.safetensors")) else ["warmup.save_hf=true"]
-    return train("record", [*one_rank(), *start, f"trainer.total_training_steps={num_steps}", "--record"], runs)
+    return train(
+        "record", [*in_layout(LAYOUTS[BASELINE]), *start, f"trainer.total_training_steps={num_steps}", "--record"], runs
+    )
 
 
 def start_weights(recorded: Path) -> Path:
@@ -127,7 +134,7 @@ def replay(recorded: Path, start: Sequence[str], axes: Axes, num_steps: int, run
     named = train(axes.name, [*in_layout(axes), *start, total, *arguments], runs)
     run_dir = named.with_name(f"{named.name}-replay")
     layout = json.loads((run_dir / "summary.json").read_text())["layout"]
-    assert layout == f"tp{axes.tp} pp{axes.pp} dp{axes.dp}", f"{axes.name} ran as {layout}"
+    assert layout == str(layout_of(axes.megatron, axes.num_ranks)), f"{axes.name} ran as {layout}"
     return step_metrics(run_dir)
 
 
@@ -166,11 +173,13 @@ def compare(
 
 
 def table(rows: Sequence[Row]) -> str:
-    lines = [f"{'layout':<12} {'step':>4} {'quantity':<16} {'value':>12} {'error':>9} {'bar':>9}"]
+    wide = max([6, *(len(row.layout) for row in rows)])
+    lines = [f"{'layout':<{wide}} {'step':>4} {'quantity':<16} {'value':>12} {'error':>9} {'bar':>9}"]
     for row in rows:
         mark = "" if row.ok else "  OVER THE BAR"
         lines.append(
-            f"{row.layout:<12} {row.step:>4} {row.quantity:<16} {row.value:12.5e} {row.error:9.2e} {row.bar:9.2e}{mark}"
+            f"{row.layout:<{wide}} {row.step:>4} {row.quantity:<16} {row.value:12.5e} {row.error:9.2e}"
+            f" {row.bar:9.2e}{mark}"
         )
     return "\n".join(lines)
 
@@ -201,7 +210,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.replay_layouts", description=__doc__.split("\n")[0])
     parser.add_argument("--record", type=Path, help="run directory of an earlier record; made when left out")
     parser.add_argument("--steps", type=int, default=5, help="steps of the loop (%(default)s)")
-    parser.add_argument("--layouts", default=",".join(LAYOUTS), help="comma-separated (%(default)s)")
+    parser.add_argument("--layouts", default=",".join(REPLAYED), help="comma-separated (%(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS / "replay_layouts.json", help="result file (%(default)s)")
     args = parser.parse_args(argv)
     unknown = [name for name in args.layouts.split(",") if name not in LAYOUTS]

@@ -1,13 +1,14 @@
-"""`python -m benchmarks.parity`: exit code 1 when a figure is over its bar."""
+"""`python -m benchmarks.parity`: exit code 1 when a figure is over its bar or a cell failed."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
@@ -16,7 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from benchmarks.common import RESULTS, write_result
 from benchmarks.parity.cases import FAMILIES, Recipe
-from benchmarks.parity.dumps import Dumps
+from benchmarks.parity.dumps import ROWS, Dumps
 from benchmarks.parity.layouts import LAYOUTS
 from benchmarks.parity.measure import BAR, Row
 
@@ -24,23 +25,38 @@ DUMPS = Path("runs") / "parity"
 Value = TypeVar("Value")
 
 
-def table(rows: Sequence[Row]) -> str:
-    """One line a family, layout and quantity: of its cuts, the one nearest to its bar."""
-    lines = [
-        f"{'family':<13} {'layout':<12} {'quantity':<16} {'error':>9} {'float32':>9} {'bar':>9}  worst tensor (cut)"
-    ]
-    worst: dict[tuple[str, str, str], Row] = {}
+def nearest(rows: Iterable[Row], *columns: str) -> list[Row]:
+    """Of the rows that agree in `columns`, the one that is nearest to its bar, or farthest over it."""
+    worst: dict[tuple[str, ...], Row] = {}
     for row in rows:
-        key = (row.family, row.layout, row.quantity)
+        key = tuple(getattr(row, column) for column in columns)
         if key not in worst or (row.ok, -_share(row)) < (worst[key].ok, -_share(worst[key])):
             worst[key] = row
-    for row in worst.values():
+    return list(worst.values())
+
+
+def table(rows: Sequence[Row]) -> str:
+    """One line a row."""
+    wide = [max([6, *(len(name) for name in names)]) for names in ((r.family for r in rows), (r.layout for r in rows))]
+    lines = [
+        f"{'family':<{wide[0]}} {'layout':<{wide[1]}} {'quantity':<16} {'error':>9} {'float32':>9} {'bar':>9}"
+        "  worst tensor (cut)"
+    ]
+    for row in rows:
         mark = "" if row.ok else "  OVER THE BAR"
         lines.append(
-            f"{row.family:<13} {row.layout:<12} {row.quantity:<16} {row.error:9.2e} {row.float32_error:9.2e}"
-            f" {row.bar:9.2e}  {row.tensor} ({row.cut}){mark}"
+            f"{row.family:<{wide[0]}} {row.layout:<{wide[1]}} {row.quantity:<16} {row.error:9.2e}"
+            f" {row.float32_error:9.2e} {row.bar:9.2e}  {row.tensor} ({row.cut}){mark}"
         )
     return "\n".join(lines)
+
+
+def shares(rows: Iterable[Row]) -> dict[str, dict[str, dict[str, float]]]:
+    """layout -> family -> quantity -> error as a share of its bar, of the cut and the tensor that are nearest to it."""
+    cells: dict[str, dict[str, dict[str, float]]] = {}
+    for row in nearest(rows, "layout", "family", "quantity"):
+        cells.setdefault(row.layout, {}).setdefault(row.family, {})[row.quantity] = round(_share(row), 3)
+    return cells
 
 
 def _share(row: Row) -> float:
@@ -60,11 +76,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.parity", description="every layout against float64")
     parser.add_argument("--layouts", help=f"comma-separated, of {', '.join(LAYOUTS)}; all when left out")
     parser.add_argument("--families", help=f"comma-separated, of {', '.join(FAMILIES)}; all when left out")
+    parser.add_argument("--max-ranks", type=int, default=8, help="leave out larger layouts (%(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS / "parity.json", help="result file (%(default)s)")
     parser.add_argument("--dumps", type=Path, default=DUMPS, help="directory of raw tensors, made anew (%(default)s)")
     parser.add_argument("--adam-eps", type=float, default=Recipe.adam_eps, help="Adam epsilon (%(default)s)")
     args = parser.parse_args(argv)
-    layouts = chosen(args.layouts, LAYOUTS, "layout")
+    layouts = [axes for axes in chosen(args.layouts, LAYOUTS, "layout").values() if axes.num_ranks <= args.max_ranks]
     families = chosen(args.families, FAMILIES, "family")
 
     import torch
@@ -82,23 +99,30 @@ def main(argv: list[str] | None = None) -> int:
         print(f"[{time.monotonic() - start:6.1f} s] {line}", flush=True)
 
     recipe = Recipe(adam_eps=args.adam_eps)
-    rows = run_parity(list(families), list(layouts.values()), recipe, Dumps(args.dumps), report)
-    print(table(rows))
+    rows, failures = run_parity(list(families), layouts, recipe, Dumps(args.dumps), report)
+    print(table(nearest(rows, "layout", "quantity")))
+    (args.dumps / ROWS).write_text(json.dumps({"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
     misses = sum(not row.ok for row in rows)
     result = {
-        "measure": "see benchmarks/parity/measure.py",
+        "measure": "see benchmarks/parity/measure.py; rows: of each layout and quantity the one nearest to its bar",
         "reference": "transformers in float64; bar: a multiple of the error of transformers in float32",
         "bar_factor": BAR,
         "recipe": asdict(recipe),
         "dumps": str(args.dumps),
         "seconds": round(time.monotonic() - start, 1),
         "num_over_the_bar": misses,
-        "rows": [asdict(row) for row in rows],
+        "failures": [asdict(failure) for failure in failures],
+        "num_rows": len(rows),
+        "shares_of_the_bar": shares(rows),
+        "rows": [asdict(row) for row in nearest(rows, "layout", "quantity")],
     }
     command = " ".join(["python -m benchmarks.parity", *(sys.argv[1:] if argv is None else argv)])
     path = write_result(args.out.stem, command, result, args.out.parent)
-    print(f"{len(rows)} rows, {misses} over the bar, {time.monotonic() - start:.0f} s; {path}; tensors in {args.dumps}")
-    return 1 if misses or not rows else 0
+    seconds = time.monotonic() - start
+    cells = len({(row.family, row.layout) for row in rows})
+    print(f"{cells} cells, {len(failures)} more failed; {len(rows)} rows, {misses} over the bar; {seconds:.0f} s")
+    print(f"{path}; tensors in {args.dumps}")
+    return 1 if misses or failures or not rows else 0
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
-"""The tensors of a comparison on disk: raw results only, no figure.
+"""The tensors of a comparison on disk: raw results, and beside them all rows that were made of them.
 
-    DUMPS/run.json                               families, cuts, layouts, and the settings of the run
+    DUMPS/run.json                               families, cuts, layouts with the families that were run in each, cells
+                                                 that failed, and the settings of the run
+    DUMPS/rows.json                              every row; nothing is computed from it
     DUMPS/<family>/start.safetensors             weights before the first step, float32
     DUMPS/<family>/batch.safetensors             the batch
     DUMPS/<family>/<cut>/<result>.safetensors    <result>: float64, float32 (transformers), or a layout
 
 A result holds `log_probs`, `entropies`, `log_probs_after` [T]; `grad_norms` [optimizer steps], before clipping;
-`gradient/<step>/<tensor>`, before clipping, and `weights/<tensor>`, after the last step, by Hugging Face name. A layout
-also holds `copies/<copy>/<tensor>`: what other ranks hold of the same weights.
+`gradient/<step>/<tensor>`, before clipping, and `weights/<tensor>`, after the last step, by Hugging Face name. Of a
+layout only the gradients of step 0 are kept; it also holds `copies/<copy>/<tensor>`: what other ranks hold of the same
+weights.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from torch import Tensor
 
 EXACT, SINGLE = "float64", "float32"
 RUN = "run.json"
+ROWS = "rows.json"
 
 
 class Dumps:

@@ -1,34 +1,191 @@
-"""The axis list: every layout that is compared with the unsharded reference."""
+"""The axis list: every layout that is compared with the unsharded reference. A new one is one line here.
+
+A family is left out of a layout by which its heads or layers do not divide; every other cell is run.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.parity.pairwise import Cell, pairwise
+from rlhf_megatron.config.schema import MegatronConfig
+from rlhf_megatron.models.table import Impl
+
+RECOMPUTE: dict[str | None, dict[str, Any]] = {
+    None: {},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "full_block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+    "core_attn": {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)},
+    "mlp": {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
+    "layernorm_mlp": {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp")},
+}
+"""What an Axes calls a way of recomputing -> settings."""
 
 
 @dataclass(frozen=True)
 class Axes:
-    """Sizes of the parallel axes; dp is what the ranks hold beside."""
+    """A layout and the settings that change who computes and keeps what. dp is what the ranks hold beside."""
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    cp: int = 1
+    vpp: int = 1
+    sequence_parallel: bool = False
+    distributed: bool = False  # distributed optimizer
+    overlap: bool = False  # of the gradient reduction; with `distributed` also of the parameter gather
+    recompute: str | None = None  # a key of RECOMPUTE
+    impl: Impl = "local"
 
     @property
     def num_ranks(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
 
     @property
     def name(self) -> str:
-        sizes = {"tp": self.tp, "pp": self.pp, "dp": self.dp}
-        return "_".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "one_rank"
+        """ "tp2_sequence_pp2_vpp2_dp2_distributed_overlap_recompute_full": safe in a file name."""
+        parts = [f"tp{self.tp}" if self.tp > 1 else "", "sequence" if self.sequence_parallel else ""]
+        sizes = {"pp": self.pp, "vpp": self.vpp, "cp": self.cp, "dp": self.dp}
+        parts += [f"{axis}{size}" for axis, size in sizes.items() if size > 1]
+        if self.num_ranks == 1:
+            parts.append("one_rank")
+        parts += ["distributed" if self.distributed else "", "overlap" if self.overlap else ""]
+        parts += [f"recompute_{self.recompute}" if self.recompute else "", self.impl if self.impl != "local" else ""]
+        return "_".join(part for part in parts if part)
+
+    @property
+    def megatron(self) -> MegatronConfig:
+        """The settings as a user would write them."""
+        return MegatronConfig(
+            tensor_model_parallel_size=self.tp,
+            pipeline_model_parallel_size=self.pp,
+            virtual_pipeline_model_parallel_size=self.vpp if self.vpp > 1 else None,
+            context_parallel_size=self.cp,
+            sequence_parallel=self.sequence_parallel,
+            use_distributed_optimizer=self.distributed,
+            overlap_grad_reduce=self.overlap,
+            overlap_param_gather=self.overlap and self.distributed,
+            transformer_impl=self.impl,
+            **RECOMPUTE[self.recompute],
+        )
 
 
-_ALL = (
+def divides(axes: Axes, hf_config: Mapping[str, Any]) -> bool:
+    """Whether a model of that config.json can be split so."""
+    heads, layers = hf_config["num_key_value_heads"], hf_config["num_hidden_layers"]
+    return heads % axes.tp == 0 and layers % (axes.pp * axes.vpp) == 0
+
+
+TE: Impl = "transformer_engine"
+_ONE = (
     Axes(),
-    Axes(tp=2),
-    Axes(pp=2),
-    Axes(dp=2),
-    Axes(tp=2, pp=2),
-    Axes(tp=2, pp=2, dp=2),
+    Axes(impl=TE),
+    Axes(recompute="full"),
+    Axes(recompute="full_block"),
+    Axes(recompute="core_attn"),
+    Axes(recompute="layernorm_mlp"),
+    Axes(recompute="mlp", impl=TE),
 )
-LAYOUTS: dict[str, Axes] = {axes.name: axes for axes in _ALL}
+_TWO = (
+    Axes(tp=2),
+    Axes(tp=2, sequence_parallel=True),
+    Axes(tp=2, sequence_parallel=True, impl=TE),
+    Axes(tp=2, sequence_parallel=True, recompute="full"),
+    Axes(tp=2, sequence_parallel=True, recompute="layernorm_mlp"),
+    Axes(tp=2, sequence_parallel=True, recompute="mlp", impl=TE),
+    Axes(pp=2),
+    Axes(pp=2, recompute="full"),
+    Axes(pp=2, vpp=2),
+    Axes(pp=2, vpp=2, recompute="core_attn"),
+    Axes(dp=2),
+    Axes(dp=2, overlap=True),
+    Axes(dp=2, distributed=True),
+    Axes(dp=2, distributed=True, overlap=True),
+    Axes(cp=2),
+    Axes(cp=2, impl=TE),
+    Axes(cp=2, recompute="core_attn"),
+    Axes(cp=2, distributed=True),
+    Axes(cp=2, distributed=True, overlap=True, recompute="full"),
+)
+# tp 3 and 4 are for families whose key-value heads divide by them.
+_THREE = (
+    Axes(tp=3),
+    Axes(tp=3, sequence_parallel=True),
+    Axes(tp=3, sequence_parallel=True, impl=TE),
+)
+_FOUR = (
+    Axes(tp=2, pp=2),
+    Axes(tp=2, sequence_parallel=True, pp=2, vpp=2),
+    Axes(tp=2, sequence_parallel=True, pp=2, vpp=2, recompute="full", impl=TE),
+    Axes(tp=2, sequence_parallel=True, cp=2),
+    Axes(tp=2, cp=2, distributed=True, recompute="layernorm_mlp"),
+    Axes(tp=2, sequence_parallel=True, dp=2, distributed=True),
+    Axes(tp=2, sequence_parallel=True, dp=2, distributed=True, overlap=True, impl=TE),
+    Axes(tp=4, sequence_parallel=True),
+    Axes(pp=4),
+    Axes(pp=2, vpp=2, cp=2),
+    Axes(pp=2, vpp=2, dp=2, distributed=True, overlap=True),
+    Axes(cp=4),
+    Axes(dp=2, cp=2, distributed=True, overlap=True),
+    Axes(dp=4, distributed=True),
+)
+_EIGHT = (
+    Axes(tp=2, pp=2, dp=2),
+    Axes(tp=2, sequence_parallel=True, pp=2, vpp=2, dp=2, distributed=True, overlap=True),
+    Axes(tp=2, sequence_parallel=True, pp=2, cp=2),
+    Axes(tp=2, sequence_parallel=True, pp=2, cp=2, recompute="full", impl=TE),
+    Axes(tp=2, sequence_parallel=True, dp=2, cp=2, distributed=True),
+    Axes(pp=2, vpp=2, dp=2, cp=2, distributed=True, overlap=True),
+    Axes(tp=2, sequence_parallel=True, pp=4, recompute="core_attn"),
+    Axes(pp=2, cp=4, impl=TE),
+)
+LAYOUTS: dict[str, Axes] = {axes.name: axes for axes in (*_ONE, *_TWO, *_THREE, *_FOUR, *_EIGHT)}
+
+VALUES: dict[str, tuple[Any, ...]] = {
+    "tp": (1, 2),
+    "sequence_parallel": (False, True),
+    "pp": (1, 2),
+    "vpp": (1, 2),
+    "cp": (1, 2),
+    "dp": (1, 2),
+    "distributed": (False, True),
+    "overlap": (False, True),
+    "recompute": (None, "full", "core_attn", "layernorm_mlp"),
+    "impl": ("local", TE),
+}
+"""Axis -> the values that the pairwise cover combines."""
+COVER_RANKS = 4  # of a cell of the cover
+
+
+def is_possible(axes: Axes) -> bool:
+    """Whether every axis has what it needs: virtual stages stages, a split sequence tp, and so on."""
+    return (
+        (axes.vpp == 1 or axes.pp > 1)
+        and (axes.tp > 1 or not axes.sequence_parallel)
+        and (axes.dp * axes.cp > 1 or not (axes.distributed or axes.overlap))
+        and not (axes.impl == TE and axes.recompute == "layernorm_mlp")  # its norms are parts of linear layers
+    )
+
+
+def cover(families: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Axes]]:
+    """Cells (family, layout) in which every two values of VALUES and `families` meet that can in COVER_RANKS ranks.
+
+    But for families and ways of recomputing: what is recomputed knows nothing of a family.
+    """
+
+    def axes_of(cell: Cell) -> Axes:
+        return Axes(**{axis: value for axis, value in cell.items() if axis != "family"})
+
+    def is_allowed(cell: Cell) -> bool:
+        axes = axes_of(cell)
+        return axes.num_ranks <= COVER_RANKS and is_possible(axes) and divides(axes, families[cell["family"]])
+
+    cells = pairwise(
+        {"family": tuple(families), **VALUES},
+        is_allowed,
+        cost=lambda cell: axes_of(cell).num_ranks,
+        apart=[frozenset(("family", "recompute"))],
+    )
+    return [(cell["family"], axes_of(cell)) for cell in cells]

@@ -7,19 +7,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.parity.cases import CUTS, FAMILIES, Cut, Recipe, add_past, make_batch, make_state
 from benchmarks.parity.dumps import EXACT, SINGLE, Dumps
-from benchmarks.parity.layouts import Axes
+from benchmarks.parity.layouts import Axes, divides
 from benchmarks.parity.measure import Result, Row, measure
 from benchmarks.parity.reference import make_model, run_reference, token_columns
 from benchmarks.parity.sharded import assemble, run_on_rank
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
-from dist_pool import DistPool
+from dist_pool import DistPool, JobError
 
 LAYOUT_TIMEOUT_S = 600.0
 
@@ -51,19 +52,32 @@ def make_case(family: str, recipe: Recipe, cuts: Sequence[Cut] = CUTS) -> Case:
     return Case(family, state, batch, {cut.name: both(cut) for cut in cuts})
 
 
-def run_cell(pool: DistPool, case: Case, axes: Axes, recipe: Recipe, cuts: Sequence[Cut] = CUTS) -> dict[str, Result]:
-    """cut name -> the result of one family in one layout."""
+def run_cell(
+    pool: DistPool,
+    case: Case,
+    axes: Axes,
+    recipe: Recipe,
+    cuts: Sequence[Cut] = CUTS,
+    job: Callable[..., Any] = run_on_rank,
+    **arguments: Any,
+) -> dict[str, Result]:
+    """cut name -> the result of one family in one layout. Raises JobError. `arguments`: more of them for `job`."""
     results = pool.run(
-        run_on_rank,
+        job,
         tp=axes.tp,
         pp=axes.pp,
         dp=axes.dp,
+        cp=axes.cp,
+        vpp=axes.vpp,
+        sequence_parallel=axes.sequence_parallel,
         timeout_s=LAYOUT_TIMEOUT_S,
         hf_config=FAMILIES[case.family],
         state=case.state,
         batch=case.batch,
         cuts=list(cuts),
         recipe=recipe,
+        megatron=axes.megatron,
+        **arguments,
     )
     return {
         cut.name: assemble([rank[i] for rank in results], FAMILIES[case.family], axes) for i, cut in enumerate(cuts)
@@ -80,27 +94,36 @@ def rows_of(case: Case, axes: Axes, results: dict[str, Result]) -> list[Row]:
     return rows
 
 
+@dataclass(frozen=True)
+class Failure:
+    """A cell that ended in an error."""
+
+    family: str
+    layout: str
+    error: str
+
+
 def run_parity(
     families: Sequence[str], layouts: Sequence[Axes], recipe: Recipe, dumps: Dumps, report: Callable[[str], None]
-) -> list[Row]:
-    """Every family in every layout. Tensors go to `dumps`, one line a cell to `report`."""
-    cases = []
-    for family in families:
-        start = time.monotonic()
-        case = make_case(family, recipe)
-        dumps.inputs(family, case.state, case.batch)
-        for cut, (exact, single) in case.references.items():
-            dumps.result(family, cut, EXACT, exact)
-            dumps.result(family, cut, SINGLE, single)
-        cases.append(case)
-        report(f"{family}: reference in {time.monotonic() - start:.1f} s")
+) -> tuple[list[Row], list[Failure]]:
+    """Every family in every layout that it can be split into. Tensors go to `dumps`, one line a cell to `report`."""
+    cases = [_reference(family, recipe, dumps, report) for family in families]
     rows: list[Row] = []
+    failures: list[Failure] = []
+    done: dict[str, list[str]] = {axes.name: [] for axes in layouts}
     pool = DistPool()
     try:
         for axes in sorted(layouts, key=lambda axes: axes.num_ranks):
             for case in cases:
+                if not divides(axes, FAMILIES[case.family]):
+                    continue
                 start = time.monotonic()
-                results = run_cell(pool, case, axes, recipe)
+                try:
+                    results = run_cell(pool, case, axes, recipe)
+                except JobError as error:
+                    failures.append(Failure(case.family, axes.name, str(error)))
+                    report(f"{axes.name}, {case.family}: FAILED\n{error}")
+                    continue
                 for cut, result in results.items():
                     dumps.result(case.family, cut, axes.name, result)
                 found = rows_of(case, axes, results)
@@ -108,14 +131,27 @@ def run_parity(
                 state = f"over the bar: {', '.join(misses)}" if misses else "ok"
                 report(f"{axes.name}, {case.family}: {time.monotonic() - start:.1f} s, {state}")
                 rows += found
+                done[axes.name].append(case.family)
     finally:
         pool.close()
     dumps.describe(
         {
             "families": {family: FAMILIES[family] for family in families},
-            "layouts": {axes.name: asdict(axes) for axes in layouts},
+            "layouts": {axes.name: {**asdict(axes), "families": done[axes.name]} for axes in layouts},
             "cuts": {cut.name: asdict(cut) for cut in CUTS},
             "recipe": asdict(recipe),
+            "failures": [asdict(failure) for failure in failures],
         }
     )
-    return rows
+    return rows, failures
+
+
+def _reference(family: str, recipe: Recipe, dumps: Dumps, report: Callable[[str], None]) -> Case:
+    start = time.monotonic()
+    case = make_case(family, recipe)
+    dumps.inputs(family, case.state, case.batch)
+    for cut, (exact, single) in case.references.items():
+        dumps.result(family, cut, EXACT, exact)
+        dumps.result(family, cut, SINGLE, single)
+    report(f"{family}: reference in {time.monotonic() - start:.1f} s")
+    return case

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.parity.cases import Cut, Recipe
 from benchmarks.parity.layouts import Axes
-from rlhf_megatron.config.schema import ActorConfig, OptimConfig, PolicyLossConfig
+from rlhf_megatron.config.schema import ActorConfig, MegatronConfig, OptimConfig, PolicyLossConfig
 from rlhf_megatron.data.batch import LogProbs, TrainBatch, select
-from rlhf_megatron.data.plan import ReplicaPlan, plan_replicas, restore, take
+from rlhf_megatron.data.plan import ReplicaPlan, restore, take
 from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.models.table import Rule, join
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.parallel.world import World
+from rlhf_megatron.runtime.dispatch import scatter_calls
 from rlhf_megatron.scheduler.mini_batches import mini_batches
 
 HEAD = "output_layer.weight"
 EMBEDDING = "embedding.word_embeddings.weight"
+FIRST = "dp0_cp0_tp0"  # the copy of the model that is compared with the reference
 
 
 @dataclass(frozen=True)
@@ -36,14 +42,14 @@ class StateSource:
 
 @dataclass(frozen=True)
 class RankResult:
-    """What a rank hands back. Log-probs on leaders only; shards by Megatron name."""
+    """What a rank hands back. Log-probs and norms on leaders only; shards by Megatron name."""
 
     before: LogProbs | None
     after: LogProbs | None
     plan: ReplicaPlan
-    gradients: list[dict[str, Tensor]]  # of each optimizer step, before clipping
+    gradients: dict[str, Tensor]  # of the first optimizer step, reduced, before clipping; of one copy of the model
     weights: dict[str, Tensor]
-    grad_norms: list[float]  # on leaders
+    grad_norms: list[float]
 
 
 def run_on_rank(
@@ -53,44 +59,63 @@ def run_on_rank(
     batch: dict[str, Tensor],
     cuts: Sequence[Cut],
     recipe: Recipe,
+    megatron: MegatronConfig,
+    checkpoints: Path | None = None,
 ) -> list[RankResult]:
-    """A job of the worker pool: every cut from the same start."""
-    return [_run_cut(world, hf_config, state, batch, cut, recipe) for cut in cuts]
+    """A job of the worker pool: every cut from the same start.
+
+    `checkpoints`: an empty directory, where the state is saved after the first optimizer step; another actor loads it
+    and goes on.
+    """
+
+    def run(cut: Cut) -> RankResult:
+        config = actor_config(recipe, cut, megatron)
+        make_actor = partial(_make_actor, world, hf_config, state, config, len(cut.mini_batches))
+        return _run_cut(world, make_actor, _train_batch(batch), cut, recipe, checkpoints and checkpoints / cut.name)
+
+    return [run(cut) for cut in cuts]
+
+
+def _make_actor(
+    world: World, hf_config: dict[str, Any], state: dict[str, Tensor], config: ActorConfig, num_steps: int
+) -> Any:
+    from rlhf_megatron.workers.actor import MegatronActor, Phase
+
+    phases = {"rl": Phase(config.optim, num_steps)}
+    return MegatronActor(hf_config, StateSource(state), world, torch.float32, config, phases)
 
 
 def _run_cut(
-    world: World,
-    hf_config: dict[str, Any],
-    state: dict[str, Tensor],
-    columns: dict[str, Tensor],
-    cut: Cut,
-    recipe: Recipe,
+    world: World, make_actor: Callable[[], Any], batch: TrainBatch, cut: Cut, recipe: Recipe, checkpoint: Path | None
 ) -> RankResult:
     from rlhf_megatron.checkpoint.load_model import named_parameters
-    from rlhf_megatron.workers.actor import MegatronActor, Phase
 
-    config = actor_config(recipe, cut)
-    phases = {"rl": Phase(config.optim, len(cut.mini_batches))}
-    actor = MegatronActor(hf_config, StateSource(state), world, torch.float32, config, phases)
-    gradients = _watch_gradients(actor)
-    batch = _train_batch(columns)
+    actor = make_actor()
+    gradients = _watch_gradients(actor, world)
     plan = _plan(world, batch, cut.token_budget)
     before = actor.log_probs(take(batch, plan), plan, recipe.temperature, with_entropy=True)
     norms = []
-    for start, stop in cut.mini_batches:
+    for step, (start, stop) in enumerate(cut.mini_batches):
+        if step == 1 and checkpoint is not None:
+            actor.save(checkpoint)
+            actor = make_actor()
+            actor.load(checkpoint)
         part = select(batch, range(start, stop))
         (mini_batch,) = mini_batches(part, len(part), cut.loss_agg_mode, use_shuffle=False, seed=0, step=0, epoch=0)
         share = _plan(world, mini_batch, cut.token_budget)
         update = actor.update(take(mini_batch, share), share, recipe.temperature, "policy")
         norms += [update.grad_norm] if update else []
+    # What a weight sync would send now; then the last stage's copy of a tied embedding.
+    weights = {rule.megatron_name: shard.clone() for rule, shard in actor.export()}
     after = actor.log_probs(take(batch, plan), plan, recipe.temperature)
-    weights = {name: p.detach().clone() for name, p in named_parameters(actor.model.chunks).items()}
+    weights = {name: p.detach().clone() for name, p in named_parameters(actor.model.chunks).items()} | weights
     return RankResult(before, after, plan, gradients, weights, norms)
 
 
-def actor_config(recipe: Recipe, cut: Cut) -> ActorConfig:
+def actor_config(recipe: Recipe, cut: Cut, megatron: MegatronConfig) -> ActorConfig:
     """The settings as a user would write them."""
     return ActorConfig(
+        megatron=megatron,
         optim=OptimConfig(
             lr=recipe.lr,
             eps=recipe.adam_eps,
@@ -115,19 +140,48 @@ def actor_config(recipe: Recipe, cut: Cut) -> ActorConfig:
     )
 
 
-def _watch_gradients(actor: Any) -> list[dict[str, Tensor]]:
-    """A list that grows with each optimizer step: the gradients that it starts from."""
-    from rlhf_megatron.checkpoint.load_model import named_parameters
-
-    seen: list[dict[str, Tensor]] = []
+def _watch_gradients(actor: Any, world: World) -> dict[str, Tensor]:
+    """Filled when the first optimizer step starts, on the ranks of the first copy of the model."""
+    seen: dict[str, Tensor] = {}
     step = actor.optimizer.step
 
     def watched() -> Any:
-        seen.append({name: p.main_grad.clone() for name, p in named_parameters(actor.model.chunks).items()})
+        actor.optimizer.step = step
+        gradients = _reduced_gradients(actor.model.chunks, world)
+        if world.coordinates.dp == world.coordinates.cp == 0:
+            seen.update(gradients)
         return step()
 
     actor.optimizer.step = watched
     return seen
+
+
+def _reduced_gradients(chunks: Sequence[Any], world: World) -> dict[str, Tensor]:
+    """Global name -> the whole gradient of this rank's shard. All ranks.
+
+    With the distributed optimizer a rank's main gradients are reduced only in its own part of each bucket: the parts
+    are gathered from the ranks that share the bucket.
+    """
+    from rlhf_megatron.checkpoint.load_model import named_parameters
+
+    gathered: dict[Any, Tensor] = {}
+    for chunk in chunks:
+        for buffer in chunk.buffers:
+            if buffer.ddp_config.use_distributed_optimizer:
+                for bucket in buffer.buckets:
+                    whole = _gather(bucket.grad_data, world.dp_cp_group)
+                    for parameter in bucket.params_list:
+                        start, stop, _ = buffer.param_index_map[parameter]
+                        gathered[parameter] = whole[start - bucket.offset : stop - bucket.offset].view(parameter.shape)
+    parameters = named_parameters(chunks)
+    return {name: gathered[p] if p in gathered else p.main_grad.clone() for name, p in parameters.items()}
+
+
+def _gather(bucket: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Each rank's own part of `bucket`, together."""
+    whole = torch.empty_like(bucket)
+    dist.all_gather_into_tensor(whole, bucket.chunk(group.size())[group.rank()].clone(), group=group)
+    return whole
 
 
 def _train_batch(columns: dict[str, Tensor]) -> TrainBatch:
@@ -150,8 +204,9 @@ def _train_batch(columns: dict[str, Tensor]) -> TrainBatch:
 
 
 def _plan(world: World, batch: Any, token_budget: int) -> ReplicaPlan:
-    plans = plan_replicas(batch.lengths.tolist(), world.layout.dp, token_budget, world.layout.tp)
-    return plans[world.coordinates.dp]
+    """The one that dispatch would send to this rank."""
+    scattered = scatter_calls(0, "update", batch, world.layout, token_budget, {})
+    return scattered.plans[world.coordinates.dp]
 
 
 def assemble(results: list[RankResult], hf_config: dict[str, Any], axes: Axes) -> dict[str, Tensor]:
@@ -167,38 +222,40 @@ def assemble(results: list[RankResult], hf_config: dict[str, Any], axes: Axes) -
         "log_probs_after": after.log_probs,
         "grad_norms": torch.tensor(leaders[0].grad_norms, dtype=torch.float64),
     }
-    for step in range(len(results[0].gradients)):
-        gradients = _hf_tensors([result.gradients[step] for result in results], hf_config, axes)
-        tensors |= {f"gradient/{step}/{name}": tensor for name, tensor in gradients["dp0_tp0"].items()}
-    weights = _hf_tensors([result.weights for result in results], hf_config, axes)
-    tensors |= {f"weights/{name}": tensor for name, tensor in weights.pop("dp0_tp0").items()}
+    gradients = _hf_tensors([result.gradients for result in results], hf_config, axes, is_whole=False)
+    tensors |= {f"gradient/0/{name}": tensor for name, tensor in gradients[FIRST].items()}
+    weights = _hf_tensors([result.weights for result in results], hf_config, axes, is_whole=True)
+    tensors |= {f"weights/{name}": tensor for name, tensor in weights.pop(FIRST).items()}
     for copy, named in weights.items():
         tensors |= {f"copies/{copy}/{name}": tensor for name, tensor in named.items()}
     return tensors
 
 
-def _hf_tensors(shards: list[dict[str, Tensor]], hf_config: dict[str, Any], axes: Axes) -> dict[str, dict[str, Tensor]]:
-    """Copy -> HF name -> full tensor. "dp0_tp0" is the model; every other copy must equal it.
+def _hf_tensors(
+    shards: list[dict[str, Tensor]], hf_config: dict[str, Any], axes: Axes, is_whole: bool
+) -> dict[str, dict[str, Tensor]]:
+    """Copy -> HF name -> full tensor. FIRST is the model; every other copy must equal it.
 
-    Copies are: each replica, what a tp rank holds of tensors that tp does not split, and the head's tied embedding.
+    Copies are: each replica and cp rank, what a tp rank holds of tensors that tp does not split, and the head's tied
+    embedding. `is_whole` False: only the ranks of the first copy hold tensors.
     """
-    layout = Layout(axes.num_ranks, axes.tp, axes.pp)
-    copies: dict[str, dict[str, Tensor]] = {}
-    table = table_for(hf_config, axes.tp)
+    layout = Layout(axes.num_ranks, axes.tp, axes.pp, axes.cp)
+    table = table_for(hf_config, axes.tp, axes.impl)
     names = {rule.megatron_name for rule in table}
+    groups = list(product(range(axes.dp), range(axes.cp))) if is_whole else [(0, 0)]
+    copies: dict[str, dict[str, Tensor]] = {}
     for rule in table:
         held = {rule.megatron_name: ""}
         if rule.megatron_name == EMBEDDING and HEAD not in names:
             held[HEAD] = "_head"
-        for name, suffix in held.items():
-            for dp in range(axes.dp):
-                ranks = [rank for rank in layout.replica(dp) if name in shards[rank]]
-                parts = [shards[rank][name] for rank in ranks]
-                if not parts and suffix:
-                    continue  # one stage holds both: there is no second copy
-                assert len(parts) == axes.tp, f"{name} is on {len(parts)} ranks of replica {dp}, not on {axes.tp}"
-                fulls = parts if rule.split == "replicated" else [join(rule.split, parts)]
-                for tp, full in enumerate(fulls):
-                    target = copies.setdefault(f"dp{dp}_tp{tp}{suffix}", {})
-                    target |= {hf.name: t.clone() for hf, t in zip(rule.hf, rule.to_hf(full), strict=True)}
+        for (name, suffix), (dp, cp) in product(held.items(), groups):
+            ranks = [layout.rank(dp, pp, tp, cp) for pp in range(axes.pp) for tp in range(axes.tp)]
+            parts = [shards[rank][name] for rank in ranks if name in shards[rank]]
+            if not parts and suffix:
+                continue  # one stage holds both: there is no second copy
+            assert len(parts) == axes.tp, f"{name} is on {len(parts)} ranks of dp {dp} cp {cp}, not on {axes.tp}"
+            fulls = parts if rule.split == "replicated" else [join(rule.split, parts)]
+            for tp, full in enumerate(fulls):
+                target = copies.setdefault(f"dp{dp}_cp{cp}_tp{tp}{suffix}", {})
+                target |= {hf.name: t.clone() for hf, t in zip(rule.hf, rule.to_hf(full), strict=True)}
     return copies

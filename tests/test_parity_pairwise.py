@@ -1,0 +1,79 @@
+"""The cover that `make test` runs: that it covers, by the package's own rules of what a layout can be."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from itertools import combinations, product
+from typing import Any
+
+from benchmarks.parity.cases import FAMILIES
+from benchmarks.parity.layouts import COVER_RANKS, LAYOUTS, VALUES, Axes, cover
+from benchmarks.parity.pairwise import pairs_of, pairwise
+from rlhf_megatron.models.families.base import table_for
+from rlhf_megatron.models.table import check_tensor_parallel
+from rlhf_megatron.parallel.layout import Layout
+
+Pairs = set[frozenset[tuple[str, Any]]]
+
+
+def pairs(cell: dict[str, Any]) -> Pairs:
+    """The pairs of (axis, value) of a cell, but for families with ways of recomputing."""
+    every = {frozenset(pair) for pair in combinations(cell.items(), 2)}
+    return {pair for pair in every if {axis for axis, _ in pair} != {"family", "recompute"}}
+
+
+def can_be(cell: dict[str, Any]) -> bool:
+    """By what refuses it in the package, and by what would be ignored."""
+    num_ranks = cell["tp"] * cell["pp"] * cell["cp"] * cell["dp"]
+    hf_config = FAMILIES[cell["family"]]
+    try:
+        Layout(num_ranks, cell["tp"], cell["pp"], cell["cp"], cell["vpp"], cell["sequence_parallel"])
+        check_tensor_parallel(table_for(hf_config, cell["tp"]), cell["tp"])
+    except ValueError:
+        return False
+    has_nothing_to_reduce = cell["dp"] == cell["cp"] == 1
+    has_norms_inside = cell["impl"] == "transformer_engine" and cell["recompute"] == "layernorm_mlp"
+    return (
+        num_ranks <= COVER_RANKS
+        and hf_config["num_hidden_layers"] % (cell["pp"] * cell["vpp"]) == 0
+        and not (has_nothing_to_reduce and (cell["distributed"] or cell["overlap"]))
+        and not has_norms_inside
+    )
+
+
+def test_every_pair_that_can_be_is_in_the_cover() -> None:
+    axes = {"family": tuple(FAMILIES), **VALUES}
+    cells = [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
+    possible: Pairs = set().union(*(pairs(cell) for cell in cells if can_be(cell)))
+    covered: Pairs = set()
+    for family, layout in cover(FAMILIES):
+        cell = {"family": family, **asdict(layout)}
+        assert can_be(cell), cell
+        covered |= pairs(cell)
+    assert covered == possible
+    seen = {item for pair in possible for item in pair}
+    assert seen == {(axis, value) for axis, values in axes.items() for value in values}, "each value is possible"
+
+
+def test_a_cover_by_hand() -> None:
+    """Of a, b, c with two values each: any two of the four rows (a b c) = 000 011 101 110 differ in two columns, and
+    all pairs occur. Where 1 1 is not allowed for a and b, the pair is left out."""
+    axes = dict.fromkeys("abc", (0, 1))
+    cells = pairwise(axes, lambda cell: True, cost=lambda cell: 0.0)
+    assert [tuple(cell.values()) for cell in cells] == [(0, 0, 0), (0, 1, 1), (1, 0, 1), (1, 1, 0)]
+    cells = pairwise(axes, lambda cell: cell["a"] + cell["b"] < 2, cost=lambda cell: 0.0)
+    covered = {pair for cell in cells for pair in pairs_of(cell)}
+    assert len(covered) == 11 and ("a", 1, "b", 1) not in covered
+
+
+def test_the_cheaper_of_equals_comes_first() -> None:
+    cells = pairwise({"a": (0, 1), "b": (0, 1)}, lambda cell: True, cost=lambda cell: -cell["a"])
+    assert [tuple(cell.values()) for cell in cells] == [(1, 0), (1, 1), (0, 0), (0, 1)]
+
+
+def test_names_of_layouts() -> None:
+    every = {"tp": 2, "sequence_parallel": True, "pp": 2, "vpp": 2, "cp": 2, "dp": 2, "distributed": True}
+    axes = Axes(**every, overlap=True, recompute="full", impl="transformer_engine")
+    assert axes.name == "tp2_sequence_pp2_vpp2_cp2_dp2_distributed_overlap_recompute_full_transformer_engine"
+    assert (Axes().name, Axes(recompute="mlp").name) == ("one_rank", "one_rank_recompute_mlp")
+    assert all(name == axes.name and name.replace("_", "").isalnum() for name, axes in LAYOUTS.items())
