@@ -1,4 +1,11 @@
-"""A small model configuration whose dimensions all differ, for tests of tables and conversions."""
+"""Small model configurations whose dimensions all differ, for tests of tables and conversions, and random weights."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron.models.families.base import table_for
 
 SMALL_QWEN3 = {
     "model_type": "qwen3",
@@ -12,3 +19,36 @@ SMALL_QWEN3 = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": False,
 }
+SMALL_LLAMA = {**SMALL_QWEN3, "model_type": "llama", "head_dim": 3}
+SMALL_QWEN2 = {k: v for k, v in SMALL_QWEN3.items() if k != "head_dim"} | {"model_type": "qwen2"}
+BIASED_LLAMA = {**SMALL_LLAMA, "attention_bias": True, "mlp_bias": True}
+THREE_KV_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 42}
+"""Sizes that tp 3 divides and tp 2 and 4 do not."""
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": SMALL_QWEN3,
+    "llama": SMALL_LLAMA,
+    "qwen2": SMALL_QWEN2,
+    "biased llama": BIASED_LLAMA,
+}
+
+
+def tied(hf_config: dict[str, Any]) -> dict[str, Any]:
+    return {**hf_config, "tie_word_embeddings": True}
+
+
+def random_state(hf_config: dict[str, Any], std: float = 0.15, seed: int = 5) -> dict[str, Tensor]:
+    """Float32 weights under Hugging Face names; norms lie around 1, and no bias is zero."""
+    generator = torch.Generator().manual_seed(seed)
+    state = {}
+    for rule in table_for(hf_config):
+        for hf in rule.hf:
+            values = std * torch.randn(hf.shape, generator=generator)
+            state[hf.name] = 1 + values if "norm" in hf.name else values
+    return state

@@ -1,11 +1,15 @@
 """The weight table: conversions are inverse, shards join, and names and shapes are those of transformers."""
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
-from table_samples import SMALL_QWEN3
+from table_samples import BIASED_LLAMA, FAMILIES, SMALL_QWEN2, SMALL_QWEN3, THREE_KV_HEADS, tied
 
-from rlhf_megatron.models.families.base import family_for, padded_vocab_size, rope_base, table_for
-from rlhf_megatron.models.table import check_tensor_parallel, join, rules_of_stage, split
+from rlhf_megatron.config.rope import Rotary
+from rlhf_megatron.models.families.base import family_for, padded_vocab_size, table_for
+from rlhf_megatron.models.table import Rule, check_tensor_parallel, join, rules_of_stage, split
 
 QWEN3 = {**SMALL_QWEN3, "rms_norm_eps": 1e-6, "rope_theta": 5000.0}
 LLAMA = {**QWEN3, "model_type": "llama", "head_dim": None, "tie_word_embeddings": True}
@@ -16,10 +20,20 @@ def distinct(shape: tuple[int, ...], start: int) -> torch.Tensor:
     return torch.arange(start, start + count, dtype=torch.float32).view(shape)
 
 
-@pytest.mark.parametrize("hf_config", [QWEN3, LLAMA, {**QWEN3, "tie_word_embeddings": True}])
-@pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_round_trips_are_bitwise(hf_config: dict, tp_size: int) -> None:
-    table = table_for(hf_config, tp_size)
+def every_model() -> Any:
+    """Families, tied and untied, each with 4 and with 3 key-value heads; the vocabulary of 21 is odd for each tp."""
+    for (name, family), is_tied in itertools.product(FAMILIES.items(), (False, True)):
+        hf_config = tied(family) if is_tied else family
+        label = f"{name}{'-tied' if is_tied else ''}"
+        for tp_size in (1, 2, 4):
+            yield pytest.param(hf_config, tp_size, id=f"{label}-tp{tp_size}")
+        yield pytest.param({**hf_config, **THREE_KV_HEADS, "hidden_size": 18, "vocab_size": 20}, 3, id=f"{label}-tp3")
+
+
+@pytest.mark.parametrize("impl", ["local", "transformer_engine"])
+@pytest.mark.parametrize(("hf_config", "tp_size"), every_model())
+def test_round_trips_are_bitwise(hf_config: dict, tp_size: int, impl: Any) -> None:
+    table = table_for(hf_config, tp_size, impl)
     check_tensor_parallel(table, tp_size)
     for rule in table:
         hf = tuple(distinct(h.shape, 1 + 10_000 * i) for i, h in enumerate(rule.hf))
@@ -30,21 +44,32 @@ def test_round_trips_are_bitwise(hf_config: dict, tp_size: int) -> None:
         assert torch.equal(join(rule.split, shards), full)
         for mine, theirs in zip(rule.to_hf(full), hf, strict=True):
             assert torch.equal(mine, theirs), rule.megatron_name
+        # And from the Megatron side: padded rows are zero, everything else is free.
+        free = distinct(rule.megatron_shape, 7)
+        if rule.owner != "layer" and rule.split == "rows":
+            free[hf_config["vocab_size"] :] = 0
+        assert torch.equal(rule.to_megatron(*rule.to_hf(free)), free), rule.megatron_name
+    assert len({rule.megatron_name for rule in table}) == len(table)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kind", ["qwen3", "llama"])
-def test_names_and_shapes_are_those_of_transformers(kind: str, tied: bool) -> None:
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_names_and_shapes_are_those_of_transformers(name: str, is_tied: bool) -> None:
     import transformers
 
-    hf_config = {**(QWEN3 if kind == "qwen3" else {**LLAMA, "head_dim": 3}), "tie_word_embeddings": tied}
-    config_class = {"qwen3": transformers.Qwen3Config, "llama": transformers.LlamaConfig}[kind]
+    hf_config = {**FAMILIES[name], "rope_theta": 5000.0, "tie_word_embeddings": is_tied}
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config_class(**hf_config))
+        config = transformers.AutoConfig.for_model(**hf_config)
+        model = transformers.AutoModelForCausalLM.from_config(config)
     theirs = {n: tuple(t.shape) for n, t in model.named_parameters()}
-    ours = {hf.name: hf.shape for rule in table_for(hf_config) for hf in rule.hf}
-    assert ours == theirs
-    assert family_for(model.config.to_dict()).gpt_arguments(model.config.to_dict())["rotary"].base == 5000.0
+    written = model.config.to_dict()  # as this version of transformers writes it
+    for config in (hf_config, written):
+        assert {hf.name: hf.shape for rule in table_for(config) for hf in rule.hf} == theirs
+        assert family_for(config).gpt_arguments(config)["rotary"] == Rotary(5000.0)
+
+
+def rule_of(hf_config: dict, name: str) -> Rule:
+    return next(r for r in table_for(hf_config) if r.megatron_name == f"decoder.layers.0.{name}")
 
 
 def test_qkv_keeps_a_key_value_group_together() -> None:
@@ -59,11 +84,33 @@ def test_qkv_keeps_a_key_value_group_together() -> None:
     assert split(rule.split, full, 2)[1].flatten().tolist() == [3, 4, 20, 200]
 
 
+def test_qkv_bias_is_interleaved_as_the_rows_of_its_weight() -> None:
+    """Each bias marks its row: under tp, a rank's biases belong to the rows that it has."""
+    weight, bias = (rule_of(SMALL_QWEN2, f"self_attention.linear_qkv.{kind}") for kind in ("weight", "bias"))
+    marks = [torch.arange(1.0, 25.0), torch.arange(101.0, 113.0), torch.arange(201.0, 213.0)]
+    rows = weight.to_megatron(*(mark[:, None].expand(-1, 24) for mark in marks))
+    for rank in range(4):
+        shard = split("rows", bias.to_megatron(*marks), 4)[rank]
+        assert torch.equal(shard, split("rows", rows, 4)[rank][:, 0])
+        k, v = (torch.arange(start + 3.0 * rank, start + 3.0 * rank + 3) for start in (101, 201))
+        assert torch.equal(shard, torch.cat([torch.arange(6.0 * rank + 1, 6.0 * rank + 7), k, v]))
+    assert bias.fusion_group == weight.fusion_group and bias.num_blocks == 4
+
+
 def test_gate_and_up_are_split_apart() -> None:
-    rule = next(r for r in table_for(QWEN3) if r.megatron_name.endswith("layers.0.mlp.linear_fc1.weight"))
-    full = rule.to_megatron(torch.full((40, 24), 1.0), torch.full((40, 24), 2.0))
-    shard = split(rule.split, full, 4)[3]
-    assert shard[:, 0].tolist() == [1.0] * 10 + [2.0] * 10
+    for kind, tail in (("weight", (24,)), ("bias", ())):
+        rule = rule_of(BIASED_LLAMA, f"mlp.linear_fc1.{kind}")
+        full = rule.to_megatron(torch.full((40, *tail), 1.0), torch.full((40, *tail), 2.0))
+        shard = split(rule.split, full, 4)[3].view(20, -1)
+        assert shard[:, 0].tolist() == [1.0] * 10 + [2.0] * 10
+
+
+def test_biases_after_a_sum_over_ranks_are_on_every_rank() -> None:
+    splits = {
+        name: rule_of(BIASED_LLAMA, f"{name}.bias").split
+        for name in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+    }
+    assert list(splits.values()) == ["rows", "replicated", "gated_rows", "replicated"]
 
 
 def test_vocabulary_padding_is_zero_and_dropped() -> None:
@@ -131,37 +178,37 @@ def test_transformer_arguments() -> None:
     assert arguments["kv_channels"] == 6 and arguments["num_query_groups"] == 4 and arguments["qk_layernorm"] is True
     llama = family_for(LLAMA).transformer_arguments(LLAMA)
     assert llama["kv_channels"] == 3 and llama["qk_layernorm"] is False
+    biases = {}
+    for name, hf_config in FAMILIES.items():
+        arguments = family_for(hf_config).transformer_arguments(hf_config)
+        biases[name] = (arguments["add_qkv_bias"], arguments["add_bias_linear"])
+    plain = (False, False)
+    assert biases == {"qwen3": plain, "llama": plain, "qwen2": (True, False), "biased llama": (True, True)}
     assert family_for(LLAMA).gpt_arguments(LLAMA)["share_embeddings_and_output_weights"] is True
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"attention_bias": True}, "attention_bias is True, only False is supported"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', only 'silu'"),
-        ({"use_sliding_window": True}, "use_sliding_window is True"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "RoPE of type 'yarn' is not supported"),
+        ({"attention_bias": True}, "attention_bias .True. is not supported; it must be False"),
+        ({"hidden_act": "gelu"}, "hidden_act .'gelu'. is not supported; it must be 'silu'"),
+        ({"use_sliding_window": True}, "use_sliding_window .True."),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types .'sliding_attention'. are not"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "type 'dynamic' are not supported"),
+        ({"hidden_act": "gelu", "attention_dropout": 0.1}, "hidden_act .* attention_dropout .0.1. is not supported"),
         ({"num_key_value_heads": 3}, "num_attention_heads .8. must be a multiple of num_key_value_heads .3."),
         ({"hidden_size": None}, "hidden_size is None"),
-        ({"model_type": "qwen2"}, "unknown model family 'qwen2'. Did you mean 'qwen3'"),
+        ({"model_type": "qwen4"}, "unknown model family 'qwen4'. Did you mean 'qwen"),
         ({"model_type": None}, "no model_type"),
+        ({"model_type": "llama", "mlp_bias": True}, "mlp_bias .True. is not supported; .* as attention_bias is, or bo"),
+        ({"model_type": "llama", "attention_bias": True}, "attention_bias .True. is not supported; .* as mlp_bias is"),
+        ({"model_type": "qwen2", "qkv_bias": False}, "qkv_bias .False. is not supported; it must be True"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window .True. is not supported"),
     ],
 )
 def test_what_is_not_supported_is_refused(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         table_for({**QWEN3, **change})
-
-
-def test_llama_with_mlp_bias_is_refused() -> None:
-    with pytest.raises(ValueError, match="mlp_bias is True, only False is supported"):
-        table_for({**LLAMA, "mlp_bias": True})
-
-
-def test_rope_base_of_both_spellings() -> None:
-    assert rope_base({"rope_theta": 1e6, "rope_scaling": None}) == 1e6
-    assert rope_base({"rope_parameters": {"rope_type": "default", "rope_theta": 2e4}}) == 2e4
-    assert rope_base({}) == 1e4
 
 
 def test_random_weights_depend_on_name_and_seed_only() -> None:

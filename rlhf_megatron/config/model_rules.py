@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.config.errors import Problem
-from rlhf_megatron.config.layout_rules import recompute_of_model
+from rlhf_megatron.config.layout_rules import VPP, recompute_of_model
+from rlhf_megatron.config.rope import read_rotary
 from rlhf_megatron.config.rules import LENGTHS, PP, TP
 from rlhf_megatron.config.schema import RunConfig
-
-FAMILIES = ("qwen3", "llama")
-"""`model_type` of the model families that have a weight table (models/families)."""
 
 SIZES = (
     "hidden_size",
@@ -23,15 +21,44 @@ SIZES = (
     "vocab_size",
 )
 OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
-MUST_BE = {
+
+_EVERYWHERE = {
     "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "use_sliding_window": False,
     "attention_dropout": 0.0,
+    "use_sliding_window": False,
     "quantization_config": None,
 }
-"""Settings of config.json that the families implement in one way only; a missing one has that value."""
+MUST_BE: dict[str, dict[str, Any]] = {
+    "qwen3": {**_EVERYWHERE, "attention_bias": False, "mlp_bias": False},
+    "llama": _EVERYWHERE,
+    "qwen2": {**_EVERYWHERE, "qkv_bias": True},
+}
+"""By model_type, settings of config.json that a family implements in one way only; a missing one has that value."""
+
+FAMILIES = tuple(MUST_BE)
+"""`model_type` of the model families that have a weight table (models/families)."""
+
+
+def unsupported(hf_config: Mapping[str, Any]) -> Iterator[str]:
+    """What a config.json of one of FAMILIES asks for and its family does not implement."""
+    for key, only in MUST_BE[hf_config["model_type"]].items():
+        value = hf_config.get(key, only)
+        if value != only and value is not None:
+            yield f"{key} ({value!r}) is not supported; it must be {only!r}: choose another model."
+    attention, mlp = (bool(hf_config.get(key)) for key in ("attention_bias", "mlp_bias"))
+    if hf_config["model_type"] == "llama" and attention != mlp:
+        key, other = ("attention_bias", "mlp_bias") if attention else ("mlp_bias", "attention_bias")
+        yield (
+            f"{key} (True) is not supported; it must be False, as {other} is, or both must be True: megatron-core has"
+            " one switch for the biases behind attention and in the MLP. Choose another model."
+        )
+    kinds = sorted(set(hf_config.get("layer_types") or ()) - {"full_attention"})
+    if kinds:
+        yield f"layer_types {kinds} are not supported; only full_attention is: choose another model."
+    try:
+        read_rotary(hf_config)
+    except ValueError as error:
+        yield str(error)
 
 
 def model_problems(config: RunConfig, hf_config: Mapping[str, Any]) -> Iterator[Problem]:
@@ -45,7 +72,7 @@ def _problems(config: RunConfig, hf_config: Mapping[str, Any]) -> Iterator[Probl
     if family not in FAMILIES:
         yield _problem(f"model_type ({family!r}) must be one of {', '.join(FAMILIES)}; choose such a model.")
         return
-    yield from _unsupported(hf_config)
+    yield from map(_problem, unsupported(hf_config))
     sizes = _sizes(hf_config)
     for key, value in sizes.items():
         if value is None:
@@ -69,23 +96,6 @@ def _sizes(hf_config: Mapping[str, Any]) -> dict[str, int | None]:
     return sizes
 
 
-def _unsupported(hf_config: Mapping[str, Any]) -> Iterator[Problem]:
-    for key, only in MUST_BE.items():
-        value = hf_config.get(key, only)
-        if value != only and value is not None:
-            yield _problem(f"{key} ({value!r}) is not supported; it must be {only!r}: choose another model.")
-    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, Mapping) else rope
-    if kind != "default":
-        yield _problem(
-            f"rotary embeddings of type {kind!r} are not supported; within the original context length set rope_scaling"
-            " to null and max_position_embeddings to that length."
-        )
-    kinds = sorted(set(hf_config.get("layer_types") or ()) - {"full_attention"})
-    if kinds:
-        yield _problem(f"layer_types {kinds} are not supported; only full_attention is: choose another model.")
-
-
 def _layout(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[Problem]:
     tp = config.actor.megatron.tensor_model_parallel_size
     pp = config.actor.megatron.pipeline_model_parallel_size
@@ -99,6 +109,15 @@ def _layout(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[Problem]:
         if ways > 1 and name in sizes and sizes[name] % ways:
             fit = [str(d) for d in range(1, ways) if sizes[name] % d == 0]
             yield _problem(f"{name} ({sizes[name]}) must be a multiple of {key} ({ways}); use {' or '.join(fit)}.", key)
+    vpp, layers = config.actor.megatron.virtual_pipeline_model_parallel_size, sizes.get("num_hidden_layers", 0)
+    if vpp is not None and vpp > 0 and pp > 0 and layers % pp == 0 and layers % (pp * vpp):
+        fit = [str(d) for d in range(2, layers // pp + 1) if layers // pp % d == 0]
+        yield _problem(
+            f"num_hidden_layers ({layers}) must be a multiple of {PP} x virtual_pipeline_model_parallel_size ({pp} x"
+            f" {vpp} = {pp * vpp}); set the second to {' or '.join([*fit, 'null'])}.",
+            PP,
+            VPP,
+        )
     yield from recompute_of_model(config.actor.megatron, sizes.get("num_hidden_layers", 0))
     heads, kv_heads = sizes.get("num_attention_heads"), sizes.get("num_key_value_heads")
     if heads and kv_heads and heads % kv_heads:

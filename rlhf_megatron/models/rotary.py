@@ -2,30 +2,67 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlhf_megatron.config.rope import Llama3Scaling, Rotary, YarnScaling
 
-@dataclass(frozen=True)
-class Rotary:
-    """Which angles a model's positions turn by. Hashable: tables are cached by it."""
-
-    base: float
+__all__ = ["Rotary", "inverse_frequencies", "rotary_tables", "rotate"]
 
 
 def inverse_frequencies(rotary: Rotary, head_dim: int, device: torch.device) -> Tensor:
-    """[head_dim / 2] float32: base^(-2i / head_dim)."""
+    """[head_dim / 2] float32: base^(-2i / head_dim), rescaled. Rounded as transformers rounds, to the last bit."""
     steps = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device)
-    return 1.0 / rotary.base ** (steps / head_dim)
+    frequencies = 1.0 / rotary.base ** (steps / head_dim)
+    scaling = rotary.scaling
+    if scaling is None:
+        return frequencies
+    if isinstance(scaling, Llama3Scaling):
+        return _llama3(frequencies, scaling)
+    if isinstance(scaling, YarnScaling):
+        return _yarn(rotary.base, steps, head_dim, scaling)
+    return frequencies / scaling.factor
+
+
+def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
+    """`apply_scaling` of Meta's reference code for Llama 3.1."""
+    low, high, original = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_positions
+    waves = 2 * math.pi / frequencies  # positions of a full turn
+    smooth = (original / waves - low) / (high - low)
+    blended = (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
+    is_long, is_short = waves > original / low, waves < original / high
+    return torch.where(is_long, frequencies / scaling.factor, torch.where(is_short, frequencies, blended))
+
+
+def _yarn(base: float, steps: Tensor, head_dim: int, scaling: YarnScaling) -> Tensor:
+    """YaRN's interpolation by parts, its ramp linear in the dimension as in the authors' code."""
+
+    def dimension_of(turns: float) -> float:
+        """The (fractional) dimension that turns so often within the original context."""
+        return head_dim * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = dimension_of(scaling.beta_fast), dimension_of(scaling.beta_slow)
+    if scaling.is_truncated:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # a ramp without length
+    ramp = torch.arange(head_dim // 2, dtype=torch.float32, device=steps.device)
+    keep = 1 - ((ramp - low) / (high - low)).clamp(0, 1)
+    waves = base ** (steps / head_dim)
+    return 1.0 / (scaling.factor * waves) * (1 - keep) + 1.0 / waves * keep
 
 
 def rotary_tables(positions: Tensor, head_dim: int, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin of position * inverse frequency, both [T, 1, head_dim / 2] in `dtype`; positions [T]."""
     angles = positions.float()[:, None] * inverse_frequencies(rotary, head_dim, positions.device)
-    return angles.cos().to(dtype)[:, None], angles.sin().to(dtype)[:, None]
+    cos, sin = angles.cos(), angles.sin()
+    if isinstance(rotary.scaling, YarnScaling):
+        cos, sin = cos * rotary.scaling.attention_factor, sin * rotary.scaling.attention_factor
+    return cos.to(dtype)[:, None], sin.to(dtype)[:, None]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

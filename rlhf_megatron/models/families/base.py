@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf_megatron.config.model_rules import unsupported
 from rlhf_megatron.models.table import Impl, Rule, with_names_of
 from rlhf_megatron.registry import Registry
 
@@ -65,29 +66,8 @@ def require_int(hf_config: HFConfig, key: str, default: int | None = None) -> in
     return value
 
 
-def rope_base(hf_config: HFConfig, default: float = 10000.0) -> float:
-    """The base of rotary embeddings, from `rope_theta` or `rope_parameters`. Raises ValueError for scaled RoPE."""
-    parameters = dict(hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {})
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind != "default":
-        raise ValueError(
-            f"config.json: RoPE of type {kind!r} is not supported; only unscaled RoPE is ('default'). Within the"
-            " original context length, set rope_scaling to null and max_position_embeddings to that length."
-        )
-    partial = parameters.get("partial_rotary_factor", hf_config.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        raise ValueError(f"config.json: partial_rotary_factor {partial!r} is not supported; it must be 1.")
-    theta = parameters.get("rope_theta", hf_config.get("rope_theta"))
-    return float(default if theta is None else theta)
-
-
-def refuse(hf_config: HFConfig, **supported: Any) -> None:
-    """Raises ValueError listing every key of config.json whose value is not the supported one (absent and null are)."""
-    bad = [
-        f"{key} is {hf_config[key]!r}, only {value!r} is supported"
-        for key, value in supported.items()
-        if hf_config.get(key) is not None and hf_config[key] != value
-    ]
-    if bad:
-        model_type = hf_config.get("model_type")
-        raise ValueError(f"config.json ({model_type}): " + "; ".join(bad) + ". Use a model without it.")
+def refuse_unsupported(hf_config: HFConfig) -> None:
+    """Raises ValueError that lists every setting of config.json which its family does not implement."""
+    problems = list(unsupported(hf_config))
+    if problems:
+        raise ValueError(f"config.json ({hf_config.get('model_type')}): {' '.join(problems)}")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from rlhf_megatron.models.families.base import HFConfig, require_int, rope_base
-from rlhf_megatron.models.rotary import Rotary
+from rlhf_megatron.config.rope import Rotary, read_rotary
+from rlhf_megatron.models.families.base import Family, HFConfig, refuse_unsupported, require_int
 from rlhf_megatron.models.table import HFTensor, Owner, Rule, Split
+
+Kind = Literal["weight", "bias"]
 
 
 @dataclass(frozen=True)
@@ -27,14 +30,25 @@ class DenseModel:
     vocab_size: int
     max_positions: int
     norm_epsilon: float
-    rotary_base: float
+    rotary: Rotary
     is_tied: bool
     has_qk_norm: bool
+    has_qkv_bias: bool
+    has_linear_bias: bool  # of every other matrix in a layer
 
 
-def read_dense_model(hf_config: HFConfig, has_qk_norm: bool, head_dim: int | None, max_positions: int) -> DenseModel:
-    """Dimensions from config.json. The arguments are the family's defaults for keys that are missing or null;
-    head_dim None means hidden_size / heads. Raises ValueError."""
+def read_dense_model(
+    hf_config: HFConfig,
+    *,
+    head_dim: int | None,
+    max_positions: int,
+    has_qk_norm: bool = False,
+    has_qkv_bias: bool = False,
+    has_linear_bias: bool = False,
+) -> DenseModel:
+    """Dimensions from config.json. `head_dim` and `max_positions` are the family's defaults for keys that are missing
+    or null; head_dim None means hidden_size / heads. Raises ValueError for what its family does not implement."""
+    refuse_unsupported(hf_config)
     num_heads = require_int(hf_config, "num_attention_heads")
     hidden_size = require_int(hf_config, "hidden_size")
     groups = require_int(hf_config, "num_key_value_heads", num_heads)
@@ -52,13 +66,25 @@ def read_dense_model(hf_config: HFConfig, has_qk_norm: bool, head_dim: int | Non
         vocab_size=require_int(hf_config, "vocab_size"),
         max_positions=require_int(hf_config, "max_position_embeddings", max_positions),
         norm_epsilon=float(hf_config.get("rms_norm_eps", 1e-6)),
-        rotary_base=rope_base(hf_config),
+        rotary=read_rotary(hf_config),
         is_tied=bool(hf_config.get("tie_word_embeddings", False)),
         has_qk_norm=has_qk_norm,
+        has_qkv_bias=has_qkv_bias,
+        has_linear_bias=has_linear_bias,
     )
 
 
-def transformer_arguments(model: DenseModel) -> dict[str, Any]:
+def family(name: str, read: Callable[[HFConfig], DenseModel]) -> Family:
+    """The family of a model_type whose config.json `read` understands."""
+    return Family(
+        name=name,
+        transformer_arguments=lambda hf_config: _transformer_arguments(read(hf_config)),
+        gpt_arguments=lambda hf_config: _gpt_arguments(read(hf_config)),
+        table=lambda hf_config, padded_vocab_size: _table(read(hf_config), padded_vocab_size),
+    )
+
+
+def _transformer_arguments(model: DenseModel) -> dict[str, Any]:
     """Keyword arguments of TransformerConfig."""
     return {
         "num_layers": model.num_layers,
@@ -72,21 +98,21 @@ def transformer_arguments(model: DenseModel) -> dict[str, Any]:
         "qk_layernorm": model.has_qk_norm,
         "gated_linear_unit": True,
         "activation_func": "silu",
-        "add_bias_linear": False,
-        "add_qkv_bias": False,
+        "add_bias_linear": model.has_linear_bias,
+        "add_qkv_bias": model.has_qkv_bias,
     }
 
 
-def gpt_arguments(model: DenseModel) -> dict[str, Any]:
+def _gpt_arguments(model: DenseModel) -> dict[str, Any]:
     """Keyword arguments of GPTModel, and `rotary`."""
     return {
         "max_sequence_length": model.max_positions,
-        "rotary": Rotary(model.rotary_base),
+        "rotary": model.rotary,
         "share_embeddings_and_output_weights": model.is_tied,
     }
 
 
-def table(model: DenseModel, padded_vocab_size: int) -> tuple[Rule, ...]:
+def _table(model: DenseModel, padded_vocab_size: int) -> tuple[Rule, ...]:
     """The rules of the whole model. Raises ValueError when the padded vocabulary is smaller than the vocabulary."""
     if padded_vocab_size < model.vocab_size:
         raise ValueError(f"padded vocabulary ({padded_vocab_size}) is smaller than vocab_size ({model.vocab_size}).")
@@ -111,21 +137,32 @@ def _layer_rules(model: DenseModel, layer: int) -> list[Rule]:
         tensor = HFTensor(f"{theirs}.{hf_name}", shape)
         return _plain_rule(f"{ours}.{megatron_name}", tensor, split, layer, num_blocks)
 
-    norms = []
+    qk_norms, qkv_bias, proj_bias, gate_up_bias, down_bias = [], [], [], [], []
     if model.has_qk_norm:
-        norms = [
+        qk_norms = [
             plain("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", (dim,), "replicated", None),
             plain("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", (dim,), "replicated", None),
         ]
+    if model.has_qkv_bias:
+        qkv_bias = [_qkv_rule(model, layer, "bias")]
+    if model.has_linear_bias:
+        # Of matrices that tp splits by columns: every rank has the whole bias, added after the sum over ranks.
+        proj_bias = [plain("self_attention.linear_proj.bias", "self_attn.o_proj.bias", (hidden,), "replicated", None)]
+        gate_up_bias = [_gate_up_rule(model, layer, "bias")]
+        down_bias = [plain("mlp.linear_fc2.bias", "mlp.down_proj.bias", (hidden,), "replicated", None)]
     proj, down = (hidden, heads * dim), (hidden, model.ffn_hidden_size)
     return [
         plain("input_layernorm.weight", "input_layernorm.weight", (hidden,), "replicated", None),
-        _qkv_rule(model, layer),
-        *norms,
+        _qkv_rule(model, layer, "weight"),
+        *qkv_bias,
+        *qk_norms,
         plain("self_attention.linear_proj.weight", "self_attn.o_proj.weight", proj, "columns", groups),
+        *proj_bias,
         plain("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", (hidden,), "replicated", None),
-        _gate_up_rule(model, layer),
+        _gate_up_rule(model, layer, "weight"),
+        *gate_up_bias,
         plain("mlp.linear_fc2.weight", "mlp.down_proj.weight", down, "columns", None),
+        *down_bias,
     ]
 
 
@@ -158,13 +195,14 @@ def _vocab_rule(name: str, tensor: HFTensor, padded_vocab_size: int, owner: Owne
     )
 
 
-def _qkv_rule(model: DenseModel, layer: int) -> Rule:
-    hidden, dim, theirs = model.hidden_size, model.head_dim, f"model.layers.{layer}.self_attn"
+def _qkv_rule(model: DenseModel, layer: int, kind: Kind) -> Rule:
+    dim, theirs = model.head_dim, f"model.layers.{layer}.self_attn"
+    columns = (model.hidden_size,) if kind == "weight" else ()
     rows = {"q": model.num_heads * dim, "k": model.num_groups * dim, "v": model.num_groups * dim}
     return Rule(
-        megatron_name=f"decoder.layers.{layer}.self_attention.linear_qkv.weight",
-        megatron_shape=(sum(rows.values()), hidden),
-        hf=tuple(HFTensor(f"{theirs}.{part}_proj.weight", (size, hidden)) for part, size in rows.items()),
+        megatron_name=f"decoder.layers.{layer}.self_attention.linear_qkv.{kind}",
+        megatron_shape=(sum(rows.values()), *columns),
+        hf=tuple(HFTensor(f"{theirs}.{part}_proj.{kind}", (size, *columns)) for part, size in rows.items()),
         to_megatron=partial(_interleave_qkv, model.num_groups),
         to_hf=partial(_separate_qkv, model.num_groups, model.num_heads // model.num_groups, dim),
         split="rows",
@@ -175,12 +213,13 @@ def _qkv_rule(model: DenseModel, layer: int) -> Rule:
     )
 
 
-def _gate_up_rule(model: DenseModel, layer: int) -> Rule:
-    hidden, ffn, theirs = model.hidden_size, model.ffn_hidden_size, f"model.layers.{layer}.mlp"
+def _gate_up_rule(model: DenseModel, layer: int, kind: Kind) -> Rule:
+    ffn, theirs = model.ffn_hidden_size, f"model.layers.{layer}.mlp"
+    columns = (model.hidden_size,) if kind == "weight" else ()
     return Rule(
-        megatron_name=f"decoder.layers.{layer}.mlp.linear_fc1.weight",
-        megatron_shape=(2 * ffn, hidden),
-        hf=tuple(HFTensor(f"{theirs}.{part}_proj.weight", (ffn, hidden)) for part in ("gate", "up")),
+        megatron_name=f"decoder.layers.{layer}.mlp.linear_fc1.{kind}",
+        megatron_shape=(2 * ffn, *columns),
+        hf=tuple(HFTensor(f"{theirs}.{part}_proj.{kind}", (ffn, *columns)) for part in ("gate", "up")),
         to_megatron=_concatenate,
         to_hf=_halves,
         split="gated_rows",
@@ -218,12 +257,9 @@ def _drop_rows(vocab_size: int, tensor: Tensor) -> tuple[Tensor, ...]:
 
 def _interleave_qkv(num_groups: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Megatron keeps a key-value group together: its queries, its key, its value; then the next group."""
-    hidden = q.shape[1]
-    parts = [part.reshape(num_groups, -1, hidden) for part in (q, k, v)]
-    return torch.cat(parts, 1).reshape(-1, hidden)
+    return torch.cat([part.unflatten(0, (num_groups, -1)) for part in (q, k, v)], 1).flatten(0, 1)
 
 
 def _separate_qkv(num_groups: int, queries_per_group: int, head_dim: int, qkv: Tensor) -> tuple[Tensor, ...]:
-    hidden = qkv.shape[1]
     sizes = [queries_per_group * head_dim, head_dim, head_dim]
-    return tuple(part.reshape(-1, hidden) for part in qkv.view(num_groups, -1, hidden).split(sizes, 1))
+    return tuple(part.flatten(0, 1) for part in qkv.unflatten(0, (num_groups, -1)).split(sizes, 1))

@@ -1,21 +1,19 @@
-"""Llama dense (model_type "llama"; SmolLM2 is one): grouped-query attention, gated MLP, no norm on queries and keys."""
+"""Llama dense (model_type "llama"; SmolLM2 is one): grouped-query attention, gated MLP, no norm on queries and keys.
+
+With biases on all matrices of a layer, or on none: megatron-core has one switch for those behind attention and MLP.
+"""
 
 from __future__ import annotations
 
 from rlhf_megatron.models.families import dense
-from rlhf_megatron.models.families.base import Family, HFConfig, families, refuse
+from rlhf_megatron.models.families.base import HFConfig, families
 
 
 def _read(hf_config: HFConfig) -> dense.DenseModel:
-    refuse(hf_config, hidden_act="silu", attention_bias=False, mlp_bias=False, attention_dropout=0.0)
-    return dense.read_dense_model(hf_config, has_qk_norm=False, head_dim=None, max_positions=2048)
-
-
-families.register("llama")(
-    Family(
-        name="llama",
-        transformer_arguments=lambda hf_config: dense.transformer_arguments(_read(hf_config)),
-        gpt_arguments=lambda hf_config: dense.gpt_arguments(_read(hf_config)),
-        table=lambda hf_config, padded_vocab_size: dense.table(_read(hf_config), padded_vocab_size),
+    has_bias = bool(hf_config.get("attention_bias"))  # mlp_bias is the same, or the model is refused
+    return dense.read_dense_model(
+        hf_config, head_dim=None, max_positions=2048, has_qkv_bias=has_bias, has_linear_bias=has_bias
     )
-)
+
+
+families.register("llama")(dense.family("llama", _read))

@@ -1,0 +1,180 @@
+"""Rotary position embeddings (RoFormer, 2104.09864) and their rescalings as config.json describes them. No torch.
+
+Both spellings are read: `rope_theta` with `rope_scaling`, and `rope_parameters`, which holds both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+DEFAULT_BASE = 10000.0
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Position interpolation (2306.15595): every angle is divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Llama 3.1 (2407.21783): waves longer than original_max_positions / low_freq_factor are stretched by `factor`,
+    those shorter than original_max_positions / high_freq_factor are kept, the ones between are blended."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (2309.00071): dimensions that turn less than `beta_slow` times within the original context are stretched by
+    `factor`, those over `beta_fast` are kept, between the two is a ramp; cos and sin are times `attention_factor`."""
+
+    factor: float
+    original_max_positions: int
+    attention_factor: float
+    beta_fast: float
+    beta_slow: float
+    is_truncated: bool  # the ramp begins and ends at whole dimensions
+
+
+Scaling = LinearScaling | Llama3Scaling | YarnScaling
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Which angles a model's positions turn by. Hashable: tables are cached by it."""
+
+    base: float
+    scaling: Scaling | None = None
+
+
+_COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_KEYS: dict[str, set[str]] = {
+    "default": set(),
+    "linear": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "yarn": {
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+    },
+}
+"""The settings of each supported type. Another one is an error: engines that know it would turn by other angles."""
+
+
+def read_rotary(hf_config: Mapping[str, Any]) -> Rotary:
+    """The rotary embeddings of a config.json. Raises ValueError for a type or setting that is not supported."""
+    parameters = _parameters(hf_config)
+    kind = _kind(parameters)
+    unknown = sorted(parameters.keys() - _COMMON - _KEYS[kind])
+    if unknown:
+        raise ValueError(
+            f"rotary embeddings of type {kind!r} have the settings {', '.join(unknown)}, which are not supported;"
+            " remove them if they have no effect, or choose another model."
+        )
+    partial = parameters.get("partial_rotary_factor", hf_config.get("partial_rotary_factor"))
+    if partial not in (None, 1):
+        raise ValueError(f"partial_rotary_factor ({partial!r}) is not supported; it must be 1: choose another model.")
+    return Rotary(_base(hf_config, parameters), _scaling(kind, parameters, hf_config))
+
+
+def _parameters(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that are there (null is absent) of the one section that holds them."""
+    sections = []
+    for key in ("rope_scaling", "rope_parameters"):
+        section = hf_config.get(key) or {}
+        if not isinstance(section, Mapping):
+            raise ValueError(f"{key} ({section!r}) must be a mapping; mend the file.")
+        sections.append({name: value for name, value in section.items() if value is not None})
+    scaling, parameters = sections
+    if scaling and parameters and {**parameters, **scaling} != parameters:
+        raise ValueError(
+            f"rope_scaling ({scaling}) and rope_parameters ({parameters}) differ, and programs disagree about which of"
+            " them counts; keep one."
+        )
+    return parameters or scaling
+
+
+def _kind(parameters: Mapping[str, Any]) -> str:
+    kinds = {parameters[key] for key in ("rope_type", "type") if key in parameters}
+    if len(kinds) > 1:
+        raise ValueError(f"rotary embeddings have the types {sorted(map(str, kinds))}; keep one.")
+    kind = str(kinds.pop()) if kinds else "default"
+    if kind == "dynamic":
+        raise ValueError(
+            "rotary embeddings of type 'dynamic' are not supported: their angles depend on the length of the text;"
+            " within the original context length set rope_scaling to null and max_position_embeddings to that length."
+        )
+    if kind not in _KEYS:
+        raise ValueError(
+            f"rotary embeddings of type {kind!r} are not supported; they must be of type {', '.join(_KEYS)}: choose"
+            " another model."
+        )
+    return kind
+
+
+def _base(hf_config: Mapping[str, Any], parameters: Mapping[str, Any]) -> float:
+    found = {
+        _number("rope_theta", section["rope_theta"])
+        for section in (parameters, hf_config)
+        if section.get("rope_theta") is not None
+    }
+    if len(found) > 1:
+        raise ValueError(f"rope_theta is given twice, as {' and '.join(map(str, sorted(found)))}; keep the right one.")
+    return found.pop() if found else DEFAULT_BASE
+
+
+def _scaling(kind: str, parameters: Mapping[str, Any], hf_config: Mapping[str, Any]) -> Scaling | None:
+    if kind == "default":
+        return None
+
+    def number(key: str, default: float | None = None, at_least: float = 0.0) -> float:
+        return _number(f"{key} of rotary embeddings of type {kind!r}", parameters.get(key, default), at_least)
+
+    factor = number("factor", at_least=1.0)
+    if kind == "linear":
+        return LinearScaling(factor)
+    # transformers looks in this order; the last is for files from before the setting.
+    places = (
+        hf_config.get("original_max_position_embeddings"),
+        parameters.get("original_max_position_embeddings"),
+        hf_config.get("max_position_embeddings"),
+    )
+    length = next((place for place in places if place is not None), None)
+    original = int(_number("original_max_position_embeddings", length, 1.0))
+    if kind == "llama3":
+        low, high = number("low_freq_factor"), number("high_freq_factor")
+        if low >= high:
+            raise ValueError(f"low_freq_factor ({low}) must be below high_freq_factor ({high}); mend the file.")
+        return Llama3Scaling(factor, low, high, original)
+    usual = 0.1 * math.log(factor) + 1.0  # the paper's temperature of the softmax, as a factor of cos and sin
+    fast, slow = number("beta_fast", 32.0), number("beta_slow", 1.0)
+    if fast <= slow:
+        raise ValueError(f"beta_fast ({fast}) must be over beta_slow ({slow}); mend the file.")
+    return YarnScaling(
+        factor=factor,
+        original_max_positions=original,
+        attention_factor=number("attention_factor", usual),
+        beta_fast=fast,
+        beta_slow=slow,
+        is_truncated=bool(parameters.get("truncate", True)),
+    )
+
+
+def _number(name: str, value: Any, at_least: float = 0.0) -> float:
+    """A finite positive number. Raises ValueError."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value <= 0 or value < at_least:
+        rule = f"a number of at least {at_least:g}" if at_least else "a positive number"
+        raise ValueError(f"{name} ({value!r}) must be {rule}; mend the file.")
+    return float(value)
