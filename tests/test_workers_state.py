@@ -13,7 +13,7 @@ from dist_pool import DistPool, JobError
 from torch import Tensor
 from workers_jobs import CONFIG, RankResult, StateSource, make_actor, shards, share, summed, train, whole
 
-from rlhf_megatron.config.schema import OptimConfig
+from rlhf_megatron.config.schema import MegatronConfig, OptimConfig
 from rlhf_megatron.data.batch import MiniBatch, select
 from rlhf_megatron.parallel.world import World
 
@@ -169,7 +169,9 @@ def two_references(world: World, state: dict[str, Tensor], batch: MiniBatch) -> 
 
     actor = make_actor(world, NAME, state)
     config = reference.HF_CONFIGS[NAME]
-    frozen = MegatronReference(config, StateSource(state), world, torch.float32, chunk_size=50, is_offloaded=True)
+    frozen = MegatronReference(
+        config, StateSource(state), world, torch.float32, 50, MegatronConfig(), is_offloaded=True
+    )
     shard, plan = share(world, batch, 40)
 
     def both() -> tuple[Any, Any]:

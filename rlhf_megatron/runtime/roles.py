@@ -78,7 +78,7 @@ class HostRole:
     def refresh_reference(self) -> None:
         """The reference becomes the actor as it is now (after a warm-up)."""
         if self.reference is not None:
-            self.reference.copy_weights(self.actor.model.chunks)
+            self.reference.copy_weights(self.actor.synced_chunks())
 
     def close(self) -> None:
         """The world's process groups end with the pool."""
@@ -138,4 +138,4 @@ def _reference(
         hf_config = read_hf_config(path)
         weights = weight_source(path, None, hf_config, world.layout.tp)
     offload = config.reference.param_offload
-    return MegatronReference(hf_config, weights, world, dtype, actor.log_prob_chunk_size, offload)
+    return MegatronReference(hf_config, weights, world, dtype, actor.log_prob_chunk_size, actor.megatron, offload)

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhf_megatron.checkpoint.dist_checkpoint import load_sharded, save_sharded
 from rlhf_megatron.checkpoint.load_model import load_hf, local_shards
@@ -22,7 +21,8 @@ from rlhf_megatron.models.families.base import HFConfig, table_for
 from rlhf_megatron.models.table import Rule
 from rlhf_megatron.parallel.world import World
 from rlhf_megatron.workers.contract import UpdateResult
-from rlhf_megatron.workers.forward import RowLogProbs, forward_log_probs
+from rlhf_megatron.workers.data_parallel import move_buffers_to_device, move_buffers_to_host, sync_parameters, wrap
+from rlhf_megatron.workers.forward import RowLogProbs, forward_log_probs, sum_over_cp
 from rlhf_megatron.workers.losses import make_row_losses
 from rlhf_megatron.workers.memory import move_to_device, move_to_host
 from rlhf_megatron.workers.optimizer import Optimizer, reset
@@ -62,23 +62,20 @@ class MegatronActor:
         self.config = config
         self.phases = dict(phases)
         self.losses = make_row_losses(config)
-        self.table = table_for(hf_config, world.layout.tp)
-        self.model = build_model(hf_config, world, dtype)
+        self.model = build_model(hf_config, world, dtype, config.megatron)
+        self.table = table_for(hf_config, world.layout.tp, getattr(self.model, "impl", "local"))
         load_hf(self.model.chunks, self.table, weights, world.coordinates.tp, world.layout.tp)
-        self.model.chunks = [_data_parallel(self.model.transformer_config, self.model.chunks[0], world)]
+        self.chunks = wrap(self.model.chunks, self.model.transformer_config, config.megatron, world)
+        self.model.chunks = list(self.chunks)
         phase = next(iter(self.phases.values()))
-        self.optimizer = Optimizer(self.model.chunks, phase.optim, phase.num_steps, dtype, world)
-
-    @property
-    def chunk(self) -> DistributedDataParallel:
-        return self.model.chunks[0]
+        self.optimizer = Optimizer(self.chunks, phase.optim, phase.num_steps, dtype, world)
 
     def log_probs(
         self, batch: TokenBatch, plan: ReplicaPlan, temperature: float, with_entropy: bool = False
     ) -> LogProbs | None:
         """See `contract.ForwardWorker`."""
         rows = RowLogProbs(self.model, self.world, temperature, with_entropy, self.config.log_prob_chunk_size)
-        return forward_log_probs(self.chunk, rows, self.world, batch, plan)
+        return forward_log_probs(self.chunks, rows, self.world, batch, plan)
 
     def update(
         self, batch: MiniBatch, plan: ReplicaPlan, temperature: float, loss: str = "policy"
@@ -87,8 +84,9 @@ class MegatronActor:
         if loss not in self.losses:
             raise ValueError(f"unknown loss {loss!r}; known: {', '.join(self.losses)}.")
         row_loss = self.losses[loss]
-        packed = pack(batch, plan, COLUMNS, fill=self.world.layout.pp > 1, device=self.world.device)
-        rows = RowLogProbs(self.model, self.world, temperature, row_loss.needs_entropy, self.config.log_prob_chunk_size)
+        world = self.world
+        packed = pack(batch, plan, world.layout, world.coordinates.cp, COLUMNS, world.device)
+        rows = RowLogProbs(self.model, world, temperature, row_loss.needs_entropy, self.config.log_prob_chunk_size)
         names: list[str] = []
 
         def on_rows(hidden_RH: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -96,62 +94,68 @@ class MegatronActor:
             names[:] = sums
             return value, torch.stack(list(sums.values()))
 
-        self.chunk.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        sums = run_micro_batches(self.chunk, self.world, packed, on_rows, forward_only=False)
+        sums = run_micro_batches(self.chunks, world, packed, on_rows, forward_only=False)
         step = self.optimizer.step()
-        if not self.world.is_leader:
+        if not world.is_last_stage:
             return None
-        totals = torch.stack(sums).sum(0).tolist()
-        return UpdateResult(dict(zip(names, totals, strict=True)), step.grad_norm, step.lr, step.is_skipped)
+        totals = sum_over_cp(torch.stack(sums).sum(0), world)
+        if not world.is_leader:
+            return None
+        return UpdateResult(dict(zip(names, totals.tolist(), strict=True)), step.grad_norm, step.lr, step.is_skipped)
 
     def reset_optimizer(self, phase: str) -> None:
         """See `contract.TrainWorker`."""
         if phase not in self.phases:
             raise ValueError(f"unknown phase {phase!r}; known: {', '.join(self.phases)}.")
         new = self.phases[phase]
-        self.optimizer = reset(self.optimizer, self.model.chunks, new.optim, new.num_steps, self.dtype, self.world)
+        self.optimizer = reset(self.optimizer, self.chunks, new.optim, new.num_steps, self.dtype, self.world)
+
+    def synced_chunks(self) -> list[nn.Module]:
+        """The model's chunks with all parameters as the last optimizer step left them. All ranks of the pool."""
+        sync_parameters(self.chunks)
+        return self.model.chunks
 
     def export(self) -> Iterator[tuple[Rule, Tensor]]:
         """See `contract.ForwardWorker`."""
-        return local_shards(self.model.chunks, self.table)
+        return local_shards(self.synced_chunks(), self.table)
 
     def offload(self) -> None:
         """See `contract.ForwardWorker`. Weights, moments and main parameters; gradient buffers are dropped."""
-        if self.world.device.type != "cpu":
-            self.chunk.offload_grad_buffers()
+        sync_parameters(self.chunks)
+        move_buffers_to_host(self.chunks, self.world)
         move_to_host(self._tensors(), self.world.device)
 
     def onload(self) -> None:
         """See `contract.ForwardWorker`."""
         move_to_device(self._tensors(), self.world.device)
-        if self.world.device.type != "cpu":
-            self.chunk.restore_grad_buffers()
+        move_buffers_to_device(self.chunks, self.world)
 
     def save(self, directory: Path) -> None:
         """See `contract.TrainWorker`."""
+        sync_parameters(self.chunks)
         save_sharded(directory, {**self._state(is_loading=False), "scheduler": self.optimizer.scheduler.state_dict()})
 
     def load(self, directory: Path) -> None:
         """See `contract.TrainWorker`."""
         loaded = load_sharded(directory, self._state(is_loading=True))
-        self.chunk.module.load_state_dict(loaded["model"])
+        for index, chunk in enumerate(self.chunks):
+            chunk.module.load_state_dict(loaded[f"model{index}"])
         self.optimizer.load_state_dict(loaded["optimizer"], loaded["scheduler"])
 
     def _state(self, is_loading: bool) -> dict[str, Any]:
-        model = self.chunk.module.sharded_state_dict(metadata={"dp_cp_group": self.world.dp_group})
-        return {"model": model, "optimizer": self.optimizer.sharded_state_dict(model, is_loading)}
+        """Sharded tensors under names that do not depend on the layout; how they are grouped here is not stored."""
+        metadata = {"dp_cp_group": self.world.dp_cp_group}
+        model = {
+            f"model{index}": chunk.module.sharded_state_dict(metadata=metadata)
+            for index, chunk in enumerate(self.chunks)
+        }
+        return {**model, "optimizer": self.optimizer.sharded_state_dict(model, is_loading)}
 
     def _tensors(self) -> list[Tensor]:
-        return [*self.chunk.parameters(), *self.optimizer.state_tensors()]
-
-
-def _data_parallel(config: Any, chunk: torch.nn.Module, world: World) -> DistributedDataParallel:
-    """Gradients in one float32 buffer, summed over replicas after the last micro-batch."""
-    settings = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        overlap_grad_reduce=False,
-        use_distributed_optimizer=False,
-        check_for_nan_in_grad=False,  # Optimizer.step sees it in the norm, and skips instead of ending the run
-    )
-    return DistributedDataParallel(config, settings, chunk, pg_collection=world.pg_collection)
+        """What moves one by one: not the parameters that are views of a buffer."""
+        parameters = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
+        is_buffered = self.config.megatron.use_distributed_optimizer
+        return [*([] if is_buffered else parameters), *self.optimizer.state_tensors()]

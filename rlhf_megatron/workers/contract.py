@@ -1,7 +1,7 @@
 """What every trainer backend offers on one rank. The Megatron actor is the first; another backend is another file.
 
 All methods are called on every rank of the pool at once (plain SPMD). Batches arrive already broadcast to all ranks of
-a replica; results are returned on the leader (last pipeline stage, tp 0) and are None elsewhere.
+a replica; results are returned on the leader (last pipeline stage, cp 0, tp 0) and are None elsewhere.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ class ForwardWorker(Protocol):
         """log p(token | before) at `response_mask`, of the distribution softmax(logits / temperature)."""
 
     def export(self) -> Iterator[tuple[Rule, Tensor]]:
-        """This rank's shards with their table rules, in table order. No copies, no communication."""
+        """This rank's shards with their table rules, in table order: views, not copies.
+
+        What an update left to be gathered is gathered before this returns; iterating communicates nothing.
+        """
 
     def offload(self) -> None:
         """Move weights (and optimizer state) to host memory; a no-op where they are there already."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
+from torch.distributed import all_reduce
 
 from rlhf_megatron.data.batch import LogProbs, TokenBatch
 from rlhf_megatron.data.plan import ReplicaPlan
@@ -45,27 +48,41 @@ class RowLogProbs:
 
 
 def forward_log_probs(
-    chunk: nn.Module,
+    chunks: Sequence[nn.Module],
     rows_log_probs: RowLogProbs,
     world: World,
     batch: TokenBatch,
     plan: ReplicaPlan,
 ) -> LogProbs | None:
     """Log-probs (and entropies) at response tokens, on the leader; None elsewhere. All ranks of a replica."""
-    packed = pack(batch, plan, fill=world.layout.pp > 1, device=world.device)
+    packed = pack(batch, plan, world.layout, world.coordinates.cp, device=world.device)
 
     def on_rows(hidden_RH: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         log_probs_R, entropies_R = rows_log_probs(hidden_RH, micro)
         return log_probs_R, log_probs_R[None] if entropies_R is None else torch.stack([log_probs_R, entropies_R])
 
     with torch.no_grad():
-        rows = run_micro_batches(chunk, world, packed, on_rows, forward_only=True)
+        rows = run_micro_batches(chunks, world, packed, on_rows, forward_only=True)
+    if not world.is_last_stage or world.coordinates.tp != 0:
+        return None
+    num_columns = 2 if rows_log_probs.with_entropy else 1
+    columns = torch.stack([packed.unpack([part[column] for part in rows]) for column in range(num_columns)])
+    columns = sum_over_cp(columns, world)
     if not world.is_leader:
         return None
     return LogProbs(
         offsets=batch.offsets,
         token_ids=batch.token_ids,
         response_mask=batch.response_mask,
-        log_probs=packed.unpack([part[0] for part in rows]),
-        entropies=packed.unpack([part[1] for part in rows]) if rows_log_probs.with_entropy else None,
+        log_probs=columns[0],
+        entropies=columns[1] if rows_log_probs.with_entropy else None,
     )
+
+
+def sum_over_cp(values: Tensor, world: World) -> Tensor:
+    """The sum over the context-parallel ranks, each of which has rows of its own. All ranks of a cp group."""
+    if world.layout.cp == 1:
+        return values
+    total = values.to(world.device)
+    all_reduce(total, group=world.cp_group)
+    return total.to(values.device)

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from torch import nn
 
 from rlhf_megatron.config.schema import OptimConfig
 from rlhf_megatron.parallel.world import World
+from rlhf_megatron.workers.optimizer_state import load_state, sharded_state
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,12 @@ class Optimizer:
     """
 
     def __init__(
-        self, chunks: list[nn.Module], optim: OptimConfig, num_steps: int, dtype: torch.dtype, world: World
+        self,
+        chunks: list[DistributedDataParallel],
+        optim: OptimConfig,
+        num_steps: int,
+        dtype: torch.dtype,
+        world: World,
     ) -> None:
         self.megatron = _build(chunks, optim, dtype, world)
         self.scheduler = _schedules(self.megatron, optim, num_steps)
@@ -74,29 +80,30 @@ class Optimizer:
         return [*tensors, *self.main_parameters()]
 
     def main_parameters(self) -> list[torch.Tensor]:
-        """The float32 copies of parameters in half precision; none in a float32 model."""
+        """The float32 copies of parameters in half precision, or this rank's shards of them; none in float32."""
+        names = ("fp32_from_float16_groups", "shard_fp32_from_float16_groups")
         parts = self.megatron.chained_optimizers
-        groups = [group for part in parts for group in getattr(part, "fp32_from_float16_groups", [])]
+        groups = [group for part in parts for name in names for group in getattr(part, name, [])]
         return [parameter for group in groups for parameter in group]
 
-    def sharded_state_dict(self, model_state: dict[str, Any], is_loading: bool) -> dict[str, Any]:
-        """For megatron's distributed checkpoint: moments, main parameters and param groups."""
-        metadata = {"chained_optim_avoid_prefix": True}
-        return self.megatron.sharded_state_dict(model_state, is_loading, metadata=metadata)
+    def sharded_state_dict(self, model_state: dict[str, Any], is_loading: bool) -> dict[int, Any]:
+        """For megatron's distributed checkpoint: moments and main parameters. All ranks."""
+        return sharded_state(self.megatron, model_state, is_loading)
 
-    def load_state_dict(self, optimizer: dict[str, Any], scheduler: dict[str, Any]) -> None:
+    def load_state_dict(self, optimizer: dict[int, Any], scheduler: dict[str, Any]) -> None:
         """Undo `sharded_state_dict` and `scheduler.state_dict`."""
-        if any(isinstance(part.optimizer, torch.optim.AdamW) for part in self.megatron.chained_optimizers):
-            # Megatron writes the count of steps only when it is above 0; torch's AdamW cannot do without.
-            optimizer.get("optimizer", optimizer)["state"].setdefault("common_step", torch.zeros(()))
-        self.megatron.load_state_dict(optimizer)
         self.scheduler.num_steps = 0
         self.scheduler.load_state_dict(scheduler)
-        _prepare_torch_adam(self.megatron)
+        load_state(self.megatron, optimizer, self.scheduler.num_steps)  # a skipped step counts for neither
 
 
 def reset(
-    old: Optimizer, chunks: list[nn.Module], optim: OptimConfig, num_steps: int, dtype: torch.dtype, world: World
+    old: Optimizer,
+    chunks: list[DistributedDataParallel],
+    optim: OptimConfig,
+    num_steps: int,
+    dtype: torch.dtype,
+    world: World,
 ) -> Optimizer:
     """A fresh optimizer that keeps the float32 main parameters of `old`, which are finer than the model's."""
     kept = old.main_parameters()
@@ -106,7 +113,8 @@ def reset(
     return new
 
 
-def _build(chunks: list[nn.Module], optim: OptimConfig, dtype: torch.dtype, world: World) -> Any:
+def _build(chunks: list[DistributedDataParallel], optim: OptimConfig, dtype: torch.dtype, world: World) -> Any:
+    data_parallel = chunks[0].ddp_config
     config = OptimizerConfig(
         optimizer=optim.optimizer,
         lr=optim.lr,
@@ -116,6 +124,8 @@ def _build(chunks: list[nn.Module], optim: OptimConfig, dtype: torch.dtype, worl
         adam_beta2=optim.betas[1],
         adam_eps=optim.eps,
         clip_grad=optim.clip_grad,
+        use_distributed_optimizer=data_parallel.use_distributed_optimizer,
+        overlap_param_gather=data_parallel.overlap_param_gather,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
     )
@@ -159,7 +169,7 @@ def _schedules(optimizer: Any, optim: OptimConfig, num_steps: int) -> OptimizerP
 def _prepare_torch_adam(optimizer: Any) -> None:
     """Where torch's AdamW stands in for a fused one: its fused kernel, and a state that exists before the first step.
 
-    Megatron's own state initialisation for a checkpoint leaves out "step".
+    Each parameter gets a step count of its own: torch counts a shared one up once a parameter.
     """
     for part in optimizer.chained_optimizers:
         adam = part.optimizer

@@ -8,7 +8,16 @@ A document's last token predicts nothing and is left out, here and where `runtim
     rows                 ^   ^ ^       positions that predict a response token: the head runs on these only
     targets              g   c d
 
-Legend: T tokens of the shard, S packed length, D documents, R rows.
+Under context parallelism each document is padded to 2 cp chunks of one size, of which rank r has chunks r and
+2 cp - 1 - r: every rank has as much causal attention to do. The same documents at cp 2, packed to 12 tokens:
+
+    padded         0 0 0 0 | e f . . | a b c .     cu_seqlens 0 4 8 12, of the whole documents, on every rank
+    rank 0         0 0       e     .   a     .     positions 0 3 0 3 0 3     no row: g and c d are predicted elsewhere
+    rank 1           0 0       f .       b c       positions 1 2 1 2 1 2     rows 2 4 5, targets g c d
+
+Targets are taken before the documents are cut.
+
+Legend: T tokens of the shard, S packed length, D documents, R rows of this rank.
 """
 
 from __future__ import annotations
@@ -18,21 +27,21 @@ from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from rlhf_megatron.data.batch import TokenBatch
 from rlhf_megatron.data.plan import ReplicaPlan
+from rlhf_megatron.parallel.layout import Layout
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """What one forward pass reads. Columns are gathered at the target tokens."""
 
-    token_ids: Tensor  # [1, S] int64
-    position_ids: Tensor  # [1, S] int64, from 0 in each document
-    cu_seqlens: Tensor  # [D + 1] int32, filler documents included; lengths ascend
+    token_ids: Tensor  # [1, S / cp] int64, this rank's share
+    position_ids: Tensor  # [1, S / cp] int64, from 0 in each document
+    cu_seqlens: Tensor  # [D + 1] int32 of whole documents, padding and filler documents included; lengths ascend
     max_seqlen: int  # tokens of the longest document
-    rows: Tensor  # [R] int64, positions in 0 .. S - 1 whose next token is in response_mask
+    rows: Tensor  # [R] int64, indices into this rank's share whose next token is in response_mask
     targets: Tensor  # [R] int64, the token after each row
     columns: dict[str, Tensor]  # column name -> [R]
 
@@ -47,7 +56,10 @@ class Packed:
     seq_length: int  # S where the micro-batches share one length; else the largest
 
     def unpack(self, rows: Sequence[Tensor]) -> Tensor:
-        """Per-row results of each micro-batch, [R] each -> one token column [T] float32 on the CPU, zero elsewhere."""
+        """Per-row results of each micro-batch, [R] each -> one token column [T] float32 on the CPU, zero elsewhere.
+
+        The columns of all cp ranks add up to that of the shard.
+        """
         values = torch.cat([part.detach() for part in rows]).to(device="cpu", dtype=torch.float32)
         return torch.zeros(self.num_tokens).index_put_((self.token_index,), values)
 
@@ -55,14 +67,16 @@ class Packed:
 def pack(
     batch: TokenBatch,
     plan: ReplicaPlan,
+    layout: Layout,
+    cp_rank: int = 0,
     columns: Sequence[str] = (),
-    fill: bool = True,
     device: str | torch.device = "cpu",
 ) -> Packed:
-    """Pack the shard `batch` (on the CPU) as `plan` says and move the result to `device`.
+    """Pack the shard `batch` (on the CPU) as `plan` says, cut out the share of `cp_rank` and move it to `device`.
 
-    `columns`: token columns of `batch` to gather; a column that is None there is left out. `fill`: every micro-batch
-    gets plan.packed_length tokens, as pipeline stages need that agree on one length.
+    `columns`: token columns of `batch` to gather; a column that is None there is left out. Under pipeline parallelism
+    every micro-batch gets plan.packed_length tokens, since stages agree on one length; else no more than
+    layout.packed_multiple asks for.
 
     Raises ValueError when the plan and the shard do not belong together.
     """
@@ -71,39 +85,40 @@ def pack(
     _check(batch, order)
     order = _by_length(order, batch.lengths, sizes)
     lengths = forwarded_lengths(batch.lengths)[order]
-    starts = lengths.cumsum(0) - lengths  # of each document in the concatenation of all micro-batches
-    positions = torch.arange(int(lengths.sum())) - torch.repeat_interleave(starts, lengths)
-    source = torch.repeat_interleave(batch.offsets[order], lengths) + positions  # packed token -> token of the shard
-    token_ids = batch.token_ids[source]
-    is_row = batch.response_mask.roll(-1)[source]  # the next token trains; no sample's first token does
+    padded = -(-lengths // layout.document_multiple) * layout.document_multiple
+    document, positions = _share(padded, layout.cp, cp_rank)
+    is_token = positions < lengths[document]
+    source = batch.offsets[order][document] + positions.where(is_token, 0)  # packed token -> token of the shard
+    token_ids = batch.token_ids[source].where(is_token, 0)
+    is_row = batch.response_mask.roll(-1)[source] & is_token  # the next token trains; no sample's first token does
     row_index = is_row.nonzero().flatten()
     predicted = source[row_index] + 1  # the shard's token that each row predicts
     targets = batch.token_ids[predicted]
     gathered = {name: getattr(batch, name)[predicted] for name in columns if getattr(batch, name) is not None}
 
     document_ends = sizes.cumsum(0).tolist()
-    token_ends = lengths.cumsum(0)[sizes.cumsum(0) - 1].tolist()
+    token_ends = (padded.cumsum(0)[sizes.cumsum(0) - 1] // layout.cp).tolist()
     row_ends = torch.searchsorted(row_index, torch.tensor(token_ends)).tolist()
-    micro_batches = []
+    filler = _share(torch.tensor([layout.document_multiple]), layout.cp, cp_rank)[1]  # positions of a filler document
+    micro_batches, seq_length = [], 0
     for documents, tokens, rows in zip(_spans(document_ends), _spans(token_ends), _spans(row_ends), strict=True):
-        num_filler = _num_filler(tokens, plan.packed_length) if fill else 0
+        num_tokens = int(padded[documents].sum())
+        length = _packed_length(num_tokens, plan, layout)
+        num_filler = (length - num_tokens) // layout.document_multiple
+        seq_length = max(seq_length, length)
+        filler_positions = filler.repeat(num_filler)
         micro_batches.append(
             MicroBatch(
-                token_ids=pad(token_ids[tokens], (num_filler, 0))[None].to(device),
-                position_ids=pad(positions[tokens], (num_filler, 0))[None].to(device),
-                cu_seqlens=_cu_seqlens(lengths[documents], num_filler).to(device),
-                max_seqlen=int(lengths[documents.stop - 1]),
-                rows=(row_index[rows] + (num_filler - tokens.start)).to(device),
+                token_ids=torch.cat([torch.zeros_like(filler_positions), token_ids[tokens]])[None].to(device),
+                position_ids=torch.cat([filler_positions, positions[tokens]])[None].to(device),
+                cu_seqlens=_cu_seqlens(padded[documents], num_filler, layout.document_multiple).to(device),
+                max_seqlen=int(padded[documents.stop - 1]),
+                rows=(row_index[rows] + (filler_positions.numel() - tokens.start)).to(device),
                 targets=targets[rows].to(device),
                 columns={name: column[rows].to(device) for name, column in gathered.items()},
             )
         )
-    return Packed(
-        micro_batches=tuple(micro_batches),
-        token_index=predicted,
-        num_tokens=batch.num_tokens,
-        seq_length=max(micro.token_ids.numel() for micro in micro_batches),
-    )
+    return Packed(tuple(micro_batches), token_index=predicted, num_tokens=batch.num_tokens, seq_length=seq_length)
 
 
 def forwarded_lengths(lengths: Tensor) -> Tensor:
@@ -117,6 +132,17 @@ def token_columns(kind: type[TokenBatch]) -> tuple[str, ...]:
     return tuple(f.name for f in fields(kind) if f.metadata.get("axis") == "token" and f.name not in base)
 
 
+def _share(lengths: Tensor, cp: int, cp_rank: int) -> tuple[Tensor, Tensor]:
+    """(document, position in it) of each token that `cp_rank` has of documents of these lengths, in order."""
+    document = torch.repeat_interleave(lengths)
+    positions = torch.arange(document.numel()) - (lengths.cumsum(0) - lengths)[document]
+    if cp == 1:
+        return document, positions
+    chunk = positions // (lengths // (2 * cp))[document]
+    is_mine = (chunk == cp_rank) | (chunk == 2 * cp - 1 - cp_rank)
+    return document[is_mine], positions[is_mine]
+
+
 def _by_length(order: Tensor, lengths: Tensor, sizes: Tensor) -> Tensor:
     """`order` with the documents of each micro-batch sorted by length."""
     group = torch.repeat_interleave(torch.arange(sizes.numel()), sizes)
@@ -128,19 +154,23 @@ def _spans(ends: list[int]) -> list[slice]:
     return [slice(start, stop) for start, stop in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-def _num_filler(tokens: slice, packed_length: int) -> int:
-    num_tokens = tokens.stop - tokens.start
-    if num_tokens > packed_length:
+def _packed_length(num_tokens: int, plan: ReplicaPlan, layout: Layout) -> int:
+    """Tokens that a micro-batch is filled to, over all cp ranks; its padded documents have `num_tokens`."""
+    if num_tokens > plan.packed_length:
         raise ValueError(
-            f"a micro-batch has {num_tokens} tokens but the plan's packed_length is {packed_length}; make the plan with"
-            " the lengths of these samples."
+            f"a micro-batch has {num_tokens} tokens but the plan's packed_length is {plan.packed_length}; make the plan"
+            " with the lengths of these samples and the multiples of this layout."
         )
-    return packed_length - num_tokens
+    if layout.pp == 1:
+        return -(-num_tokens // layout.packed_multiple) * layout.packed_multiple
+    assert plan.packed_length % layout.packed_multiple == 0, f"plan for another layout: {plan.packed_length} tokens"
+    return plan.packed_length
 
 
-def _cu_seqlens(lengths: Tensor, num_filler: int) -> Tensor:
-    """[D + 1] int32: the borders of `num_filler` documents of one token and of documents of these lengths."""
-    return torch.cat([torch.arange(num_filler + 1), num_filler + lengths.cumsum(0)]).to(torch.int32)
+def _cu_seqlens(lengths: Tensor, num_filler: int, filler_length: int) -> Tensor:
+    """[D + 1] int32: the borders of `num_filler` documents of `filler_length`, then of documents of these lengths."""
+    filler = torch.arange(num_filler + 1) * filler_length
+    return torch.cat([filler, filler[-1] + lengths.cumsum(0)]).to(torch.int32)
 
 
 def _check(batch: TokenBatch, order: Tensor) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 from rlhf_megatron.models.attention import packed_documents
@@ -15,11 +17,12 @@ from rlhf_megatron.parallel.world import World
 from rlhf_megatron.workers.pack import MicroBatch, Packed
 
 RowsFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor]]
-"""(hidden_RH, micro-batch) -> (scalar loss, what to collect). Called on the last stage only, on all its tp ranks."""
+"""(hidden_RH, micro-batch) -> (scalar loss, what to collect). On the last chunk of the last stage, all tp and cp ranks:
+R are the rows of this cp rank, maybe none."""
 
 
 def run_micro_batches(
-    chunk: nn.Module, world: World, packed: Packed, on_rows: RowsFunction, forward_only: bool
+    chunks: Sequence[nn.Module], world: World, packed: Packed, on_rows: RowsFunction, forward_only: bool
 ) -> list[Tensor]:
     """Forward, and backward of the loss that `on_rows` returns, over all micro-batches. All ranks of a replica.
 
@@ -28,9 +31,11 @@ def run_micro_batches(
     last stage; [] elsewhere.
     """
 
+    context: dict[str, Any] = {"cp_group": world.cp_group} if world.layout.cp > 1 else {}
+
     def forward_step(micro_batches: Iterator[MicroBatch], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         micro = next(micro_batches)
-        documents = packed_documents(micro.cu_seqlens, micro.max_seqlen, micro.position_ids)
+        documents = packed_documents(micro.cu_seqlens, micro.max_seqlen, micro.position_ids, **context)
         hidden = model(micro.token_ids, micro.position_ids, None, packed_seq_params=documents)
         return hidden, partial(loss, micro)
 
@@ -38,19 +43,34 @@ def run_micro_batches(
         value, collected = on_rows(hidden[0].index_select(0, micro.rows), micro)  # hidden: [1, s, h]
         return value, 0, collected  # 0: the token count, by which nothing divides
 
-    config = chunk.config
+    config = get_model_config(chunks[0])
+    # Not in forward-only passes: Megatron's pipelined schedules enter it and leave it there to the garbage collector.
+    config.no_sync_func = None if forward_only else _no_sync(chunks)
     pipeline: dict[str, Any] = {}
     if world.layout.pp > 1:
         pipeline["p2p_communicator"] = P2PCommunicator(world.pp_group, config)
-    run = get_forward_backward_func(pp_size=world.layout.pp, vp_size=None)
+    is_interleaved = world.layout.vpp > 1
+    run = get_forward_backward_func(pp_size=world.layout.pp, vp_size=world.layout.vpp if is_interleaved else None)
     return run(
         forward_step_func=forward_step,
-        data_iterator=iter(packed.micro_batches),
-        model=chunk,
+        data_iterator=[iter(packed.micro_batches) for _ in chunks] if is_interleaved else iter(packed.micro_batches),
+        model=list(chunks) if is_interleaved else chunks[0],
         num_microbatches=len(packed.micro_batches),
-        seq_length=packed.seq_length,
+        seq_length=packed.seq_length,  # of all cp and tp ranks together: the schedules divide by both
         micro_batch_size=1,
         forward_only=forward_only,
         pg_collection=world.pg_collection,
         **pipeline,
     )
+
+
+def _no_sync(chunks: Sequence[nn.Module]) -> Any:
+    """What keeps overlapped gradient reductions back until a chunk's last micro-batch; None where nothing overlaps."""
+    managers = [
+        chunk.no_sync
+        for chunk in chunks
+        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_grad_reduce
+    ]
+    if len(managers) > 1:
+        return managers
+    return managers[0] if managers else None

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from rlhf_megatron.checkpoint.load_model import load_hf, local_shards, named_parameters
 from rlhf_megatron.checkpoint.source import WeightSource
+from rlhf_megatron.config.schema import MegatronConfig
 from rlhf_megatron.data.batch import LogProbs, TokenBatch
 from rlhf_megatron.data.plan import ReplicaPlan
 from rlhf_megatron.models.build import build_model
@@ -22,7 +23,8 @@ from rlhf_megatron.workers.memory import move_to_device, move_to_host
 class MegatronReference:
     """Made on all ranks of the pool at once, each with the same arguments but `world`.
 
-    `chunk_size`: vocabulary columns that the head handles at a time. `is_offloaded`: keep the weights in host memory
+    `chunk_size`: vocabulary columns that the head handles at a time. `megatron`: settings of the pool, of which those
+    that concern gradients are without effect here. `is_offloaded`: keep the weights in host memory
     between calls of `log_probs` (no effect on a CPU).
 
     Raises ValueError for an architecture or layout that is not supported.
@@ -35,13 +37,14 @@ class MegatronReference:
         world: World,
         dtype: torch.dtype,
         chunk_size: int,
+        megatron: MegatronConfig,
         is_offloaded: bool = False,
     ) -> None:
         self.world = world
         self.chunk_size = chunk_size
         self.is_offloaded = is_offloaded
-        self.table = table_for(hf_config, world.layout.tp)
-        self.model = build_model(hf_config, world, dtype)
+        self.model = build_model(hf_config, world, dtype, megatron)
+        self.table = table_for(hf_config, world.layout.tp, getattr(self.model, "impl", "local"))
         load_hf(self.model.chunks, self.table, weights, world.coordinates.tp, world.layout.tp)
         # Parameters keep requires_grad, though no pass records a gradient: frozen ones go through another linear layer
         # of megatron's, which rounds differently, and the KL against an equal actor would not be 0.
@@ -55,7 +58,7 @@ class MegatronReference:
         if self.is_offloaded:
             self.onload()
         rows = RowLogProbs(self.model, self.world, temperature, with_entropy, self.chunk_size)
-        result = forward_log_probs(self.model.chunks[0], rows, self.world, batch, plan)
+        result = forward_log_probs(self.model.chunks, rows, self.world, batch, plan)
         if self.is_offloaded:
             self.offload()
         return result

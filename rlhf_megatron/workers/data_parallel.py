@@ -1,0 +1,80 @@
+"""Model chunks wrapped for data parallelism: gradient buffers and, where the optimizer is split, parameter buffers.
+
+With use_distributed_optimizer every parameter is a view of a flat buffer, of which each data-parallel (and
+context-parallel) rank updates a part and gathers the rest: after the step, or with overlap_param_gather in the next
+forward pass. Until then the parameters of the other ranks' parts are the old ones: see `sync_parameters`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer import TransformerConfig
+from torch import nn
+
+from rlhf_megatron.config.schema import MegatronConfig
+from rlhf_megatron.parallel.device import empty_cache, synchronize
+from rlhf_megatron.parallel.world import World
+
+BUCKET_SIZE: int | None = None  # parameters whose gradients are reduced together under overlap; None: megatron's choice
+
+
+def wrap(
+    chunks: Sequence[nn.Module], config: TransformerConfig, megatron: MegatronConfig, world: World
+) -> list[DistributedDataParallel]:
+    """Gradients in float32 buffers, summed over all ranks that hold the same shard. Chunks have their weights already.
+
+    All ranks of the pool at once.
+    """
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=megatron.overlap_grad_reduce,
+        overlap_param_gather=megatron.overlap_param_gather,
+        use_distributed_optimizer=megatron.use_distributed_optimizer,
+        bucket_size=BUCKET_SIZE,
+        check_for_nan_in_grad=False,  # Optimizer.step sees it in the norm, and skips instead of ending the run
+    )
+    return [
+        DistributedDataParallel(
+            config,
+            settings,
+            chunk,
+            # As megatron's training does: what later chunks send is hidden by the earlier ones' computation anyway.
+            disable_bucketing=index > 0,
+            pg_collection=world.pg_collection,
+        )
+        for index, chunk in enumerate(chunks)
+    ]
+
+
+def sync_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Gather what the last optimizer step changed, where the next forward pass would do it. All ranks of the pool."""
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
+
+
+def move_buffers_to_host(chunks: Sequence[DistributedDataParallel], world: World) -> None:
+    """Parameter buffers to host memory; gradient buffers are dropped. A no-op on a CPU.
+
+    The buffers' storage is emptied and filled again, so that the parameters stay views of it.
+    """
+    if world.device.type == "cpu":
+        return
+    synchronize(world.device)
+    for chunk in chunks:
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+            buffer.offload_to_cpu(move_params=True, move_grads=True)
+    synchronize(world.device)
+    empty_cache(world.device)
+
+
+def move_buffers_to_device(chunks: Sequence[DistributedDataParallel], world: World) -> None:
+    """Undo `move_buffers_to_host`; gradients are zero."""
+    if world.device.type == "cpu":
+        return
+    for chunk in chunks:
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+            buffer.reload_from_cpu(move_params=True, move_grads=True)
+    synchronize(world.device)

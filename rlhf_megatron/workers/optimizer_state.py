@@ -1,0 +1,128 @@
+"""Moments and float32 parameters as one full tensor a parameter: checkpoints load under any layout and optimizer.
+
+Megatron's own formats differ between its plain and its distributed optimizer. And where the latter gathers its shards,
+the padding between buckets is left out, though it is counted where the parameters are cut out again (Megatron-LM issue
+504): what lies behind a padded bucket, as a tied embedding does, would be saved shifted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor, nn
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MAIN = "fp32_param"
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this rank's optimizer has of one model parameter."""
+
+    model: nn.Parameter
+    main: Tensor | None  # what is stepped on: `model`, its float32 copy, or a flat shard of these; None: no part of it
+    span: slice | None  # the elements of the flattened parameter that `main` has; None: all of them
+    state: dict[str, Tensor]  # the inner optimizer's
+    group: dist.ProcessGroup | None  # ranks that share the parameter out; None where `span` is
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Name in a checkpoint -> this rank's part of it. Float32 parameters are in the checkpoint as the model's."""
+        names = [*MOMENTS, *([] if self.model.dtype == torch.float32 else [MAIN])]
+        empty = torch.empty(0, device=self.model.device)
+        if self.main is None:
+            return dict.fromkeys(names, empty)
+        return {name: self.main if name == MAIN else self.state[name] for name in names}
+
+
+def held_parameters(optimizer: Any) -> Iterator[Held]:
+    """All model parameters of this rank, in an order that is the same on all ranks that share them out."""
+    for part in optimizer.chained_optimizers:
+        if any(
+            len(part.optimizer.state[main]) == 0 for group in part.optimizer.param_groups for main in group["params"]
+        ):
+            part.init_state_fn(part.optimizer, part.config)  # a fused Adam before its first step
+        yield from _shards(part) if isinstance(part, DistributedOptimizer) else _whole(part)
+
+
+def sharded_state(optimizer: Any, model_state: dict[str, Any], is_loading: bool) -> dict[int, dict[str, Any]]:
+    """Sharded tensors for megatron's distributed checkpoint, by `held_parameters`' order. All ranks.
+
+    `model_state`: the model's, with the parameters themselves as data.
+    """
+    sharded, _ = extract_sharded_tensors_and_factories(model_state)
+    of_parameter = {id(entry.data): entry for entry in nested_values(sharded)}
+    return {
+        number: {
+            name: make_sharded_optimizer_tensor(
+                of_parameter[id(held.model)],
+                _target(held, tensor) if is_loading else _full(held, tensor),
+                prefix=f"optimizer.state.{name}",
+            )
+            for name, tensor in held.tensors().items()
+        }
+        for number, held in enumerate(held_parameters(optimizer))
+    }
+
+
+@torch.no_grad()
+def load_state(optimizer: Any, loaded: dict[int, dict[str, Tensor]], num_steps: int) -> None:
+    """Undo `sharded_state`. `num_steps`: optimizer steps behind this state."""
+    for number, held in enumerate(held_parameters(optimizer)):
+        for name, part in held.tensors().items():
+            full = loaded[number][name]
+            part.copy_(full if held.span is None else full.flatten()[held.span])
+        if "step" in held.state:  # torch's AdamW
+            held.state["step"].fill_(num_steps)
+    if num_steps:
+        for group in optimizer.param_groups:
+            if "step" in group:  # a fused Adam
+                group["step"] = num_steps
+
+
+def _whole(part: Any) -> Iterator[Held]:
+    pairs = [
+        pair
+        for models, mains in (("float16_groups", "fp32_from_float16_groups"), ("fp32_from_fp32_groups",) * 2)
+        for groups in zip(getattr(part, models, []), getattr(part, mains, []), strict=True)
+        for pair in zip(*groups, strict=True)
+    ]
+    if not hasattr(part, "float16_groups"):
+        pairs = [(parameter, parameter) for parameter in part.get_parameters()]
+    for model, main in pairs:
+        yield Held(model, main, None, part.optimizer.state[main], None)
+
+
+def _shards(part: DistributedOptimizer) -> Iterator[Held]:
+    for buffer in part.buffers:
+        for model in buffer.param_index_map:
+            if model not in part.model_param_gbuf_map:
+                yield Held(model, None, slice(0, 0), {}, part.data_parallel_group)
+                continue
+            group, index = part.model_param_group_index_map[model]
+            main = part.optimizer.param_groups[group]["params"][index]
+            span = part._get_model_param_range_map(model)["param"]
+            yield Held(model, main, slice(span.start, span.end), part.optimizer.state[main], part.data_parallel_group)
+
+
+def _target(held: Held, part: Tensor) -> Tensor:
+    """What a loaded tensor is written into."""
+    return part if held.span is None else torch.empty(held.model.shape)
+
+
+def _full(held: Held, part: Tensor) -> Tensor:
+    """The whole tensor of a shard, on the first rank of the group, which writes it; a blank on the others."""
+    if held.span is None:
+        return part
+    full = torch.zeros(held.model.numel(), device=part.device)
+    full[held.span] = part.detach()
+    dist.all_reduce(full, group=held.group)
+    is_writer = dist.get_rank(held.group) == 0
+    return full.view(held.model.shape).cpu() if is_writer else torch.zeros(()).expand(held.model.shape)
