@@ -1,8 +1,7 @@
-"""The built model: equal to transformers on one rank, and to itself under every layout, forward and backward."""
+"""The built model: equal to transformers on one rank (to itself in every layout: test_models_layouts); its parts."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +16,6 @@ from rlhf_megatron.models.attention import packed_documents
 from rlhf_megatron.models.build import build_model
 from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.models.head import HiddenStatesHead, head_weight
-from rlhf_megatron.models.table import join
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.parallel.world import World, create_world, destroy_world
 
@@ -46,9 +44,10 @@ def test_log_probs_equal_those_of_transformers(world: World, model_type: str, is
     model = jobs.loaded_model(config, world)
     reference = hf_model(config)
     with torch.no_grad():
-        got = jobs.run(world, model, model.chunks[0], forward_only=True)
-        for log_probs, batch, lengths in zip(got, jobs.micro_batches(), jobs.LENGTHS, strict=True):
-            documents = batch["ids"][0, : sum(lengths)].split(lengths)
+        got = jobs.run(world, model, forward_only=True)
+        batches = jobs.micro_batches(Layout(1), jobs.LENGTHS)
+        for (_, log_probs), batch, lengths in zip(got, batches, jobs.LENGTHS, strict=True):
+            documents = batch.ids[0, : sum(lengths)].split(lengths)
             want = torch.cat([_log_probs(reference, document) for document in documents])
             torch.testing.assert_close(log_probs.double(), want, atol=2e-5, rtol=0)
 
@@ -56,45 +55,6 @@ def test_log_probs_equal_those_of_transformers(world: World, model_type: str, is
 def _log_probs(reference: torch.nn.Module, document: Tensor) -> Tensor:
     logits = reference(document[None]).logits[0, :-1]
     return logits.log_softmax(-1).gather(1, document[1:, None])[:, 0]
-
-
-@functools.cache
-def one_rank(pool: DistPool, is_tied: bool) -> dict[str, Any]:
-    return pool.run(jobs.forward_and_backward, is_tied=is_tied)[0]
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("is_tied", [False, True])
-@pytest.mark.parametrize("layout", [(2, 1), (1, 2), (2, 2)], ids=lambda layout: "tp{}-pp{}".format(*layout))
-def test_layouts_equal_one_rank(dist_pool: DistPool, layout: tuple[int, int], is_tied: bool) -> None:
-    tp, pp = layout
-    want = one_rank(dist_pool, is_tied)
-    ranks = dist_pool.run(jobs.forward_and_backward, tp=tp, pp=pp, is_tied=is_tied)
-    last_stage = ranks[-tp:]
-    assert all(not rank["evaluated"] and not rank["trained"] for rank in ranks[:-tp])
-    for rank in last_stage:
-        for kind in ("evaluated", "trained"):
-            for got, expected in zip(rank[kind], want[kind], strict=True):
-                torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
-    names = set()
-    for rule in table_for(jobs.hf_config(is_tied=is_tied), tp):
-        shards = [rank["gradients"][rule.megatron_name] for rank in ranks if rule.megatron_name in rank["gradients"]]
-        assert len(shards) == tp
-        # Unmarked shards would be left out of the gradient norm on all ranks but tp 0.
-        marked = {rank["marks"][rule.megatron_name] for rank in ranks if rule.megatron_name in rank["marks"]}
-        assert marked == {rule.split != "replicated"}
-        expected = want["gradients"][rule.megatron_name]
-        got = join(rule.split, shards)
-        assert not bool(got[expected.shape[0] :].any()), "rows of the padded vocabulary have a gradient"
-        error = (got[: expected.shape[0]] - expected).norm() / expected.norm()
-        assert error < 2e-5, (rule.megatron_name, float(error))
-        names.add(rule.megatron_name)
-    if is_tied and pp > 1:
-        for tp_rank in range(tp):  # both copies of the tied weight carry the sum of both gradients
-            first, last = ranks[tp_rank]["gradients"], last_stage[tp_rank]["gradients"]
-            assert torch.equal(first["embedding.word_embeddings.weight"], last["output_layer.weight"])
-        names.add("output_layer.weight")
-    assert names == {name for rank in ranks for name in rank["gradients"]}
 
 
 def test_last_stage_keeps_megatrons_output_layer(world: World) -> None:
@@ -115,11 +75,11 @@ def test_last_stage_keeps_megatrons_output_layer(world: World) -> None:
 def test_bfloat16_parameters_and_activations(world: World) -> None:
     model = build_model(jobs.hf_config(), world, torch.bfloat16)
     assert {p.dtype for p in model.chunks[0].parameters()} == {torch.bfloat16}
-    batch = jobs.micro_batches()[0]
+    batch = jobs.micro_batches(Layout(1), jobs.LENGTHS)[0]
     for parameter in model.chunks[0].parameters():
         torch.nn.init.constant_(parameter, 0.01)
-    documents = packed_documents(batch["borders"], batch["longest"], batch["positions"])
-    hidden = model.chunks[0](batch["ids"], batch["positions"], None, packed_seq_params=documents)
+    documents = packed_documents(batch.borders, batch.longest, batch.positions)
+    hidden = model.chunks[0](batch.ids, batch.positions, None, packed_seq_params=documents)
     assert hidden.dtype == torch.bfloat16
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_megatron.models.attention import Run, _by_length, packed_documents
+from rlhf_megatron.models.attention import _by_length, packed_documents
+from rlhf_megatron.models.document_order import Run
 from rlhf_megatron.models.norm import RMSNorm, _RMSNorm
 from rlhf_megatron.models.rotary import Rotary, rotary_tables, rotate
 
@@ -53,13 +54,13 @@ def test_equals_attention_written_out(lengths: list[int], num_groups: int) -> No
 
 
 def test_equal_lengths_that_lie_together_are_not_moved() -> None:
-    sorted_documents = documents([2, 2, 5, 3, 3, 3])
-    assert sorted_documents.runs == (Run(0, 4, 2), Run(4, 9, 5), Run(9, 18, 3))
-    assert sorted_documents.order is None
-    mixed = documents([2, 3, 2])
+    together = documents([2, 2, 5, 3, 3, 3]).by_length
+    assert together.runs == (Run(0, 4, 2), Run(4, 9, 5), Run(9, 18, 3))
+    assert together.queries is None and together.keys is None
+    mixed = documents([2, 3, 2]).by_length
     assert mixed.runs == (Run(0, 4, 2), Run(4, 7, 3))
-    assert mixed.order is not None and mixed.order.tolist() == [0, 1, 5, 6, 2, 3, 4]
-    assert mixed.inverse is not None and mixed.inverse.tolist() == [0, 1, 4, 5, 6, 2, 3]
+    assert mixed.queries is not None and mixed.queries.tokens.tolist() == [0, 1, 5, 6, 2, 3, 4]
+    assert mixed.queries.places.tolist() == [0, 1, 4, 5, 6, 2, 3]
 
 
 def test_rotation_by_hand_and_its_gradient() -> None:

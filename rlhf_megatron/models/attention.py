@@ -4,7 +4,10 @@ CPU (and float32 anywhere): scaled_dot_product_attention, all documents of one l
 of hundreds of short documents costs a handful of calls. CUDA in half precision: torch's varlen flash attention.
 Positions are applied here as well, from tables made once a micro-batch.
 
-Legend: T tokens of a micro-batch, D documents, N heads of this rank, d head dimension.
+Under context parallelism a rank has the queries of its share of each document (models.document_order) and gathers the
+keys and values of all: one collective forward, its reduce-scatter backward, for any mix of documents.
+
+Legend: T tokens of this rank in a micro-batch, D documents, N heads of this rank, d head dimension.
 """
 
 from __future__ import annotations
@@ -16,10 +19,13 @@ from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
 
+from rlhf_megatron.models.document_order import ByLength, Order, Run, chunk_positions, group_by_length, prefix_keys
 from rlhf_megatron.models.rotary import Rotary, rotary_tables, rotate
 
 try:
@@ -28,49 +34,38 @@ except ImportError:
     varlen_attn = None  # type: ignore[assignment]
 
 
-@dataclass(frozen=True)
-class Run:
-    """Consecutive documents of one length."""
-
-    start: int  # first token
-    stop: int  # after the last token
-    length: int  # tokens of each document
-
-
 @dataclass
 class PackedDocuments(PackedSeqParams):
     """megatron's packing parameters of one micro-batch, with what is derived from them once for all layers."""
 
     positions: Tensor = None  # type: ignore[assignment]  # [T] int64, from 0 in each document
     rotary_cache: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    mask_cache: dict[int, Tensor] = field(default_factory=dict)
 
     @cached_property
-    def _plan(self) -> tuple[tuple[Run, ...], Tensor | None, Tensor | None]:
-        borders = self.cu_seqlens_q.to(device="cpu", dtype=torch.int64)
-        lengths = borders.diff()
-        runs = _runs(lengths)
-        if len(runs) == lengths.unique().numel():
-            return runs, None, None
-        by_length = lengths.argsort(stable=True)
-        sizes = lengths[by_length]
-        starts = torch.repeat_interleave(borders[by_length] - (sizes.cumsum(0) - sizes), sizes)
-        order = (starts + torch.arange(int(borders[-1]))).to(self.cu_seqlens_q.device)
-        return _runs(sizes), order, order.argsort()
+    def cp(self) -> int:
+        return 1 if self.cp_group is None else self.cp_group.size()
 
-    @property
-    def runs(self) -> tuple[Run, ...]:
-        """Documents grouped by length; token positions count after `order` is applied."""
-        return self._plan[0]
+    @cached_property
+    def cp_rank(self) -> int:
+        return 0 if self.cp_group is None else self.cp_group.rank()
 
-    @property
-    def order(self) -> Tensor | None:
-        """[T] the token at each place once documents are sorted by length; None where equal lengths lie together."""
-        return self._plan[1]
+    @cached_property
+    def by_length(self) -> ByLength:
+        return group_by_length(self.cu_seqlens_q, self.cp)
 
-    @property
-    def inverse(self) -> Tensor | None:
-        """[T] undoes `order`."""
-        return self._plan[2]
+    @cached_property
+    def prefixes(self) -> tuple[Tensor, Tensor, Tensor]:
+        """See `document_order.prefix_keys`; made on the device of `cu_seqlens`, which nothing waits for."""
+        return prefix_keys(self.cu_seqlens_q, self.positions.numel() * self.cp, self.cp, self.cp_rank)
+
+    def mask(self, length: int) -> Tensor:
+        """[length / cp, keys] which keys of a document of `length` tokens each of its queries here sees."""
+        if length not in self.mask_cache:
+            queries = chunk_positions(length, self.cp, self.cp_rank)
+            mask = queries[:, None] >= torch.arange(int(queries[-1]) + 1)
+            self.mask_cache[length] = mask.to(self.cu_seqlens_q.device)
+        return self.mask_cache[length]
 
     def rotary(self, head_dim: int, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin [T, 1, head_dim / 2] of this micro-batch's positions."""
@@ -80,11 +75,16 @@ class PackedDocuments(PackedSeqParams):
         return self.rotary_cache[key]
 
 
-def packed_documents(cu_seqlens: Tensor, max_seqlen: int, positions: Tensor) -> PackedDocuments:
+def packed_documents(
+    cu_seqlens: Tensor, max_seqlen: int, positions: Tensor, cp_group: ProcessGroup | None = None
+) -> PackedDocuments:
     """What `model(..., packed_seq_params=...)` takes for one micro-batch.
 
-    `cu_seqlens` [D + 1] int32, borders of the documents, the last is T; `max_seqlen` tokens of the longest;
-    `positions` [T] or [1, T] int64. Make it once a micro-batch. Fast where documents of equal length lie together.
+    `cu_seqlens` [D + 1] int32, borders of the documents; `max_seqlen` tokens of the longest; `positions` [T] or [1, T]
+    int64. Make it once a micro-batch. Fast where documents of equal length lie together.
+
+    With a `cp_group` of more than one rank, `cu_seqlens` and `max_seqlen` count whole documents, each a multiple of
+    2 cp tokens, while `positions` and all that the model takes are this rank's share (models.document_order).
     """
     return PackedDocuments(
         qkv_format="thd",
@@ -92,6 +92,7 @@ def packed_documents(cu_seqlens: Tensor, max_seqlen: int, positions: Tensor) -> 
         cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=max_seqlen,
         max_seqlen_kv=max_seqlen,
+        cp_group=cp_group,
         positions=positions.reshape(-1),
     )
 
@@ -105,11 +106,6 @@ class PackedAttention(MegatronModule):
         self, config: Any, softmax_scale: float | None = None, pg_collection: Any = None, **unused: Any
     ) -> None:
         super().__init__(config=config)
-        if config.context_parallel_size > 1:
-            raise ValueError(
-                f"context_parallel_size ({config.context_parallel_size}) must be 1: this attention needs"
-                " whole documents on a rank. Use tensor_model_parallel_size to save memory."
-            )
         if config.attention_dropout:
             raise ValueError(f"attention_dropout ({config.attention_dropout}) must be 0.")
         self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
@@ -130,25 +126,44 @@ class PackedAttention(MegatronModule):
                 "the model needs packed_seq_params made by packed_documents(); padded batches are not taken."
             )
         documents = packed_seq_params
+        assert documents.cp == self.config.context_parallel_size, "packed_documents() was not given the cp group"
         if self.rotary is not None:
             cos, sin = documents.rotary(query.shape[-1], self.rotary, query.dtype)
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        if documents.cp > 1:
+            key, value = _gather(key, value, documents.cp_group)
         if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and varlen_attn is not None:
             return _varlen(query, key, value, documents, self.softmax_scale)
         return _by_length(query, key, value, documents, self.softmax_scale)
 
 
+def _gather(key: Tensor, value: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Keys and values of all cp ranks, in rank order; their gradients are summed and scattered."""
+    both = gather_from_sequence_parallel_region(torch.cat([key, value], 1), group=group)
+    return both.chunk(2, 1)
+
+
 def _varlen(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, scale: float) -> Tensor:
-    """Flash attention over document borders that stay on the device."""
-    borders, longest = documents.cu_seqlens_q, documents.max_seqlen_q
+    """Flash attention over document borders that stay on the device.
+
+    Under cp, the two chunks that a rank has of a document are sequences of their own, with keys from the document's
+    start to the chunk's end. The kernel aligns the causal mask at the last query and the last key of each sequence.
+    """
+    query_borders = key_borders = documents.cu_seqlens_q
+    longest_query = longest_key = documents.max_seqlen_q
+    if documents.cp > 1:
+        query_borders, key_borders, places = documents.prefixes
+        key, value = key.index_select(0, places), value.index_select(0, places)
+        longest_query = documents.max_seqlen_q // (2 * documents.cp)
+        longest_key = longest_query * (2 * documents.cp - documents.cp_rank)
     return varlen_attn(  # type: ignore[return-value]
         query.contiguous(),
         key.contiguous(),
         value.contiguous(),
-        borders,
-        borders,
-        longest,
-        longest,
+        query_borders,
+        key_borders,
+        longest_query,
+        longest_key,
         scale=scale,
         window_size=(-1, 0),  # causal
         enable_gqa=query.shape[1] != key.shape[1],
@@ -157,22 +172,38 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocument
 
 def _by_length(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, scale: float) -> Tensor:
     """One call for all documents of a length; documents are brought together first where they are not."""
-    order, inverse = documents.order, documents.inverse
-    if order is not None and inverse is not None:
-        query, key, value = (_Permute.apply(tensor, order, inverse) for tensor in (query, key, value))
+    grouped = documents.by_length
+    query, key, value = (
+        _permute(query, grouped.queries),
+        _permute(key, grouped.keys),
+        _permute(value, grouped.keys),
+    )
     is_grouped = query.shape[1] != key.shape[1]
     outputs = []
-    for run in documents.runs:
-        q, k, v = (_heads_first(tensor, run) for tensor in (query, key, value))
-        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=is_grouped)
+    for run in grouped.runs:
+        q, whole = _heads_first(query, run), run.times(documents.cp)
+        k, v = (_heads_first(tensor, whole) for tensor in (key, value))
+        if documents.cp > 1:
+            mask = documents.mask(whole.length)
+            k, v = (tensor[:, :, : mask.shape[1]] for tensor in (k, v))
+            out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=is_grouped)
+        else:
+            out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=is_grouped)
         outputs.append(out.transpose(1, 2).reshape(run.stop - run.start, *query.shape[1:]))
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return out if order is None else _Permute.apply(out, inverse, order)
+    return _permute(out, grouped.queries, undo=True)
 
 
 def _heads_first(tensor: Tensor, run: Run) -> Tensor:
     """[T, N, d] -> [documents of the run, N, length, d], a view."""
     return tensor[run.start : run.stop].unflatten(0, (-1, run.length)).transpose(1, 2)
+
+
+def _permute(tensor: Tensor, order: Order | None, undo: bool = False) -> Tensor:
+    if order is None:
+        return tensor
+    there, back = (order.places, order.tokens) if undo else (order.tokens, order.places)
+    return _Permute.apply(tensor, there, back)
 
 
 class _Permute(torch.autograd.Function):
@@ -186,14 +217,3 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad.index_select(0, ctx.saved_tensors[0]), None, None
-
-
-def _runs(lengths: Tensor) -> tuple[Run, ...]:
-    """Maximal runs of equal lengths. Documents without tokens are left out."""
-    values, counts = lengths.unique_consecutive(return_counts=True)
-    runs, start = [], 0
-    for length, count in zip(values.tolist(), counts.tolist(), strict=True):
-        if length:
-            runs.append(Run(start, start + length * count, length))
-        start += length * count
-    return tuple(runs)

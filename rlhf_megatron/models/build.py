@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 from rlhf_megatron.config.schema import MegatronConfig
 from rlhf_megatron.models.attention import PackedAttention
+from rlhf_megatron.models.backend import layer_spec, resolve_impl
 from rlhf_megatron.models.families.base import family_for, padded_vocab_size
 from rlhf_megatron.models.head import expose_hidden_states
-from rlhf_megatron.models.norm import RMSNorm
+from rlhf_megatron.models.table import Impl
 from rlhf_megatron.models.transformer_config import make_transformer_config
 from rlhf_megatron.parallel.prepare import prepare_megatron
 from rlhf_megatron.parallel.world import World
@@ -30,6 +29,7 @@ class MegatronModel:
     chunks: list[torch.nn.Module]  # one a virtual stage of this rank, in the order of their layers
     transformer_config: TransformerConfig
     hf_config: Mapping[str, Any]
+    impl: Impl  # whose names the modules have; the weight table is to be made for it
     vocab_size: int  # of the tokenizer's model: tokens that can be sampled
     padded_vocab_size: int  # rows of embedding and head over all tp ranks
     vocab_start: int  # token id of the first row that this tp rank has
@@ -40,7 +40,7 @@ def build_model(
 ) -> MegatronModel:
     """A model on `world.device`, its parameters not initialised: load weights next. Called on all ranks of a replica.
 
-    `world.layout` has the parallel sizes; of `megatron` only the recompute settings are read.
+    `world.layout` has the parallel sizes; of `megatron` recompute_* and transformer_impl are read.
 
     The last chunk of the last stage returns hidden states [1, T, h] (see `head_weight`); every chunk takes packed
     documents: `chunk(token_ids [1, T], position_ids [1, T], None, packed_seq_params=packed_documents(...))`.
@@ -48,17 +48,18 @@ def build_model(
     Raises ValueError for an architecture, layout or setting that is not supported.
     """
     prepare_megatron()
+    megatron = megatron or MegatronConfig()
+    impl = resolve_impl(megatron.transformer_impl, world.device)
     family = family_for(hf_config)
-    config = make_transformer_config(
-        family.transformer_arguments(hf_config), world, dtype, megatron or MegatronConfig()
-    )
+    config = make_transformer_config(family.transformer_arguments(hf_config), world, dtype, megatron, impl)
     vocab_size = int(hf_config["vocab_size"])
     padded = padded_vocab_size(vocab_size, world.layout.tp)
     gpt_arguments = family.gpt_arguments(hf_config)
     return MegatronModel(
-        chunks=[_build_chunk(config, world, padded, gpt_arguments, index) for index in range(world.layout.vpp)],
+        chunks=[_build_chunk(config, impl, world, padded, gpt_arguments, index) for index in range(world.layout.vpp)],
         transformer_config=config,
         hf_config=hf_config,
+        impl=impl,
         vocab_size=vocab_size,
         padded_vocab_size=padded,
         vocab_start=world.coordinates.tp * (padded // world.layout.tp),
@@ -66,16 +67,18 @@ def build_model(
 
 
 def _build_chunk(
-    config: TransformerConfig, world: World, padded_vocab: int, gpt_arguments: Mapping[str, Any], index: int
+    config: TransformerConfig, impl: Impl, world: World, padded_vocab: int, gpt_arguments: Mapping[str, Any], index: int
 ) -> torch.nn.Module:
     """The `index`-th chunk of this rank: virtual stage index x pp + the rank's own stage."""
     arguments = dict(gpt_arguments)
     rotary = arguments.pop("rotary")
     vp_stage = index if world.layout.vpp > 1 else None
     has_head = world.is_last_stage and index == world.layout.vpp - 1
+    layer, final_norm = layer_spec(impl, config.qk_layernorm, world.device)
+    num_layers = get_num_layers_to_build(config, vp_stage, world.coordinates.pp)
     model = GPTModel(
         config,
-        _block_spec(config, vp_stage, world.coordinates.pp),
+        TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=final_norm),
         vocab_size=padded_vocab,
         pre_process=world.is_first_stage and index == 0,
         post_process=has_head,
@@ -90,15 +93,3 @@ def _build_chunk(
     if has_head:
         expose_hidden_states(model)
     return model.to(world.device)
-
-
-def _block_spec(config: TransformerConfig, vp_stage: int | None, stage: int) -> TransformerBlockSubmodules:
-    """megatron's own layers with our norm and attention. The final norm comes from the block's submodules."""
-    layer = copy.deepcopy(get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm"))
-    attention = layer.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    num_layers = get_num_layers_to_build(config, vp_stage, stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)

@@ -19,9 +19,14 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64):
-            return _RMSNorm.apply(x, self.weight, self.eps)
-        return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
+    if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64):
+        return _RMSNorm.apply(x, weight, eps)
+    return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
 
 
 class _RMSNorm(torch.autograd.Function):

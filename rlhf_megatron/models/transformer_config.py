@@ -10,6 +10,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from rlhf_megatron.config.schema import MegatronConfig
+from rlhf_megatron.models.table import Impl
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.parallel.world import World
 
@@ -17,14 +18,14 @@ ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gel
 
 
 def make_transformer_config(
-    arguments: dict[str, Any], world: World, dtype: torch.dtype, megatron: MegatronConfig
+    arguments: dict[str, Any], world: World, dtype: torch.dtype, megatron: MegatronConfig, impl: Impl
 ) -> TransformerConfig:
     """`arguments`: a family's `transformer_arguments`. Of `megatron` only recompute_* is read: `world` has the sizes.
 
-    Raises ValueError when layers or heads do not divide.
+    Raises ValueError when layers or heads do not divide, and for recomputation that `impl` would ignore.
     """
     _check_divisible(arguments, world.layout)
-    _check_recompute(arguments["num_layers"], world.layout, megatron)
+    _check_recompute(arguments["num_layers"], world.layout, megatron, impl)
     plain = dict(arguments)
     plain["activation_func"] = ACTIVATIONS[plain["activation_func"]]
     return TransformerConfig(
@@ -141,9 +142,17 @@ def _check_divisible(arguments: dict[str, Any], layout: Layout) -> None:
         raise ValueError("; ".join(problems) + ". Use smaller parallel sizes.")
 
 
-def _check_recompute(num_layers: int, layout: Layout, megatron: MegatronConfig) -> None:
+def _check_recompute(num_layers: int, layout: Layout, megatron: MegatronConfig, impl: Impl) -> None:
     """megatron runs past the end of a chunk where uniform groups do not divide it, and ignores what block has over."""
-    if megatron.recompute_granularity != "full":
+    if megatron.recompute_granularity == "selective":
+        if impl == "transformer_engine" and "layernorm" in megatron.recompute_modules:
+            raise ValueError(
+                f"recompute_modules ({', '.join(megatron.recompute_modules)}) must not have layernorm with"
+                " transformer_impl transformer_engine, whose norms are part of the linear layers: megatron-core would"
+                " ignore it. Leave it out, or use transformer_impl local."
+            )
+        return
+    if megatron.recompute_granularity is None:
         return
     in_chunk, group = num_layers // (layout.pp * layout.vpp), megatron.recompute_num_layers
     if not megatron.recompute_method or not group:

@@ -1,0 +1,74 @@
+"""Whose layers a model has: megatron-core's own, Transformer Engine's, or plain torch under the latter's names."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from typing import Any, Literal
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+    get_mlp_module_spec_for_backend,
+)
+from megatron.core.transformer.identity_op import IdentityOp
+
+from rlhf_megatron.models.attention import PackedAttention
+from rlhf_megatron.models.norm import RMSNorm
+from rlhf_megatron.models.table import Impl
+from rlhf_megatron.models.te_names import TorchSpecProvider
+
+
+def has_transformer_engine() -> bool:
+    """Whether megatron-core found Transformer Engine when it was imported."""
+    return bool(getattr(importlib.import_module("megatron.core.extensions.transformer_engine"), "HAVE_TE", False))
+
+
+def resolve_impl(transformer_impl: Literal["auto", "local", "transformer_engine"], device: torch.device) -> Impl:
+    """Whose names the modules get. Raises ValueError for Transformer Engine on a GPU without it."""
+    is_cuda = device.type == "cuda"
+    if transformer_impl == "auto":
+        return "transformer_engine" if is_cuda and has_transformer_engine() else "local"
+    if transformer_impl == "transformer_engine" and is_cuda and not has_transformer_engine():
+        raise ValueError(
+            f"transformer_impl ({transformer_impl}) needs Transformer Engine, which cannot be imported;"
+            " pip install transformer-engine[pytorch], or use transformer_impl local."
+        )
+    return transformer_impl
+
+
+def layer_spec(impl: Impl, has_qk_norm: bool, device: torch.device) -> tuple[Any, Any]:
+    """(spec of a layer, class of the final norm). Attention is ours in all: it does positions and document borders."""
+    if impl == "local":
+        return _local(has_qk_norm), RMSNorm
+    if device.type == "cuda":
+        return _transformer_engine(has_qk_norm)
+    return _torch_under_its_names(has_qk_norm), RMSNorm
+
+
+def _local(has_qk_norm: bool) -> Any:
+    """megatron's own layers with our norm, since its wrapper of torch's refuses sequence parallelism."""
+    layer = copy.deepcopy(get_gpt_layer_local_spec(qk_layernorm=has_qk_norm, normalization="RMSNorm"))
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if has_qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    return layer
+
+
+def _torch_under_its_names(has_qk_norm: bool) -> Any:
+    layer = _local(has_qk_norm)
+    provider = TorchSpecProvider()
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = IdentityOp
+    layer.submodules.self_attention.submodules.linear_qkv = provider.column_parallel_layer_norm_linear()
+    layer.submodules.mlp = get_mlp_module_spec_for_backend(backend=provider)
+    layer.submodules.sharded_state_dict_keys_map = {}  # gives the local layers these names in checkpoints
+    return layer
+
+
+def _transformer_engine(has_qk_norm: bool) -> tuple[Any, Any]:
+    layer = copy.deepcopy(get_gpt_layer_with_transformer_engine_spec(qk_layernorm=has_qk_norm))
+    layer.submodules.self_attention.submodules.core_attention = PackedAttention
+    return layer, importlib.import_module("megatron.core.extensions.transformer_engine").TENorm
