@@ -24,11 +24,46 @@ _COMMON: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "attention_dropout": 0.0,
 }
+_QWEN2 = {key: value for key, value in _COMMON.items() if key != "head_dim"}  # it has hidden_size / heads
+# Within 128 positions all three bands: of the eight waves one is kept, two are blended, five are stretched.
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_tied": {**_COMMON, "model_type": "qwen3", "tie_word_embeddings": True},
     "qwen3_untied": {**_COMMON, "model_type": "qwen3", "tie_word_embeddings": False},
     "llama_tied": {**_COMMON, "model_type": "llama", "tie_word_embeddings": True},
     "llama_untied": {**_COMMON, "model_type": "llama", "tie_word_embeddings": False},
+    "qwen2_tied": {**_QWEN2, "model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen2_untied": {**_QWEN2, "model_type": "qwen2", "tie_word_embeddings": False},
+    "llama3_scaled": {  # four key-value heads: for tp 4
+        **_COMMON,
+        "model_type": "llama",
+        "tie_word_embeddings": False,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "rope_parameters": _LLAMA3_ROPE,
+    },
+    "llama_3kv": {  # three key-value heads: for tp 3
+        **_COMMON,
+        "model_type": "llama",
+        "tie_word_embeddings": True,
+        "hidden_size": 96,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+    },
+    "llama_biased": {
+        **_COMMON,
+        "model_type": "llama",
+        "tie_word_embeddings": False,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
 }
 
 
@@ -75,8 +110,9 @@ def make_state(family: str) -> dict[str, Tensor]:
     """Random float32 weights under Hugging Face names, large enough that no two tokens look alike."""
     hf_config = FAMILIES[family]
     generator = torch.Generator().manual_seed(11)
-    hidden, ffn, dim = hf_config["hidden_size"], hf_config["intermediate_size"], hf_config["head_dim"]
+    hidden, ffn = hf_config["hidden_size"], hf_config["intermediate_size"]
     heads, groups = hf_config["num_attention_heads"], hf_config["num_key_value_heads"]
+    dim = hf_config.get("head_dim", hidden // heads)
 
     def matrix(rows: int, columns: int, scale: float) -> Tensor:
         return scale * torch.randn(rows, columns, generator=generator)
@@ -100,9 +136,21 @@ def make_state(family: str) -> dict[str, Tensor]:
         }
         if hf_config["model_type"] == "qwen3":
             state |= {f"{prefix}.self_attn.{name}_norm.weight": norm(dim) for name in ("q", "k")}
+        for name in _biased(hf_config):
+            rows = state[f"{prefix}.{name}.weight"].shape[0]
+            state[f"{prefix}.{name}.bias"] = 0.2 * torch.randn(rows, generator=generator)
     if not hf_config["tie_word_embeddings"]:
         state["lm_head.weight"] = matrix(VOCAB, hidden, 0.2)
     return state
+
+
+def _biased(hf_config: dict[str, Any]) -> list[str]:
+    """The linear layers of a decoder layer that have a bias."""
+    has_attention_bias = hf_config.get("attention_bias", False)
+    names = ["q_proj", "k_proj", "v_proj"] if has_attention_bias or hf_config["model_type"] == "qwen2" else []
+    names += ["o_proj"] if has_attention_bias else []
+    mlp = ["gate_proj", "up_proj", "down_proj"] if hf_config.get("mlp_bias", False) else []
+    return [f"self_attn.{name}" for name in names] + [f"mlp.{name}" for name in mlp]
 
 
 def make_batch() -> dict[str, Tensor]:

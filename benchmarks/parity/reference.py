@@ -7,6 +7,7 @@ formula in float64. The table of rotary angles stays the float32 one, which belo
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -23,11 +24,15 @@ Columns = dict[str, Tensor]
 
 def make_model(hf_config: dict[str, Any], state: dict[str, Tensor], dtype: torch.dtype) -> nn.Module:
     """A transformers model that holds `state`."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    import transformers
 
-    kinds = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
-    config_kind, model_kind = kinds[hf_config["model_type"]]
-    arguments = {key: value for key, value in hf_config.items() if key != "model_type"}
+    config_kind, model_kind = {
+        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+    }[hf_config["model_type"]]
+    # A copy: transformers completes the mappings that it is given.
+    arguments = {key: value for key, value in copy.deepcopy(hf_config).items() if key != "model_type"}
     # sdpa computes in the model's type; the other implementations take the softmax in float32.
     model = model_kind(config_kind(**arguments, attn_implementation="sdpa"))
     missing, unexpected = model.load_state_dict(state, strict=False)
@@ -136,7 +141,7 @@ def clip_gradients(parameters: dict[str, nn.Parameter], max_norm: float) -> Tens
 
 
 def adamw(parameters: dict[str, nn.Parameter], recipe: Recipe) -> Callable[[], None]:
-    """AdamW (1711.05101) with bias correction; vectors (norms) are not decayed. Returns the function that steps."""
+    """AdamW (1711.05101) with bias correction; norms and biases are not decayed. Returns the function that steps."""
     first = {name: torch.zeros_like(p) for name, p in parameters.items()}
     second = {name: torch.zeros_like(p) for name, p in parameters.items()}
     beta1, beta2 = recipe.betas
