@@ -73,6 +73,19 @@ def test_directory_is_the_model(
 
 
 @pytest.mark.dist
+def test_directory_of_virtual_stages_and_context_parallel_ranks(dist_pool: DistPool, tmp_path: Path) -> None:
+    (tmp_path / "from").mkdir()
+    arguments = {"config": LLAMA, "directory": tmp_path / "hf", "dtype": "float32", "file_bytes": 1 << 20}
+    assert dist_pool.run(export, pp=2, vpp=2, cp=2, timeout_s=300, **arguments) == [""] * 4
+    expected = dict(random_hf_tensors(LLAMA, SEED))
+    reader = HFReader(tmp_path / "hf")
+    reader.check(table_for(LLAMA), strict=True)
+    for rule in table_for(LLAMA):
+        for hf, tensor in zip(rule.hf, reader.hf_tensors(rule), strict=True):
+            assert torch.equal(tensor, expected[hf.name]), hf.name
+
+
+@pytest.mark.dist
 def test_failure_on_any_rank_leaves_nothing_and_ends_everywhere(dist_pool: DistPool, tmp_path: Path) -> None:
     arguments = {"config": CONFIG, "directory": tmp_path / "hf", "dtype": "float32", "file_bytes": 5000}
     errors = dist_pool.run(export, tp=2, pp=2, fail_on="dp0 pp1 tp1", **arguments)

@@ -138,6 +138,25 @@ def test_what_arrives_is_what_was_loaded(
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
+    ("axes", "config"),
+    [
+        ({"tp": 2, "sequence_parallel": True}, CONFIG),
+        ({"pp": 2, "vpp": 2}, LLAMA),  # the first stage has layers 0 and 2, the last 1 and 3
+        ({"pp": 2, "vpp": 2, "cp": 2}, CONFIG),
+    ],
+    ids=str,
+)
+def test_what_arrives_under_other_axes(dist_pool: DistPool, tmp_path: Path, axes: dict, config: dict) -> None:
+    results = dist_pool.run(
+        send, config=config, transfer_dir=tmp_path, dtype="bfloat16", bucket_bytes=4096, timeout_s=300, **axes
+    )
+    check(results, config, "bfloat16", num_senders=axes.get("pp", 1))
+    senders = [r["place"] for r in results if r["received"]]
+    assert senders == [f"dp0 pp{pp} tp0" for pp in range(axes.get("pp", 1))]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
     ("fail", "fail_on", "own", "other"),
     [
         ("deliver", "dp0 pp0 tp0", "OSError: engine0 said no", "SyncAbortedError: .* another rank"),

@@ -44,11 +44,11 @@ def export_hf(
 ) -> None:
     """Call on every rank of the pool; `directory` must be on a file system that the senders share.
 
-    Each stage's rank (dp 0, tp 0) writes its tensors, as `dtype`; the first stage completes the directory, which then
-    appears under its name. `companions_from`: directory whose tokenizer files are copied. Raises on every rank of
-    replica 0 when one fails, ValueError when the directory exists and is not empty; nothing is left behind.
+    Each stage's rank (dp 0, cp 0, tp 0) writes its tensors, as `dtype`; the first stage completes the directory, which
+    then appears under its name. `companions_from`: directory whose tokenizer files are copied. Raises on every rank of
+    dp 0 and cp 0 when one fails, ValueError when the directory exists and is not empty; nothing is left behind.
     """
-    if place.coordinates.dp != 0:
+    if place.coordinates.dp != 0 or place.coordinates.cp != 0:
         return
     aside = directory.absolute().with_name(f".{directory.name}.partial")
     is_sender, is_first = place.coordinates.tp == 0, place.coordinates.tp == place.coordinates.pp == 0

@@ -59,14 +59,15 @@ def send_weights(
 ) -> SendReport:
     """Stream this stage's weights to the engines. Call on every rank of the pool.
 
-    Of each pipeline stage the rank (dp 0, tp 0) sends; the other tp ranks of dp 0 give it their shards; other replicas
-    return at once. `export`: this rank's shards in table order. `dtype`: the engines'. `deliver` is called on senders
-    only, from one other thread, one bucket at a time; it returns when every engine has read the bucket, or raises.
+    Of each pipeline stage the rank (dp 0, cp 0, tp 0) sends; the other tp ranks of dp 0 and cp 0 give it their shards;
+    all others, which hold the same shards, return at once. `export`: this rank's shards in table order. `dtype`: the
+    engines'. `deliver` is called on senders only, from one other thread, one bucket at a time; it returns when every
+    engine has read the bucket, or raises.
 
     Raises what failed on the rank where it failed, and SyncAbortedError on the other ranks of its tp group: no rank is
     left in a collective. Engines must then be taken as stale.
     """
-    if place.coordinates.dp != 0:
+    if place.coordinates.dp != 0 or place.coordinates.cp != 0:
         return SendReport(0, 0.0, {})
     start = time.monotonic()
     shards: dict[str, Tensor] = {}

@@ -63,7 +63,7 @@ class MegatronActor:
         self.phases = dict(phases)
         self.losses = make_row_losses(config)
         self.model = build_model(hf_config, world, dtype, config.megatron)
-        self.table = table_for(hf_config, world.layout.tp, getattr(self.model, "impl", "local"))
+        self.table = table_for(hf_config, world.layout.tp, self.model.impl)
         load_hf(self.model.chunks, self.table, weights, world.coordinates.tp, world.layout.tp)
         self.chunks = wrap(self.model.chunks, self.model.transformer_config, config.megatron, world)
         self.model.chunks = list(self.chunks)

@@ -31,11 +31,9 @@ def run_micro_batches(
     last stage; [] elsewhere.
     """
 
-    context: dict[str, Any] = {"cp_group": world.cp_group} if world.layout.cp > 1 else {}
-
     def forward_step(micro_batches: Iterator[MicroBatch], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         micro = next(micro_batches)
-        documents = packed_documents(micro.cu_seqlens, micro.max_seqlen, micro.position_ids, **context)
+        documents = packed_documents(micro.cu_seqlens, micro.max_seqlen, micro.position_ids, world.cp_group)
         hidden = model(micro.token_ids, micro.position_ids, None, packed_seq_params=documents)
         return hidden, partial(loss, micro)
 

@@ -44,7 +44,7 @@ class MegatronReference:
         self.chunk_size = chunk_size
         self.is_offloaded = is_offloaded
         self.model = build_model(hf_config, world, dtype, megatron)
-        self.table = table_for(hf_config, world.layout.tp, getattr(self.model, "impl", "local"))
+        self.table = table_for(hf_config, world.layout.tp, self.model.impl)
         load_hf(self.model.chunks, self.table, weights, world.coordinates.tp, world.layout.tp)
         # Parameters keep requires_grad, though no pass records a gradient: frozen ones go through another linear layer
         # of megatron's, which rounds differently, and the KL against an equal actor would not be 0.
