@@ -22,7 +22,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help install quickstart quickstart-seeds smollm2 test check format test-dist parity replay-layouts bench gpu-check sglang-cpu sglang-smoke clean
+.PHONY: help install quickstart quickstart-seeds smollm2 test check format test-dist parity split-invariance replay-layouts bench gpu-check sglang-cpu sglang-smoke clean
 
 help:
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 20
@@ -74,6 +74,9 @@ parity: $(MCORE_VENV)/.installed  ## every layout against transformers in float6
 	.venv-mcore-$*/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps --ignore-requires-python megatron-core==$*
 	.venv-mcore-$*/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps triton
 	@touch $@
+
+split-invariance: $(VENV)/.installed  ## the gradient against token budget, dp, cp, pp, order and aggregation mode
+	$(BIN)/python -m benchmarks.split_invariance $(ARGS)
 
 replay-layouts: $(VENV)/.installed  ## the same recorded rollouts trained in every layout
 	$(BIN)/python -m benchmarks.replay_layouts $(ARGS)

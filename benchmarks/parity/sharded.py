@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -27,6 +28,7 @@ from rlhf_megatron.scheduler.mini_batches import mini_batches
 
 HEAD = "output_layer.weight"
 EMBEDDING = "embedding.word_embeddings.weight"
+BUCKET_SIZE = 20_000  # parameters whose gradients are reduced together, where that overlaps
 FIRST = "dp0_cp0_tp0"  # the copy of the model that is compared with the reference
 
 
@@ -71,9 +73,23 @@ def run_on_rank(
     def run(cut: Cut) -> RankResult:
         config = actor_config(recipe, cut, megatron)
         make_actor = partial(_make_actor, world, hf_config, state, config, len(cut.mini_batches))
-        return _run_cut(world, make_actor, _train_batch(batch), cut, recipe, checkpoints and checkpoints / cut.name)
+        return _run_cut(world, make_actor, train_batch(batch), cut, recipe, checkpoints and checkpoints / cut.name)
 
-    return [run(cut) for cut in cuts]
+    with _small_buckets():
+        return [run(cut) for cut in cuts]
+
+
+@contextmanager
+def _small_buckets() -> Iterator[None]:
+    """Of the size that Megatron takes by default there would be one: nothing to overlap, and no padding in between."""
+    from rlhf_megatron.workers import data_parallel
+
+    kept = data_parallel.BUCKET_SIZE
+    data_parallel.BUCKET_SIZE = BUCKET_SIZE
+    try:
+        yield
+    finally:
+        data_parallel.BUCKET_SIZE = kept
 
 
 def _make_actor(
@@ -82,7 +98,11 @@ def _make_actor(
     from rlhf_megatron.workers.actor import MegatronActor, Phase
 
     phases = {"rl": Phase(config.optim, num_steps)}
-    return MegatronActor(hf_config, StateSource(state), world, torch.float32, config, phases)
+    actor = MegatronActor(hf_config, StateSource(state), world, torch.float32, config, phases)
+    if config.megatron.overlap_grad_reduce:
+        (buffer,) = actor.model.chunks[0].buffers
+        assert len(buffer.buckets) > 1, "overlap needs several buckets"
+    return actor
 
 
 def _run_cut(
@@ -184,7 +204,8 @@ def _gather(bucket: Tensor, group: dist.ProcessGroup) -> Tensor:
     return whole
 
 
-def _train_batch(columns: dict[str, Tensor]) -> TrainBatch:
+def train_batch(columns: dict[str, Tensor]) -> TrainBatch:
+    """Token columns (see `cases.make_batch` and `add_past`) as the batch of a step."""
     num_samples = columns["offsets"].numel() - 1
     zeros, texts = torch.zeros(num_samples, dtype=torch.int64), ("",) * num_samples
     return TrainBatch(

@@ -1,0 +1,189 @@
+"""The gradient of a mini-batch does not depend on how it was cut. `make split-invariance`.
+
+    python -m benchmarks.split_invariance [--only pure|megatron] [--families A,B] [--layouts A,B]
+
+Token budget (all in one micro-batch, 1/2, 1/7), data-parallel and context-parallel size (1, 2), pipeline stages (1, 2,
+2 virtual ones on 2), sequence parallelism, order of the samples, each aggregation mode. Compared with the gradient of
+the same mini-batch on one rank in one micro-batch; error: L2 norm of the difference of all gradients over the L2 norm.
+
+    pure       every registered loss with its regularizers, float64, one process (split_pure.py)      <= 1e-12
+               metrics of the update likewise, absolute                                               <= 1e-12
+               uncut, against means over single samples; weights are float32                          <= 2e-7
+    megatron   the actor through megatron-core, float32, on the ranks of the layout (split_mcore.py)   <= 5e-6
+
+Exit code 1 when a figure is over its bar. Writes benchmarks/results/split_invariance.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from torch import Tensor
+
+from benchmarks import split_mcore, split_pure
+from benchmarks.common import RESULTS, significant, write_result
+from benchmarks.parity.run import DistPool
+
+PURE_BAR = 1e-12
+PLAIN_BAR = 2e-7  # three roundings to float32
+MEGATRON_BAR = 5e-6
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison. `error`: of all gradients together; the tensor that is worst by itself is reported only."""
+
+    kind: str  # pure, pure metrics, plain means, megatron
+    what: str  # loss and regularizers, or family and layout
+    mode: str
+    split: str
+    error: float
+    bar: float
+    worst_tensor: str = ""
+    worst_error: float = 0.0
+
+    @property
+    def is_ok(self) -> bool:
+        return self.error <= self.bar  # False for NaN
+
+
+def compare(value: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> tuple[float, str, float]:
+    """(relative L2 error of all tensors together, the tensor that is worst by itself, its error)."""
+    assert set(value) == set(truth), f"tensors that one side lacks: {sorted(set(value) ^ set(truth))}"
+    differences = {name: float((value[name].double() - truth[name].double()).norm()) for name in truth}
+    norms = {name: float(truth[name].double().norm()) for name in truth}
+    errors = {name: differences[name] / norms[name] if norms[name] else differences[name] for name in truth}
+    worst = max(errors, key=lambda name: _size(errors[name]))
+    whole = torch.tensor(list(differences.values())).norm() / torch.tensor(list(norms.values())).norm()
+    return float(whole), worst, errors[worst]
+
+
+def _size(error: float) -> float:
+    """For comparisons: what is not a number is larger than any."""
+    return float("inf") if error != error else error
+
+
+def pure_rows(
+    cases: Iterable[split_pure.LossCase],
+    splits: Sequence[split_pure.Split] = split_pure.SPLITS,
+    spoil: split_pure.Spoil | None = None,
+) -> Iterator[Row]:
+    """`spoil`: a planted mistake in the shards of the splits."""
+    batch = split_pure.make_batch()
+    for case in cases:
+        whole = split_pure.split_gradient(batch, case, split_pure.Split())
+        assert whole.num_micro_batches == 1, "the whole mini-batch must be in one micro-batch"
+        mode = case.config.loss_agg_mode
+        plain = compare(whole.gradients, split_pure.plain_gradient(batch, case))
+        yield Row("plain means", case.name, mode, "uncut", plain[0], PLAIN_BAR, *plain[1:])
+        for split in splits:
+            cut = split_pure.split_gradient(batch, case, split, spoil)
+            found = compare(cut.gradients, whole.gradients)
+            yield Row("pure", case.name, mode, str(split), found[0], PURE_BAR, *found[1:])
+            assert set(cut.metrics) == set(whole.metrics), "a split has other metrics"
+            differences = {name: abs(cut.metrics[name] - value) for name, value in whole.metrics.items()}
+            worst = max(differences, key=lambda name: differences[name])
+            yield Row(
+                "pure metrics", case.name, mode, str(split), differences[worst], PURE_BAR, worst, differences[worst]
+            )
+
+
+def megatron_rows(
+    families: Sequence[str], layouts: Sequence[split_mcore.Axes], report: Callable[[str], None]
+) -> Iterator[Row]:
+    """Starts worker processes, and ends them."""
+    pool = DistPool()
+    try:
+        for family in families:
+            baseline, cells = split_mcore.run_family(pool, family, layouts, report)
+            for cell in cells:
+                found = compare(cell.gradients, baseline[cell.mode])
+                split = f"budget 1/{cell.parts}{', shuffled' if cell.is_shuffled else ''}"
+                yield Row("megatron", f"{family} {cell.layout}", cell.mode, split, found[0], MEGATRON_BAR, *found[1:])
+    finally:
+        pool.close()
+
+
+def worst_rows(rows: Iterable[Row], *columns: str) -> list[Row]:
+    """Of the rows that agree in `columns`, the one with the largest error."""
+    worst: dict[tuple[str, ...], Row] = {}
+    for row in rows:
+        key = tuple(getattr(row, column) for column in columns)
+        if key not in worst or _size(row.error) > _size(worst[key].error):
+            worst[key] = row
+    return list(worst.values())
+
+
+def table(rows: Iterable[Row]) -> str:
+    lines = [f"{'kind':<13}{'what':<32}{'mode':<21}{'error':>9}{'bar':>9}  worst tensor alone; split"]
+    for row in rows:
+        mark = "" if row.is_ok else "  OVER THE BAR"
+        lines.append(
+            f"{row.kind:<13}{row.what:<32}{row.mode:<21}{row.error:9.1e}{row.bar:9.0e}"
+            f"  {row.worst_error:.1e} {row.worst_tensor}; {row.split}{mark}"
+        )
+    return "\n".join(lines)
+
+
+def chosen(names: str | None, known: Sequence[str], what: str) -> list[str]:
+    """The names of a comma-separated list; None: all. Raises SystemExit for an unknown one."""
+    picked = names.split(",") if names else list(known)
+    unknown = [name for name in picked if name not in known]
+    if unknown:
+        raise SystemExit(f"unknown {what} {', '.join(unknown)}; known: {', '.join(known)}.")
+    return picked
+
+
+def main(argv: list[str] | None = None) -> int:
+    layouts = {axes.name: axes for axes in split_mcore.LAYOUTS}
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.split_invariance", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=("pure", "megatron"), help="this part alone")
+    parser.add_argument("--families", help=f"of the part megatron: {', '.join(split_mcore.FAMILIES)}")
+    parser.add_argument("--layouts", help=f"of the part megatron: {', '.join(layouts)}")
+    parser.add_argument("--out", type=Path, default=RESULTS / "split_invariance.json", help="result file (%(default)s)")
+    args = parser.parse_args(argv)
+    families = chosen(args.families, split_mcore.FAMILIES, "family")
+    axes = [layouts[name] for name in chosen(args.layouts, list(layouts), "layout")]
+    torch.set_num_threads(1)
+    start = time.monotonic()
+
+    def report(line: str) -> None:
+        print(f"[{time.monotonic() - start:6.1f} s] {line}", flush=True)
+
+    rows: list[Row] = []
+    if args.only != "megatron":
+        rows += pure_rows(split_pure.loss_cases())
+        report(f"pure: {len(rows)} comparisons")
+    if args.only != "pure":
+        rows += megatron_rows(families, axes, report)
+    print(table(worst_rows(rows, "kind", "what")))
+    misses = [row for row in rows if not row.is_ok]
+    result = {
+        "measure": "relative L2 error of all gradients against one rank and one micro-batch; metrics: absolute",
+        "seconds": round(time.monotonic() - start, 1),
+        "num_comparisons": {row.kind: sum(other.kind == row.kind for other in rows) for row in rows},
+        "num_over_the_bar": len(misses),
+        "rows_are": "the worst of each kind, loss or layout, and mode; all that are over the bar",
+        "rows": [_rounded(row) for row in dict.fromkeys([*worst_rows(rows, "kind", "what", "mode"), *misses])],
+    }
+    command = " ".join(["python -m benchmarks.split_invariance", *(sys.argv[1:] if argv is None else argv)])
+    path = write_result(args.out.stem, command, result, args.out.parent)
+    print(f"{len(rows)} comparisons, {len(misses)} over the bar, {time.monotonic() - start:.0f} s; {path}")
+    return 1 if misses or not rows else 0
+
+
+def _rounded(row: Row) -> dict[str, object]:
+    return {key: significant(value) if isinstance(value, float) else value for key, value in asdict(row).items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

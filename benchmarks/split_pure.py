@@ -1,0 +1,235 @@
+"""The losses alone, in float64 and one process: the gradient of a mini-batch that is cut, and of the same one uncut.
+
+Between samples and loss everything is the package's: weights, plans, packing, losses. The model is a small causal one
+that reads whole documents: what context-parallel ranks hold is put together before it and cut out again after it.
+`plain_gradient` knows of none of this: one sample at a time, and means written as means.
+"""
+
+# T tokens of a micro-batch, R rows, B samples, H hidden, V vocabulary
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from benchmarks.parity.sharded import train_batch
+from rlhf_megatron.algorithms.aggregate import LOSS_AGG_MODES
+from rlhf_megatron.algorithms.losses import POLICY_LOSSES
+from rlhf_megatron.algorithms.losses.kl import KL_TYPES
+from rlhf_megatron.config.schema import ActorConfig, PolicyLossConfig
+from rlhf_megatron.data.batch import MiniBatch, TrainBatch
+from rlhf_megatron.data.plan import take
+from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.runtime.dispatch import scatter_calls
+from rlhf_megatron.scheduler.mini_batches import mini_batches
+from rlhf_megatron.workers.losses import make_row_losses
+from rlhf_megatron.workers.pack import MicroBatch, forwarded_lengths, pack, token_columns
+
+VOCAB, HIDDEN, LONGEST = 29, 8, 40
+TEMPERATURE = 0.8
+COLUMNS = token_columns(MiniBatch)
+Spoil = Callable[[MiniBatch], MiniBatch]
+"""A planted mistake: what it does to a replica's shard."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """A way to cut one mini-batch."""
+
+    layout: Layout = Layout(1)  # noqa: RUF009, frozen
+    parts: int = 1  # the token budget is 1 / parts of what the whole mini-batch needs
+    is_shuffled: bool = False
+
+    def __str__(self) -> str:
+        """ "tp1 pp1 dp2, budget 1/7, shuffled"."""
+        return f"{self.layout}, budget 1/{self.parts}{', shuffled' if self.is_shuffled else ''}"
+
+
+@dataclass(frozen=True)
+class LossCase:
+    """A loss with its regularizers. `loss`: as `update` takes it."""
+
+    name: str
+    loss: str
+    config: ActorConfig
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Gradients by parameter name and summed metrics of one mini-batch."""
+
+    gradients: dict[str, Tensor]
+    metrics: dict[str, float]
+    num_micro_batches: int  # of each replica
+
+
+SPLITS = tuple(
+    Split(Layout(tp * pp * cp * dp, tp, pp, cp, vpp, sequence_parallel=tp > 1), parts, is_shuffled)
+    for tp, pp, vpp in ((1, 1, 1), (1, 2, 1), (1, 2, 2), (2, 1, 1))
+    for cp in (1, 2)
+    for dp in (1, 2)
+    for parts in (1, 2, 7)
+    for is_shuffled in (False, True)
+)
+"""Every combination of token budget, dp, cp, order and stages; tp has sequence parallelism, for its padding."""
+
+
+def loss_cases() -> Iterator[LossCase]:
+    """Supervised; every registered policy loss alone, with entropy, and with each KL estimate and entropy."""
+    for mode in LOSS_AGG_MODES:
+        yield LossCase("sft", "sft", ActorConfig(loss_agg_mode=mode))
+        for name in POLICY_LOSSES:
+            plain = ActorConfig(loss_agg_mode=mode, policy_loss=PolicyLossConfig(name))
+            with_entropy = replace(plain, entropy_coeff=0.03)
+            yield LossCase(name, "policy", plain)
+            yield LossCase(f"{name} + entropy", "policy", with_entropy)
+            for kl in KL_TYPES:
+                config = replace(with_entropy, use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type=kl)
+                yield LossCase(f"{name} + entropy + {kl}", "policy", config)
+
+
+def token_budget(lengths: Tensor, layout: Layout, parts: int) -> int:
+    """Tokens of a rank's micro-batch so that samples of these lengths fill about `parts` of them, or fit in one."""
+    multiple = layout.packed_multiple
+    padded = -(-forwarded_lengths(lengths) // layout.document_multiple) * layout.document_multiple
+    needed = max(-(-int(padded.sum()) // parts), int(padded.max()))
+    return -(-needed // multiple) * multiple // layout.cp
+
+
+class TinyModel(torch.nn.Module):
+    """One layer of causal attention and a nonlinear one, over documents that are packed; float64, random weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        shapes = {
+            "embedding": (VOCAB, HIDDEN),
+            "position": (LONGEST, HIDDEN),
+            "query": (HIDDEN, HIDDEN),
+            "key": (HIDDEN, HIDDEN),
+            "value": (HIDDEN, HIDDEN),
+            "up": (HIDDEN, HIDDEN),
+            "head": (HIDDEN, VOCAB),
+        }
+        for name, shape in shapes.items():
+            weight = 0.5 * torch.randn(*shape, generator=generator, dtype=torch.float64)
+            self.register_parameter(name, torch.nn.Parameter(weight))
+
+    def forward(self, token_ids_T: Tensor, document_T: Tensor, positions_T: Tensor) -> Tensor:
+        """[T, H]."""
+        hidden_TH = self.embedding[token_ids_T] + self.position[positions_T]
+        scores_TT = (hidden_TH @ self.query) @ (hidden_TH @ self.key).T / math.sqrt(HIDDEN)
+        is_seen_TT = (document_T[:, None] == document_T) & (positions_T[:, None] >= positions_T)
+        attention_TT = scores_TT.masked_fill(~is_seen_TT, -torch.inf).softmax(-1)
+        hidden_TH = hidden_TH + attention_TT @ (hidden_TH @ self.value)
+        return hidden_TH + (hidden_TH @ self.up).tanh()
+
+    def log_probs(self, hidden_RH: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:
+        """(log-probs of the targets [R], entropies [R])."""
+        log_p_RV = (hidden_RH @ self.head / TEMPERATURE).log_softmax(-1)
+        return log_p_RV.gather(1, targets_R[:, None])[:, 0], -(log_p_RV.exp() * log_p_RV).sum(-1)
+
+
+def make_batch(num_samples: int = 31) -> TrainBatch:
+    """Ragged samples, random columns. One has a single token and one no response: both count as sequences.
+
+    Two replicas cannot have equally many, so that no local count is right.
+    """
+    generator = torch.Generator().manual_seed(17)
+    lengths = torch.randint(2, LONGEST, (num_samples,), generator=generator)
+    lengths[3] = 1
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    num_tokens = int(offsets[-1])
+    mask = torch.zeros(num_tokens, dtype=torch.bool)
+    for i in range(num_samples):
+        prompt = 1 + i % max(1, int(lengths[i]) - 1)
+        mask[int(offsets[i]) + prompt : int(offsets[i + 1])] = i != 5
+    old = -3 * torch.rand(num_tokens, generator=generator)
+    ref, rollout = old + 0.3 * torch.randn(2, num_tokens, generator=generator)
+    columns = {
+        "offsets": offsets,
+        "token_ids": torch.randint(0, VOCAB, (num_tokens,), generator=generator),
+        "response_mask": mask,
+        "old_log_probs": old * mask,
+        "ref_log_probs": ref * mask,
+        "advantages": torch.randn(num_tokens, generator=generator) * mask,
+    }
+    return replace(train_batch(columns), rollout_log_probs=rollout * mask)
+
+
+def split_gradient(batch: TrainBatch, case: LossCase, split: Split, spoil: Spoil | None = None) -> Outcome:
+    """The gradients of all micro-batches of all replicas, added up: what ranks and stages add up between them."""
+    model = TinyModel()
+    row_loss = make_row_losses(case.config)[case.loss]
+    (whole,) = mini_batches(
+        batch, len(batch), case.config.loss_agg_mode, use_shuffle=split.is_shuffled, seed=1, step=0, epoch=0
+    )
+    layout = split.layout
+    budget = token_budget(whole.lengths, layout, split.parts)
+    plans = scatter_calls(0, "update", whole, layout, budget, {}).plans
+    metrics: dict[str, float] = {}
+    for plan in plans:
+        shard = take(whole, plan)
+        shard = _in_float64(shard if spoil is None else spoil(shard))
+        shares = [pack(shard, plan, layout, cp_rank, COLUMNS).micro_batches for cp_rank in range(layout.cp)]
+        for micros in zip(*shares, strict=True):
+            for log_probs_R, entropies_R, micro in _rows(model, micros):
+                value, sums = row_loss(log_probs_R, entropies_R if row_loss.needs_entropy else None, micro.columns)
+                value.backward(retain_graph=True)
+                for name, share in sums.items():
+                    metrics[name] = metrics.get(name, 0.0) + float(share)
+    return Outcome(_gradients(model), metrics, len(plans[0].micro_batches))
+
+
+def plain_gradient(batch: TrainBatch, case: LossCase) -> dict[str, Tensor]:
+    """The gradient as a textbook has it: each sample by itself, then the means that the mode is called after."""
+    model = TinyModel()
+    row_loss = make_row_losses(case.config)[case.loss]
+    losses = []
+    for i in range(len(batch)):
+        span = slice(int(batch.offsets[i]), int(batch.offsets[i + 1]))
+        ids, mask = batch.token_ids[span], batch.response_mask[span][1:]
+        hidden = model(ids, torch.zeros_like(ids), torch.arange(len(ids)))[:-1][mask]
+        log_probs, entropies = model.log_probs(hidden, ids[1:][mask])
+        columns = {
+            name: getattr(batch, name)[span][1:][mask].double()
+            for name in ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs")
+        }
+        losses.append(row_loss.function(log_probs, entropies, columns).token_loss_T)
+    mode = case.config.loss_agg_mode
+    if mode == "token-mean":
+        loss = torch.cat(losses).mean()
+    else:
+        per_sample = [loss.sum() / (max(len(loss), 1) if mode == "seq-mean-token-mean" else 1) for loss in losses]
+        loss = torch.stack(per_sample).mean()
+    loss.backward()
+    return _gradients(model)
+
+
+def _rows(model: TinyModel, micros: Sequence[MicroBatch]) -> Iterator[tuple[Tensor, Tensor, MicroBatch]]:
+    """(log-probs, entropies, micro-batch) of each cp rank; `micros`: the shares of one micro-batch."""
+    borders = micros[0].cu_seqlens.to(torch.int64)
+    lengths = borders.diff()
+    owner = torch.repeat_interleave(lengths // len(micros))
+    places = [borders[owner] + micro.position_ids[0] for micro in micros]
+    every = torch.cat(places)
+    assert torch.equal(every.sort().values, torch.arange(int(borders[-1]))), "each token is on one cp rank"
+    token_ids = torch.empty_like(every)
+    token_ids[every] = torch.cat([micro.token_ids[0] for micro in micros])
+    document = torch.repeat_interleave(lengths)
+    hidden = model(token_ids, document, torch.arange(len(every)) - borders[document])
+    for place, micro in zip(places, micros, strict=True):
+        yield *model.log_probs(hidden[place[micro.rows]], micro.targets), micro
+
+
+def _in_float64(shard: MiniBatch) -> MiniBatch:
+    columns = {name: getattr(shard, name) for name in COLUMNS}
+    return replace(shard, **{name: column.double() for name, column in columns.items() if column is not None})
+
+
+def _gradients(model: TinyModel) -> dict[str, Tensor]:
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}

@@ -1,0 +1,215 @@
+"""The gradient does not depend on how a mini-batch was cut; and where it does, the comparison says so.
+
+A part of benchmarks/split_invariance.py, which has every combination.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from dist_pool import DistPool
+from torch import Tensor
+
+from benchmarks import split_invariance, split_mcore, split_pure
+from benchmarks.parity.cases import Recipe
+from benchmarks.parity.layouts import Axes
+from benchmarks.parity.run import Case, make_case
+from benchmarks.parity.sharded import run_on_rank
+from benchmarks.split_invariance import MEGATRON_BAR, PURE_BAR, Row, compare, pure_rows, worst_rows
+from benchmarks.split_pure import SPLITS, Split, loss_cases
+from rlhf_megatron.algorithms.aggregate import LOSS_AGG_MODES
+from rlhf_megatron.algorithms.losses import POLICY_LOSSES
+from rlhf_megatron.data.batch import MiniBatch, TokenBatch
+from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.parallel.world import World
+from rlhf_megatron.scheduler.mini_batches import weigh
+
+CASES = list(loss_cases())
+PPO = {case.config.loss_agg_mode: case for case in CASES if case.name == "ppo_clip + entropy + k3"}
+
+
+def test_error_is_relative_over_all_tensors_and_the_worst_alone_is_named() -> None:
+    truth = {"large": torch.tensor([30.0, 40.0]), "small": torch.tensor([0.3])}
+    value = {"large": torch.tensor([30.0, 40.5]), "small": torch.tensor([0.6])}
+    # Differences 0.5 and 0.3, norms 50 and 0.3.
+    whole, worst, alone = compare(value, truth)
+    assert whole == pytest.approx((0.25 + 0.09) ** 0.5 / (2500 + 0.09) ** 0.5, rel=1e-5)
+    assert (worst, alone) == ("small", pytest.approx(1.0, rel=1e-5))
+
+
+def test_not_a_number_is_over_the_bar() -> None:
+    value, truth = {"a": torch.tensor([1.0]), "b": torch.tensor([float("nan")])}, {k: torch.ones(1) for k in "ab"}
+    whole, worst, _ = compare(value, truth)
+    row = Row("pure", "loss", "mode", "split", whole, 1e9)
+    assert worst == "b" and not row.is_ok
+    assert worst_rows([replace(row, error=1.0), row, replace(row, error=2.0)], "kind")[0] is row
+
+
+@pytest.mark.parametrize(
+    ("layout", "parts", "budget"),
+    [
+        (Layout(1), 1, 18),  # documents of 11, 4 and 3 tokens are forwarded
+        (Layout(1), 2, 11),  # not 9: the longest sample must fit
+        (Layout(2, cp=2), 1, 10),  # 12 + 4 + 4 after padding to multiples of 4, on two ranks
+        (Layout(4, tp=2, cp=2, sequence_parallel=True), 1, 12),  # 20 is padded to 24
+    ],
+)
+def test_token_budgets_by_hand(layout: Layout, parts: int, budget: int) -> None:
+    assert split_pure.token_budget(torch.tensor([12, 5, 4]), layout, parts) == budget
+
+
+def test_every_registered_loss_is_compared() -> None:
+    assert {(case.name, case.config.loss_agg_mode) for case in CASES} >= {
+        (name, mode) for name in ("sft", *POLICY_LOSSES) for mode in LOSS_AGG_MODES
+    }
+    assert {case.config.kl_loss_type for case in CASES if case.config.use_kl_loss} == {"k1", "k2", "k3"}
+    assert {(s.layout.dp, s.layout.cp, s.layout.pp, s.parts, s.is_shuffled) for s in SPLITS} == {
+        (dp, cp, pp, parts, shuffled)
+        for dp in (1, 2)
+        for cp in (1, 2)
+        for pp in (1, 2)
+        for parts in (1, 2, 7)
+        for shuffled in (False, True)
+    }
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name}, {case.config.loss_agg_mode}")
+def test_pure_losses(case: split_pure.LossCase) -> None:
+    rows = list(pure_rows([case], SPLITS[5::9]))
+    assert len(rows) == 1 + 2 * len(SPLITS[5::9])
+    assert [row for row in rows if not row.is_ok] == []
+
+
+def test_budgets_make_the_micro_batches_that_they_are_called_after() -> None:
+    batch, case = split_pure.make_batch(), PPO["token-mean"]
+    counts = {
+        parts: split_pure.split_gradient(batch, case, Split(parts=parts)).num_micro_batches for parts in (1, 2, 7)
+    }
+    assert counts == {1: 1, 2: 2, 7: 8}  # in seven, each would have to be full to the last token
+    virtual = Split(Layout(2, pp=2, vpp=2))
+    assert split_pure.split_gradient(batch, case, virtual).num_micro_batches == 2, "a multiple of the stages"
+
+
+def local_denominator(mode: str) -> Callable[[MiniBatch], MiniBatch]:
+    """Weights of a replica that divides by its own counts, as if every replica had that many."""
+
+    def spoil(shard: MiniBatch) -> MiniBatch:
+        return replace(shard, loss_weights=weigh(shard, mode)[0] / 2)
+
+    return spoil
+
+
+def dropped_sample(shard: MiniBatch) -> MiniBatch:
+    """The first sample with a response weighs nothing."""
+    weights = shard.loss_weights.clone()
+    spans = zip(shard.offsets.tolist(), shard.offsets[1:].tolist(), strict=False)
+    start, stop = next((start, stop) for start, stop in spans if weights[start:stop].any())
+    weights[start:stop] = 0
+    return replace(shard, loss_weights=weights)
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_mistakes_in_the_weights_are_caught(mode: str) -> None:
+    split = Split(Layout(2), parts=7, is_shuffled=True)
+    for spoil in (local_denominator(mode), dropped_sample):
+        rows = [row for row in pure_rows([PPO[mode]], [split], spoil) if row.kind == "pure"]
+        assert len(rows) == 1 and not rows[0].is_ok and rows[0].error > 1e9 * PURE_BAR
+
+
+def test_a_wrong_denominator_everywhere_is_caught_by_the_plain_means() -> None:
+    """The whole mini-batch divided by all its tokens is the same however it is cut: invariance does not see it."""
+    batch, case = split_pure.make_batch(), PPO["token-mean"]
+    share = float(batch.response_mask.sum()) / batch.num_tokens
+
+    def all_tokens(shard: MiniBatch) -> MiniBatch:
+        return replace(shard, loss_weights=shard.loss_weights * share)
+
+    whole, cut = (
+        split_pure.split_gradient(batch, case, split, all_tokens).gradients for split in (Split(), Split(parts=7))
+    )
+    assert compare(cut, whole)[0] <= PURE_BAR
+    assert compare(whole, split_pure.plain_gradient(batch, case))[0] == pytest.approx(1 - share, rel=1e-5)
+
+
+def test_shuffled_samples_are_the_same_samples() -> None:
+    batch = {"offsets": torch.tensor([0, 2, 3, 6]), "token_ids": torch.arange(6)}
+    other = split_mcore.shuffled(batch)
+    samples = [other["token_ids"][a:b].tolist() for a, b in zip(other["offsets"], other["offsets"][1:], strict=False)]
+    assert sorted(samples) == [[0, 1], [2], [3, 4, 5]] and samples != sorted(samples)
+
+
+@pytest.fixture(scope="module")
+def case() -> Case:
+    return make_case("qwen3_tied", Recipe(), cuts=())
+
+
+@pytest.fixture(scope="module")
+def baseline(dist_pool: DistPool, case: Case) -> dict[str, dict[str, Tensor]]:
+    """mode -> gradient on one rank in one micro-batch."""
+    return {cell.mode: cell.gradients for cell in split_mcore.run_layout(dist_pool, case, Axes(), parts=(1,))}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("axes", "mode"),
+    [
+        (Axes(), "seq-mean-token-sum"),
+        (Axes(dp=2), "token-mean"),
+        (Axes(cp=2), "seq-mean-token-mean"),
+        (Axes(pp=2, vpp=2), "token-mean"),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_through_megatron(
+    dist_pool: DistPool, case: Case, baseline: dict[str, dict[str, Tensor]], axes: Axes, mode: str
+) -> None:
+    (cell,) = split_mcore.run_layout(dist_pool, case, axes, [mode], parts=(7,), is_shuffled=True)
+    error, worst, alone = compare(cell.gradients, baseline[mode])
+    assert error <= MEGATRON_BAR, f"{error:.1e}; worst alone {worst}: {alone:.1e}"
+    assert not torch.equal(cell.gradients["model.norm.weight"], baseline[mode]["model.norm.weight"]), "nothing was cut"
+
+
+def run_with_local_denominators(world: World, **arguments: Any) -> Any:
+    """The benchmark's job on replicas that weigh their own shards."""
+    from benchmarks.parity import sharded
+
+    take = sharded.take
+
+    def take_and_weigh(batch: TokenBatch, plan: Any) -> TokenBatch:
+        shard = take(batch, plan)
+        return local_denominator("token-mean")(shard) if isinstance(shard, MiniBatch) else shard
+
+    sharded.take = take_and_weigh  # type: ignore[assignment]
+    try:
+        return run_on_rank(world, **arguments)
+    finally:
+        sharded.take = take  # type: ignore[assignment]
+
+
+@pytest.mark.dist
+def test_a_local_denominator_is_caught_through_megatron(
+    dist_pool: DistPool, case: Case, baseline: dict[str, dict[str, Tensor]]
+) -> None:
+    lengths = case.batch["offsets"].diff()
+    assert len(set(lengths.tolist())) > 2, "replicas must have different counts"
+    (cell,) = split_mcore.run_layout(
+        dist_pool, case, Axes(dp=2), ["token-mean"], parts=(7,), job=run_with_local_denominators
+    )
+    assert compare(cell.gradients, baseline["token-mean"])[0] > 100 * MEGATRON_BAR
+
+
+def test_the_program_exits_with_1_on_a_miss(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = [PPO["token-mean"]]
+    monkeypatch.setattr(split_pure, "loss_cases", lambda: few)
+    arguments = ["--only", "pure", "--out", str(tmp_path / "split.json")]
+    assert split_invariance.main(arguments) == 0
+    assert "0 over the bar" in capsys.readouterr().out and (tmp_path / "split.json").is_file()
+    monkeypatch.setattr(split_invariance, "PURE_BAR", 0.0)
+    assert split_invariance.main(arguments) == 1
+    assert "OVER THE BAR" in capsys.readouterr().out
