@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,26 @@ from rlhf_megatron.data.plan import restore
 
 pytestmark = pytest.mark.dist
 BAR = 3.0  # times the error that transformers in float32 has against float64
-LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1)]
+SHARDED = {"use_distributed_optimizer": True}
+OVERLAPPED = {**SHARDED, "overlap_grad_reduce": True, "overlap_param_gather": True}
+LAYOUTS: list[dict[str, Any]] = [  # axes of dist_pool, and settings of MegatronConfig that are none
+    {},
+    {"tp": 2},
+    {"pp": 2},
+    {"dp": 2},
+    {"tp": 2, "pp": 2},
+    {"tp": 2, "sequence_parallel": True, "megatron": {"recompute_granularity": "selective"}},
+    {"pp": 2, "vpp": 2, "megatron": SHARDED},
+    {"cp": 2, "megatron": {"transformer_impl": "transformer_engine"}},
+    {"cp": 2, "megatron": OVERLAPPED},
+    {"dp": 2, "megatron": {"overlap_grad_reduce": True}},
+    {"tp": 2, "pp": 2, "vpp": 2, "sequence_parallel": True, "megatron": OVERLAPPED},
+    {
+        "pp": 2,
+        "cp": 2,
+        "megatron": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    },
+]
 
 
 @dataclass(frozen=True)
@@ -48,6 +68,11 @@ def case(request: pytest.FixtureRequest) -> Case:
     return Case(name, loss, state, batch, entropies, reference.run_steps(exact_model, batch, loss), single)
 
 
+def label(layout: dict[str, Any]) -> str:
+    axes = [f"{axis}{size}" for axis, size in layout.items() if axis != "megatron"]
+    return " ".join([*axes, *map(str, layout.get("megatron", {}))]) or "one rank"
+
+
 def worst(values: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
     return max(reference.relative_error(values[key], truth[key]) for key in values)
 
@@ -63,19 +88,20 @@ def gathered_log_probs(results: list[RankResult]) -> tuple[Tensor, Tensor]:
     return merged.log_probs, merged.entropies
 
 
-@pytest.mark.parametrize("tp, pp, dp", LAYOUTS)
-def test_three_steps_equal_transformers(dist_pool: DistPool, case: Case, tp: int, pp: int, dp: int) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS, ids=label)
+def test_three_steps_equal_transformers(dist_pool: DistPool, case: Case, layout: dict[str, Any]) -> None:
     results = dist_pool.run(
-        train, tp=tp, pp=pp, dp=dp, name=case.name, state=case.state, batch=case.batch, loss=case.loss
+        train, name=case.name, state=case.state, batch=case.batch, loss=case.loss, timeout_s=300, **layout
     )
+    tp, copies = layout.get("tp", 1), layout.get("dp", 1) * layout.get("cp", 1)
     log_probs, entropies = gathered_log_probs(results)
     bound = BAR * max(1e-6, (case.single[0].log_probs - case.exact[0].log_probs).abs().max().item())
     assert (log_probs - case.exact[0].log_probs).abs().max().item() <= bound
     assert (entropies - case.entropies).abs().max().item() <= bound
 
     exact, single = case.exact[-1], case.single[-1]
-    assert worst(whole(results, case.name, tp, dp, "grads"), exact.grads) <= BAR * worst(single.grads, exact.grads)
-    updates = moved(whole(results, case.name, tp, dp, "weights"), case.state)
+    assert worst(whole(results, case.name, tp, copies, "grads"), exact.grads) <= BAR * worst(single.grads, exact.grads)
+    updates = moved(whole(results, case.name, tp, copies, "weights"), case.state)
     wanted = moved(exact.weights, case.state)
     assert worst(updates, wanted) <= BAR * worst(moved(single.weights, case.state), wanted)
 
@@ -86,11 +112,16 @@ def test_three_steps_equal_transformers(dist_pool: DistPool, case: Case, tp: int
         assert (result.lr, result.is_skipped) == (reference.LR, False)
 
 
-def test_metrics_of_an_update_are_averages_over_all_response_tokens(dist_pool: DistPool, case: Case) -> None:
-    """Summed over replicas and micro-batches, against the same averages taken in one piece."""
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"cp": 2}], ids=label)
+def test_metrics_of_an_update_are_averages_over_all_response_tokens(
+    dist_pool: DistPool, case: Case, layout: dict[str, Any]
+) -> None:
+    """Summed over replicas, context-parallel ranks and micro-batches, against the same averages taken in one piece."""
     if case.loss == "sft":
         pytest.skip("the supervised loss has no policy metrics")
-    results = dist_pool.run(train, dp=2, name=case.name, state=case.state, batch=case.batch, loss="policy", num_steps=1)
+    results = dist_pool.run(
+        train, **layout, name=case.name, state=case.state, batch=case.batch, loss="policy", num_steps=1
+    )
     sums, mask, batch = summed(results, 0).sums, case.batch.response_mask, case.batch
     log_probs = case.exact[0].log_probs[mask]
     log_ratio = log_probs - batch.old_log_probs[mask]

@@ -10,7 +10,7 @@ import torch
 import workers_reference as reference
 from torch import Tensor
 
-from rlhf_megatron.config.schema import ActorConfig, OptimConfig, PolicyLossConfig
+from rlhf_megatron.config.schema import ActorConfig, MegatronConfig, OptimConfig, PolicyLossConfig
 from rlhf_megatron.data.batch import LogProbs, MiniBatch
 from rlhf_megatron.data.plan import ReplicaPlan, plan_replicas, take
 from rlhf_megatron.models.families.base import table_for
@@ -59,9 +59,23 @@ class RankResult:
 
     log_probs: LogProbs | None
     updates: list[UpdateResult | None]
-    grads: dict[str, Tensor]  # megatron name -> shard, after the last step, clipped
+    grads: dict[str, Tensor]  # megatron name -> shard, after the last step, clipped; put together over replicas
     weights: dict[str, Tensor]  # megatron name -> shard
     plan: ReplicaPlan
+
+
+def with_megatron(world: World, settings: dict[str, Any], config: ActorConfig = CONFIG) -> ActorConfig:
+    """`config` for the layout of `world`, with settings of MegatronConfig that are no part of a layout."""
+    layout = world.layout
+    megatron = MegatronConfig(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        sequence_parallel=layout.sequence_parallel,
+        **settings,
+    )
+    return replace(config, megatron=megatron)
 
 
 def make_actor(
@@ -71,10 +85,12 @@ def make_actor(
     config: ActorConfig = CONFIG,
     dtype: torch.dtype = torch.float32,
     num_steps: int = 100,
+    megatron: dict[str, Any] | None = None,
 ) -> Any:
     from rlhf_megatron.workers.actor import MegatronActor, Phase
 
     phases = {"rl": Phase(config.optim, num_steps)}
+    config = with_megatron(world, megatron or {}, config)
     return MegatronActor(reference.HF_CONFIGS[name], StateSource(state), world, dtype, config, phases)
 
 
@@ -92,12 +108,26 @@ def share(world: World, batch: MiniBatch, token_budget: int) -> tuple[MiniBatch,
 
 
 def shards(actor: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(gradients, weights) of this rank."""
+    """(gradients, weights) of this rank. All ranks: a distributed optimizer's gradients are put together."""
     from rlhf_megatron.checkpoint.load_model import named_parameters
+    from rlhf_megatron.workers.optimizer_state import held_parameters
 
-    parameters = named_parameters(actor.model.chunks)
+    table = table_for(actor.model.hf_config, actor.world.layout.tp)  # as the local layers call them
+    names = {own.megatron_name: rule.megatron_name for own, rule in zip(actor.table, table, strict=True)}
     weights = {rule.megatron_name: shard.clone() for rule, shard in actor.export()}
-    return {name: parameters[name].main_grad.clone() for name in weights}, weights
+    parameters = named_parameters(actor.model.chunks)
+    grads = {id(parameter): parameter.main_grad.clone() for parameter in parameters.values()}
+    for held in held_parameters(actor.optimizer.megatron):
+        if held.span is not None:
+            whole = torch.zeros_like(grads[id(held.model)]).flatten()
+            if held.main is not None and held.main.grad is not None:
+                whole[held.span] = held.main.grad
+            torch.distributed.all_reduce(whole, group=held.group)
+            grads[id(held.model)] = whole.view(held.model.shape)
+    return (
+        {names[name]: grads[id(parameters[name])] for name in weights},
+        {names[name]: shard for name, shard in weights.items()},
+    )
 
 
 def train(
@@ -112,9 +142,10 @@ def train(
     is_loading: bool = False,
     dtype: torch.dtype = torch.float32,
     config: ActorConfig = CONFIG,
+    megatron: dict[str, Any] | None = None,
 ) -> RankResult:
     """Log-probs, then optimizer steps on one mini-batch. `directory`: load from it first, or save to it at the end."""
-    actor = make_actor(world, name, state, config, dtype)
+    actor = make_actor(world, name, state, config, dtype, megatron=megatron)
     if directory is not None and is_loading:
         actor.load(directory)
     shard, plan = share(world, batch, token_budget)
@@ -126,12 +157,12 @@ def train(
     return RankResult(log_probs, updates, grads, weights, plan)
 
 
-def whole(results: list[RankResult], name: str, tp: int, dp: int, kind: str) -> dict[str, Tensor]:
-    """HF name -> full tensor, from the shards of replica 0. `kind`: "grads" or "weights"."""
+def whole(results: list[RankResult], name: str, tp: int, copies: int, kind: str) -> dict[str, Tensor]:
+    """HF name -> full tensor, from the first of `copies` (dp x cp) sets of shards. `kind`: "grads" or "weights"."""
     full = {}
     for rule in table_for(reference.HF_CONFIGS[name], tp):
         holders = [getattr(r, kind) for r in results if rule.megatron_name in getattr(r, kind)]
-        assert len(holders) == tp * dp, f"{rule.megatron_name} is on {len(holders)} ranks"
+        assert len(holders) == tp * copies, f"{rule.megatron_name} is on {len(holders)} ranks"
         tensor = join(rule.split, [holder[rule.megatron_name] for holder in holders[:tp]])
         full |= {hf.name: part for hf, part in zip(rule.hf, rule.to_hf(tensor), strict=True)}
     return full
