@@ -172,6 +172,16 @@ def run(
     )
 
 
+def with_gradient_buffers(model: MegatronModel, world: World) -> None:
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    model.chunks = [
+        DistributedDataParallel(model.transformer_config, settings, chunk, pg_collection=world.pg_collection)
+        for chunk in model.chunks
+    ]
+    for chunk in model.chunks:
+        chunk.zero_grad_buffer()
+
+
 def forward_and_backward(
     world: World,
     is_tied: bool,
@@ -184,13 +194,7 @@ def forward_and_backward(
     marks = {n: getattr(p, "tensor_model_parallel", False) for n, p in named_parameters(model.chunks).items()}
     with torch.no_grad():
         evaluated = run(world, model, True, lengths)
-    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    model.chunks = [
-        DistributedDataParallel(model.transformer_config, settings, chunk, pg_collection=world.pg_collection)
-        for chunk in model.chunks
-    ]
-    for chunk in model.chunks:
-        chunk.zero_grad_buffer()
+    with_gradient_buffers(model, world)
     trained = run(world, model, False, lengths)
     gradients = {name: p.main_grad.clone() for name, p in named_parameters(model.chunks).items()}
     return {

@@ -12,6 +12,7 @@ from dist_pool import DistPool
 from torch import Tensor
 
 from rlhf_megatron.checkpoint.random_init import RandomSource
+from rlhf_megatron.config.schema import MegatronConfig
 from rlhf_megatron.models.attention import packed_documents
 from rlhf_megatron.models.build import build_model
 from rlhf_megatron.models.families.base import table_for
@@ -89,9 +90,9 @@ def test_padded_batches_are_refused(world: World) -> None:
         chunk(torch.zeros(1, 4, dtype=torch.int64), torch.arange(4)[None], None)
 
 
-def refused(world: World, changes: dict[str, Any]) -> str:
+def refused(world: World, changes: dict[str, Any], megatron: MegatronConfig | None = None) -> str:
     try:
-        build_model({**jobs.hf_config(), **changes}, world, torch.float32)
+        build_model({**jobs.hf_config(), **changes}, world, torch.float32, megatron)
     except ValueError as error:
         return str(error)
     return ""
@@ -104,3 +105,76 @@ def test_sizes_that_do_not_divide_are_all_named(dist_pool: DistPool) -> None:
     assert "num_layers (3) must be a multiple of pipeline_model_parallel_size (2)" in message
     assert "num_attention_heads (3) must be a multiple of tensor_model_parallel_size (2)" in message
     assert "num_query_groups (1)" in message and "ffn_hidden_size" not in message
+
+
+@pytest.mark.dist
+def test_layers_are_spread_over_stages_and_their_chunks(dist_pool: DistPool) -> None:
+    message = dist_pool.run(refused, pp=2, vpp=2, changes={"num_hidden_layers": 6}, timeout_s=300)[0]
+    wanted = "num_layers (6) must be a multiple of pipeline_model_parallel_size x virtual_pipeline_model_parallel_size"
+    assert message.startswith(wanted + " (2 x 2)")
+
+
+def full(method: Any, num_layers: int | None) -> MegatronConfig:
+    return MegatronConfig(recompute_granularity="full", recompute_method=method, recompute_num_layers=num_layers)
+
+
+def test_recompute_that_would_run_past_a_chunk_or_be_ignored_is_refused(world: World) -> None:
+    assert "recompute_num_layers (3) must divide the layers of a model chunk (4 =" in refused(
+        world, {}, full("uniform", 3)
+    )
+    assert "(5) must be at most the layers of a model chunk (4 =" in refused(world, {}, full("block", 5))
+    assert "full recompute needs recompute_method (None)" in refused(world, {}, full(None, 1))
+    assert "recompute_num_layers (None)" in refused(world, {}, full("block", None))
+    assert refused(world, {}, full("uniform", 2)) == refused(world, {}, full("block", 3)) == ""
+    fused = MegatronConfig(
+        recompute_granularity="selective",
+        recompute_modules=("layernorm", "mlp"),
+        transformer_impl="transformer_engine",
+    )
+    assert "recompute_modules (layernorm, mlp) must not have layernorm" in refused(world, {}, fused)
+
+
+def calls_of_a_step(world: World, megatron: MegatronConfig) -> dict[str, list[int]]:
+    """How often each layer's modules run in forward and backward of one micro-batch."""
+    model = jobs.loaded_model(jobs.hf_config(), world, megatron)
+    layers = model.chunks[0].decoder.layers
+    modules = ("input_layernorm", "self_attention", "self_attention.core_attention", "mlp")
+    calls = {name: [0] * len(layers) for name in modules}
+
+    def count(name: str, index: int) -> Any:
+        def hook(*unused: Any) -> None:
+            calls[name][index] += 1
+
+        return hook
+
+    for index, layer in enumerate(layers):
+        for name in modules:
+            layer.get_submodule(name).register_forward_hook(count(name, index))
+    jobs.with_gradient_buffers(model, world)
+    jobs.run(world, model, forward_only=False, lengths=[[5, 3]])
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("settings", "again"),
+    [
+        ({}, {}),
+        ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}, "all"),
+        ({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}, "first"),
+        ({"recompute_granularity": "selective"}, {"self_attention.core_attention"}),
+        ({"recompute_granularity": "selective", "recompute_modules": ("layernorm",)}, {"input_layernorm"}),
+        ({"recompute_granularity": "selective", "recompute_modules": ("mlp",)}, {"mlp"}),
+    ],
+    ids=["keep", "uniform", "block", "core_attn", "layernorm", "mlp"],
+)
+@pytest.mark.parametrize("impl", ["local", "transformer_engine"])
+def test_what_is_computed_again_is_what_was_asked_for(world: World, impl: Any, settings: Any, again: Any) -> None:
+    if impl == "transformer_engine" and "layernorm" in settings.get("recompute_modules", ()):
+        return  # refused, see above
+    for name, calls in calls_of_a_step(world, MegatronConfig(transformer_impl=impl, **settings)).items():
+        if again == "all":
+            assert calls == [2, 2, 2, 2]
+        elif again == "first":
+            assert calls == [2, 1, 1, 1]
+        else:
+            assert calls == [2 if name in again else 1] * 4, name

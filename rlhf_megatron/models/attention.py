@@ -39,16 +39,10 @@ class PackedDocuments(PackedSeqParams):
     """megatron's packing parameters of one micro-batch, with what is derived from them once for all layers."""
 
     positions: Tensor = None  # type: ignore[assignment]  # [T] int64, from 0 in each document
+    cp: int = 1  # ranks that share the documents
+    cp_rank: int = 0  # this one among them
     rotary_cache: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
     mask_cache: dict[int, Tensor] = field(default_factory=dict)
-
-    @cached_property
-    def cp(self) -> int:
-        return 1 if self.cp_group is None else self.cp_group.size()
-
-    @cached_property
-    def cp_rank(self) -> int:
-        return 0 if self.cp_group is None else self.cp_group.rank()
 
     @cached_property
     def by_length(self) -> ByLength:
@@ -94,6 +88,8 @@ def packed_documents(
         max_seqlen_kv=max_seqlen,
         cp_group=cp_group,
         positions=positions.reshape(-1),
+        cp=1 if cp_group is None else cp_group.size(),
+        cp_rank=0 if cp_group is None else cp_group.rank(),
     )
 
 
