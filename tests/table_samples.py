@@ -1,11 +1,13 @@
 """Small model configurations whose dimensions all differ, for tests of tables and conversions, and random weights."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlhf_megatron.models.families.base import table_for
+from rlhf_megatron.models.table import Rule
 
 SMALL_QWEN3 = {
     "model_type": "qwen3",
@@ -52,3 +54,16 @@ def random_state(hf_config: dict[str, Any], std: float = 0.15, seed: int = 5) ->
             values = std * torch.randn(hf.shape, generator=generator)
             state[hf.name] = 1 + values if "norm" in hf.name else values
     return state
+
+
+@dataclass(frozen=True)
+class StateSource:
+    """Weights for `load_model.load_hf` out of such a state."""
+
+    state: dict[str, Tensor]
+
+    def hf_tensors(self, rule: Rule) -> tuple[Tensor, ...]:
+        return tuple(self.state[tensor.name] for tensor in rule.hf)
+
+    def dtype_of(self, rule: Rule) -> str:
+        return "float32"

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from table_samples import SMALL_QWEN3
+from table_samples import FAMILIES, LLAMA3_ROPE, SMALL_QWEN3, THREE_KV_HEADS, random_state, tied
 
 from rlhf_megatron.checkpoint.hf_writer import hf_directory_writer
 from rlhf_megatron.checkpoint.megatron_dir import MegatronReader
-from rlhf_megatron.checkpoint.random_init import random_hf_tensors
 from rlhf_megatron.checkpoint.safetensors_writer import TensorSpec
 from rlhf_megatron.cli.main import main
 from rlhf_megatron.models.families.base import table_for
@@ -25,8 +24,9 @@ LLAMA = {**CONFIG, "model_type": "llama", "tie_word_embeddings": True}
 
 def make_hf(directory: Path, config: dict, max_bytes: int = 1 << 30) -> Path:
     """bfloat16 weights, the final norm in float32 as some checkpoints have it."""
-    kinds = {name: "float32" if name == "model.norm.weight" else "bfloat16" for name, _ in random_hf_tensors(config, 1)}
-    tensors = {name: tensor.to(getattr(torch, kinds[name])) for name, tensor in random_hf_tensors(config, 1)}
+    state = random_state(config)
+    kinds = {name: "float32" if name == "model.norm.weight" else "bfloat16" for name in state}
+    tensors = {name: tensor.to(getattr(torch, kinds[name])) for name, tensor in state.items()}
     specs = [TensorSpec(name, kinds[name], tuple(t.shape)) for name, t in tensors.items()]
     (directory.parent / "companions").mkdir(exist_ok=True)
     (directory.parent / "companions" / "tokenizer.json").write_text("{}")
@@ -60,6 +60,42 @@ def test_round_trip_is_bitwise(tmp_path: Path, config: dict, tp: int, pp: int) -
     assert same(read_all(tmp_path / "back"), read_all(hf))
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == config
     assert (tmp_path / "back" / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_over_three_ranks(tmp_path: Path, name: str, is_tied: bool) -> None:
+    """Three key-value heads at tp 3 and a vocabulary that 3 does not divide, by the command line and back."""
+    config = {**FAMILIES[name], **THREE_KV_HEADS, "hidden_size": 18, "vocab_size": 20, "torch_dtype": "bfloat16"}
+    config = tied(config) if is_tied else config
+    config |= {"rope_scaling": LLAMA3_ROPE, "rope_theta": 500000.0}
+    hf, megatron, back = make_hf(tmp_path / "hf", config, max_bytes=7000), tmp_path / "m", tmp_path / "back"
+    layout = ["--tp", "3", "--pp", "2", "--verify"]
+    assert main(["convert", "hf-to-megatron", "--hf", str(hf), "--out", str(megatron), *layout]) == 0
+    held = [load_file(megatron / f"tp{tp}_pp1.safetensors") for tp in range(3)]
+    rule = next(
+        r for r in table_for(config, 3) if r.megatron_name == "decoder.layers.3.self_attention.linear_qkv.weight"
+    )
+    full = rule.to_megatron(*(read_all(hf)[tensor.name] for tensor in rule.hf))
+    assert torch.equal(torch.cat([shard[rule.megatron_name] for shard in held]), full)
+    assert main(["convert", "megatron-to-hf", "--megatron", str(megatron), "--out", str(back), "--verify"]) == 0
+    assert same(read_all(back), read_all(hf))
+    assert json.loads((back / "config.json").read_text()) == config
+
+
+def test_biases_of_a_rank(tmp_path: Path) -> None:
+    """Two key-value heads a rank at tp 2; what is added after the sum over ranks is whole on both."""
+    hf = read_all(make_hf(tmp_path / "hf", FAMILIES["biased llama"]))
+    write_megatron(open_model(tmp_path / "hf"), tmp_path / "m", 2, 1)
+    first, second = (load_file(tmp_path / "m" / f"tp{tp}_pp0.safetensors") for tp in range(2))
+    q, k, v = (hf[f"model.layers.1.self_attn.{part}_proj.bias"] for part in "qkv")
+    expected = [q[12:18], k[6:9], v[6:9], q[18:], k[9:], v[9:]]
+    assert torch.equal(second["decoder.layers.1.self_attention.linear_qkv.bias"], torch.cat(expected))
+    gate, up = (hf[f"model.layers.1.mlp.{part}_proj.bias"] for part in ("gate", "up"))
+    assert torch.equal(second["decoder.layers.1.mlp.linear_fc1.bias"], torch.cat([gate[20:], up[20:]]))
+    for ours, theirs in (("self_attention.linear_proj", "self_attn.o_proj"), ("mlp.linear_fc2", "mlp.down_proj")):
+        for held in (first, second):
+            assert torch.equal(held[f"decoder.layers.1.{ours}.bias"], hf[f"model.layers.1.{theirs}.bias"])
 
 
 def test_shards_are_what_a_rank_holds(tmp_path: Path) -> None:

@@ -221,6 +221,8 @@ def test_random_weights_depend_on_name_and_seed_only() -> None:
         for hf, tensor in zip(rule.hf, source.hf_tensors(rule), strict=True):
             assert torch.equal(tensor, first[hf.name])
     assert first["model.norm.weight"].eq(1).all()
+    biases = {name: tensor for name, tensor in random_hf_tensors(BIASED_LLAMA, 7) if name.endswith(".bias")}
+    assert len(biases) == 4 * 7 and all(bias.eq(0).all() for bias in biases.values())
     assert abs(float(first["model.layers.0.mlp.up_proj.weight"].std()) - 0.5) < 0.05
     assert not torch.equal(first["model.layers.0.mlp.up_proj.weight"], first["model.layers.0.mlp.gate_proj.weight"])
     assert not torch.equal(first["lm_head.weight"], dict(random_hf_tensors(hf_config, 8))["lm_head.weight"])
