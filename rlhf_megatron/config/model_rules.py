@@ -22,16 +22,16 @@ SIZES = (
 )
 OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 
-_EVERYWHERE = {
+EVERYWHERE = {
     "hidden_act": "silu",
     "attention_dropout": 0.0,
     "use_sliding_window": False,
     "quantization_config": None,
 }
 MUST_BE: dict[str, dict[str, Any]] = {
-    "qwen3": {**_EVERYWHERE, "attention_bias": False, "mlp_bias": False},
-    "llama": _EVERYWHERE,
-    "qwen2": {**_EVERYWHERE, "qkv_bias": True},
+    "qwen3": {**EVERYWHERE, "attention_bias": False, "mlp_bias": False},
+    "llama": EVERYWHERE,
+    "qwen2": {**EVERYWHERE, "qkv_bias": True},
 }
 """By model_type, settings of config.json that a family implements in one way only; a missing one has that value."""
 
