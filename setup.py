@@ -9,6 +9,7 @@ REQUIRES = [
     "torch>=2.6",
     "megatron-core>=0.16.1,<0.20",
     "psutil>=5.9",  # an undeclared need of megatron-core's checkpoint writer
+    "triton>=3; python_version >= '3.12' and sys_platform == 'linux'",  # likewise of 0.18 and newer
     "packaging>=24.2",
     "numpy>=1.26",
     "pyyaml>=6",

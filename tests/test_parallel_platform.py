@@ -12,7 +12,13 @@ import torch.distributed as dist
 from dist_pool import DistPool
 
 from rlhf_megatron.parallel import cpu_platform, mcore_fixes
-from rlhf_megatron.parallel.mcore_patch import Patch, apply_all, check_version, replace_symbol
+from rlhf_megatron.parallel.mcore_patch import (
+    Patch,
+    apply_all,
+    check_undeclared_needs,
+    check_version,
+    replace_symbol,
+)
 from rlhf_megatron.parallel.prepare import prepare_megatron
 from rlhf_megatron.parallel.world import World
 
@@ -32,6 +38,13 @@ def test_other_versions_are_named(version: str) -> None:
 
 def test_installed_version_is_supported() -> None:
     check_version()
+
+
+def test_triton_is_asked_for_where_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    check_undeclared_needs("0.17.1")
+    with pytest.raises(RuntimeError, match=r"megatron-core 0.18.0 imports triton.*pip install --no-deps triton"):
+        check_undeclared_needs("0.18.0")
 
 
 def test_every_patch_has_a_symbol_and_a_reason() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import logging
 import warnings
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 OLDEST, NEWEST = (0, 16, 1), (0, 19)  # megatron-core versions that were run: from OLDEST, any patch release of NEWEST
+NEEDS_TRITON = (0, 18)  # from here on megatron-core imports triton wherever it runs
 
 KNOWN_WARNINGS = (
     ("(Apex|Transformer Engine|TransformerEngine|transformer_engine).*(not|Falling back|fall back)", UserWarning),
@@ -59,15 +61,22 @@ def apply_all(patches: Sequence[Patch]) -> None:
 
 def check_version(installed: str | None = None) -> None:
     """Raises RuntimeError naming the installed and the supported versions of megatron-core. None: look it up."""
-    try:
-        version = importlib.metadata.version("megatron-core") if installed is None else installed
-    except importlib.metadata.PackageNotFoundError:
-        version = "none"
+    version = _installed() if installed is None else installed
     numbers = _numbers(version)
     if numbers < OLDEST or numbers[:2] > NEWEST:
         raise RuntimeError(
             f"megatron-core {version} is installed, supported are {_text(OLDEST)} to {_text(NEWEST)}.x;"
             f" run: pip install --no-deps 'megatron-core>={_text(OLDEST)},<{NEWEST[0]}.{NEWEST[1] + 1}'"
+        )
+
+
+def check_undeclared_needs(installed: str | None = None) -> None:
+    """Raises RuntimeError where megatron-core would not import, for a package that it needs and does not name."""
+    version = _installed() if installed is None else installed
+    if _numbers(version) >= NEEDS_TRITON and importlib.util.find_spec("triton") is None:
+        raise RuntimeError(
+            f"megatron-core {version} imports triton, which is not installed (torch without CUDA does not bring it);"
+            " run: pip install --no-deps triton"
         )
 
 
@@ -86,6 +95,13 @@ def quiet_known_warnings() -> None:
 
 def _is_not_rng_note(record: logging.LogRecord) -> bool:
     return "CPU RNG state changed" not in record.getMessage()
+
+
+def _installed() -> str:
+    try:
+        return importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
 
 
 def _numbers(version: str) -> tuple[int, ...]:
