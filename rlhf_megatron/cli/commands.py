@@ -36,6 +36,14 @@ def _train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--replay-from", metavar="RUN_DIR", help="the recorded run that --replay reads")
 
 
+def _check(parser: argparse.ArgumentParser) -> None:
+    add_run_config(parser)
+    parser.add_argument("--out", metavar="DIR", type=Path, help="of the certificate (runs/<experiment_name>-check)")
+    parser.add_argument("--max-processes", metavar="N", type=int, default=16, help="processes of a run (%(default)s)")
+    parser.add_argument("--no-run", action="store_true", help="configuration and memory only")
+    parser.add_argument("--no-files", action="store_true", help="leave out weights, tokenizer and data on disk")
+
+
 def _config(parser: argparse.ArgumentParser) -> None:
     module = "rlhf_megatron.cli.config_command"
     actions = parser.add_subparsers(metavar="ACTION", required=True)
@@ -60,6 +68,7 @@ def add_traceback(parser: argparse.ArgumentParser) -> None:
 
 COMMANDS = (
     Command("train", "train a policy", _train, "rlhf_megatron.cli.train:train"),
+    Command("check", "prove a run's layout on this machine, without GPUs", _check, "rlhf_megatron.cli.check:check"),
     Command("config", "show, check or document configurations", _config, ""),
     Command("fetch", "get a real model without a model hub", fetch.add_arguments, "rlhf_megatron.cli.fetch:fetch"),
     Command("convert", "change the layout of weights on disk", convert.add_arguments, ""),

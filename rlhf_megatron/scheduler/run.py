@@ -99,6 +99,8 @@ def replay(config: RunConfig, connect_group: Callable[[], WorkerGroup], run_dir:
         stages = ReplayStages(config, group, plugins, recorder, tokenizer, NoSync(start.policy_version))
         _warm_up(config, stages, tracker, sets, num_steps=start.num_warmup_steps)
         run(stages, tracker, last, test_freq=0, val_before_train=False)
+        if config.trainer.save_hf:
+            group.broadcast("host.save_hf", directory=run_dir / "hf").result()
         write_json(run_dir / "summary.json", {"layout": str(group.layout), "steps": last, "seconds": tracker.seconds})
 
 

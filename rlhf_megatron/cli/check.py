@@ -1,0 +1,175 @@
+"""`rlhf-megatron check`: everything about a run that can be found out on a machine without its GPUs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from rlhf_megatron.config.errors import ConfigError
+from rlhf_megatron.config.load import load_run_config
+from rlhf_megatron.config.provenance import Loaded
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.validate import validate_model
+
+if TYPE_CHECKING:
+    from rlhf_megatron.scheduler.check.certificate import Certificate
+    from rlhf_megatron.scheduler.check.proof import Proof
+
+ROWS_SHOWN = 10  # figures over the bar
+
+
+def check(args: argparse.Namespace) -> int:
+    """0 when everything passes, 1 when the layout does not equal one rank or a run fails.
+
+    Raises ConfigError for what `config check` finds, ValueError for a model that cannot be read.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported: shapes and processes, no GPU
+    signal.signal(signal.SIGTERM, _leave)  # through `finally`, so that no process is left
+    if args.max_processes < 1:
+        raise ValueError(f"--max-processes is {args.max_processes}; it must be at least 1.")
+    start = time.monotonic()
+    loaded = load_run_config(args.config, args.overrides, with_files=not args.no_files)
+    hf_config = _hf_config(loaded)
+    _check_parts(loaded.config)
+    layout = _layout(loaded.config)
+    print(f"configuration  {args.config}: ok ({layout}, {layout.world_size} ranks)", flush=True)
+    certificate, directory = _certificate(args, loaded.config, hf_config, str(layout), layout.world_size)
+
+    from rlhf_megatron.scheduler.check import certificate as certificates
+
+    path = certificates.write(certificate, directory)
+    _print_result(certificate.proof)
+    print(f"verdict        {certificate.verdict} after {time.monotonic() - start:.0f} s; certificate: {path}")
+    return 1 if certificate.verdict == "failed" else 0
+
+
+def _leave(number: int, frame: object) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def _hf_config(loaded: Loaded) -> dict[str, Any]:
+    """config.json of the model, checked against the layout; the one file that must be there."""
+    from rlhf_megatron.checkpoint.hf_reader import read_hf_config
+
+    hf_config = read_hf_config(Path(loaded.config.model.path))
+    problems = validate_model(loaded, hf_config)
+    if problems:
+        raise ConfigError(problems)
+    return hf_config
+
+
+def _check_parts(config: RunConfig) -> None:
+    """Names and parameters of the registered parts. Raises ConfigError."""
+    from rlhf_megatron.scheduler.plugins import load_plugins
+
+    load_plugins(config)
+
+
+def _layout(config: RunConfig):  # type: ignore[no-untyped-def]
+    from rlhf_megatron.config.rules import world_size
+    from rlhf_megatron.parallel.layout import layout_of
+
+    return layout_of(config.actor.megatron, world_size(config))
+
+
+def _certificate(
+    args: argparse.Namespace, config: RunConfig, hf_config: dict[str, Any], layout: str, num_ranks: int
+) -> tuple[Certificate, Path]:
+    from rlhf_megatron.parallel.prepare import prepare_megatron
+
+    prepare_megatron()
+    from rlhf_megatron.scheduler.check import memory_table
+    from rlhf_megatron.scheduler.check.certificate import Certificate
+    from rlhf_megatron.scheduler.check.fold_layout import fold_layouts
+    from rlhf_megatron.scheduler.check.proof import prove
+
+    memory = memory_table.plan(config, hf_config)
+    _print_memory(memory)
+    directory = _directory(args, config)
+    proof = None
+    if not args.no_run:
+        layouts = fold_layouts(config.actor.megatron, num_ranks, args.max_processes)
+        for folded in layouts:
+            differences = "; ".join(folded.differences) or "as in the run"
+            print(f"layout         {folded.name}: {folded.num_ranks} processes ({differences})", flush=True)
+        proof = prove(config, hf_config, layouts, directory, _progress)
+    return Certificate(
+        command=shlex.join(["rlhf-megatron", *_words(args)]),
+        config=str(args.config),
+        overrides=tuple(args.overrides),
+        layout=layout,
+        num_ranks=num_ranks,
+        has_files=not args.no_files,
+        notes=_notes(config),
+        memory=memory,
+        proof=proof,
+    ), directory
+
+
+def _words(args: argparse.Namespace) -> list[str]:
+    """The command line that says the same again."""
+    words = ["check", str(args.config), *args.overrides, "--max-processes", str(args.max_processes)]
+    words += ["--out", str(args.out)] if args.out is not None else []
+    return words + ["--no-run"] * args.no_run + ["--no-files"] * args.no_files
+
+
+def _directory(args: argparse.Namespace, config: RunConfig) -> Path:
+    """A new directory; a former one is moved aside."""
+    from rlhf_megatron.scheduler.run_dir import fresh_run_dir
+
+    path = args.out
+    if path is None:
+        path = Path(config.trainer.default_local_dir) / f"{config.trainer.experiment_name}-check"
+    directory, moved = fresh_run_dir(str(path.absolute().parent), path.absolute().name)
+    (directory / "logs").rmdir()  # each run has its own
+    if moved is not None:
+        print(f"{path} held a former check; it is {moved} now")
+    return directory
+
+
+def _notes(config: RunConfig) -> tuple[str, ...]:
+    notes = []
+    if config.actor.megatron.transformer_impl == "auto":
+        notes.append(
+            "transformer_impl is auto, which is local on this machine and transformer_engine on GPUs where Transformer"
+            " Engine is installed; actor.megatron.transformer_impl=transformer_engine checks that module layout"
+        )
+    return tuple(notes)
+
+
+def _progress(text: str) -> None:
+    print(f"run            {text}", flush=True)
+
+
+def _print_memory(memory: Any) -> None:
+    from rlhf_megatron.scheduler.check import memory_table
+
+    print("memory", flush=True)
+    table = [memory_table.HEADER, *memory_table.rows(memory)]
+    widths = [max(len(row[column]) for row in table) for column in range(len(memory_table.HEADER))]
+    for row in table:
+        print("  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+    for line in memory_table.notes(memory):
+        print(f"  {line}", flush=True)
+
+
+def _print_result(proof: Proof | None) -> None:
+    from rlhf_megatron.scheduler.check import certificate as certificates
+    from rlhf_megatron.scheduler.check import compare
+
+    for result in proof.layouts if proof else ():
+        over = certificates.over_the_bar(result)
+        name = f"{result.folded.name} ({certificates.layout_name(result.folded)})"
+        print(f"compare        {name}: {len(result.rows)} figures against one rank, {len(over)} over the bar")
+        for row in compare.worst(over)[:ROWS_SHOWN]:
+            print(f"  {row.quantity} of {row.where}: {row.value:.6g}, one rank {row.one_rank:.6g};", end=" ")
+            print(f"error {row.error:.2g}, bar {row.bar:.2g}")
+        for problem in result.problems:
+            print(f"  {problem}")
+    sys.stdout.flush()

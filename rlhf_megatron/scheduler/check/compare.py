@@ -1,0 +1,145 @@
+"""Two runs on the same rollouts, figure by figure. Pure but for the files that it reads.
+
+    figure                       error                                    bar
+    loss, pg_loss of a step      |x - y|                                  LOSS x largest |advantage| of the step
+    gradient norm of a step      |x / y - 1|                              NORM
+    entropy, KL and other means  |x - y|                                  NATS x max(1, |y|)
+    share of clipped tokens      |x - y|                                  two tokens
+    rewards, lengths, rates      |x - y|                                  0: they do not depend on the layout
+    engine against trainer       largest |difference| of log-probs, nats  checks.log_prob_max_abs_diff
+    weights of a tensor          ||x - y|| / ||y - start||                UPDATE
+
+x is the layout, y one unsharded rank, `start` the weights before the first step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+LOSS, NORM, NATS, UPDATE = 1e-4, 1e-4, 1e-5, 1e-3
+EXACT = 0.0
+
+LEFT_OUT = ("kind", "step", "seconds", "timing_s/*", "perf/*", "sync/*", "val/*", "training/*", "warmup/accuracy")
+"""Times, and what one of the two runs has no engine for."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure of a layout against one rank."""
+
+    quantity: str  # name of a metric, or "update"
+    where: str  # "step 2", or the name of a tensor
+    value: float
+    one_rank: float
+    error: float
+    bar: float
+
+    @property
+    def is_ok(self) -> bool:
+        return self.error <= self.bar  # not so for a NaN
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of a run's metrics.jsonl that training wrote: warm-up and steps."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["kind"] in ("warmup", "step")]
+
+
+def compare_metrics(
+    found: Sequence[Mapping[str, Any]], one_rank: Sequence[Mapping[str, Any]], log_prob_bar: float
+) -> list[Row]:
+    """Rows of every metric that both runs have. `log_prob_bar`: checks.log_prob_max_abs_diff."""
+    rows = []
+    for mine, theirs in zip(found, one_rank, strict=True):
+        assert (mine["kind"], mine["step"]) == (theirs["kind"], theirs["step"])
+        where = f"{'warm-up ' if mine['kind'] == 'warmup' else ''}step {mine['step']}"
+        for name in mine:
+            if name in theirs and not any(fnmatchcase(name, pattern) for pattern in LEFT_OUT):
+                rows.append(_metric_row(name, where, mine, theirs))
+        name = "training/rollout_log_probs_diff_max"
+        if name in mine:
+            worst = max(mine[name], theirs[name])
+            rows.append(Row("engine_against_trainer", where, mine[name], theirs[name], worst, log_prob_bar))
+    return rows
+
+
+def compare_weights(
+    found: Mapping[str, Tensor], one_rank: Mapping[str, Tensor], start: Callable[[str], Tensor]
+) -> list[Row]:
+    """The update of every tensor. `start`: its value before the first step. Raises ValueError for other tensors."""
+    if found.keys() != one_rank.keys():
+        raise ValueError(f"one run alone has the tensors {sorted(found.keys() ^ one_rank.keys())}.")
+    rows = []
+    for name, theirs in one_rank.items():
+        before = start(name).double()
+        mine, update = found[name].double() - before, theirs.double() - before
+        size = float(update.norm())
+        distance = float((mine - update).norm())
+        error = distance / size if size else (math.inf if distance else 0.0)
+        rows.append(Row("update", name, float(mine.norm()), size, error, UPDATE))
+    return rows
+
+
+def read_weights(directory: Path) -> dict[str, Tensor]:
+    """All tensors of a directory in Hugging Face layout."""
+    from safetensors.torch import load_file
+
+    return {name: value for file in sorted(directory.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+def trains_nothing(steps: Sequence[Mapping[str, Any]], weights: Sequence[Row]) -> Iterator[str]:
+    """Reasons why an agreement would mean nothing."""
+    for step in steps:
+        if step["kind"] == "step" and not _largest_advantage(step) > 0:
+            yield f"step {step['step']} has no advantages: all rewards of each group are equal."
+        if step["kind"] == "step" and not step["actor/grad_norm"] > 0:
+            yield f"step {step['step']} has the gradient norm {step['actor/grad_norm']}."
+    still = [row.where for row in weights if row.quantity == "update" and row.one_rank == 0]
+    if still:
+        yield f"{len(still)} tensors did not move, such as {still[0]}."
+
+
+def worst(rows: Sequence[Row]) -> list[Row]:
+    """The row of each quantity that is nearest to its bar, or farthest over it; in order of appearance."""
+    found: dict[str, Row] = {}
+    for row in rows:
+        if row.quantity not in found or _closeness(row) > _closeness(found[row.quantity]):
+            found[row.quantity] = row
+    return list(found.values())
+
+
+def _closeness(row: Row) -> float:
+    """Error over bar; a NaN is infinitely far over it."""
+    if math.isnan(row.error):
+        return math.inf
+    return row.error / row.bar if row.bar else (math.inf if row.error else 0.0)
+
+
+def _metric_row(name: str, where: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Row:
+    x, y = float(mine[name]), float(theirs[name])
+    error, bar = abs(x - y), EXACT
+    if name.endswith("grad_norm"):
+        error, bar = abs(x - y) / abs(y) if y else (math.inf if x else 0.0), NORM
+    elif name in ("actor/loss", "actor/pg_loss"):
+        bar = LOSS * _largest_advantage(theirs)
+    elif name.startswith("actor/pg_clipfrac"):
+        bar = 2.0 / (theirs["response_length/mean"] * theirs["rollout/num_samples"])
+    elif (name.startswith("actor/") and not _is_count(name)) or name == "warmup/loss":
+        bar = NATS * max(1.0, abs(y))
+    return Row(name, where, x, y, error, bar)
+
+
+def _is_count(name: str) -> bool:
+    return name == "actor/lr" or name.startswith("actor/num_")
+
+
+def _largest_advantage(step: Mapping[str, Any]) -> float:
+    return max(abs(step["critic/advantages/max"]), abs(step["critic/advantages/min"]))

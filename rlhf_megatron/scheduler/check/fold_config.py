@@ -1,0 +1,132 @@
+"""The run's configuration at a tiny size: the same algorithm, losses, optimizer and layout; small model and data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from rlhf_megatron.config.schema import (
+    ActorConfig,
+    CheckConfig,
+    DataConfig,
+    MegatronConfig,
+    ModelConfig,
+    OptimConfig,
+    ReferenceConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainerConfig,
+    WarmupConfig,
+)
+
+NUM_STEPS = 2
+PROMPTS, MAX_SAMPLES, MAX_PROMPT, MAX_RESPONSE = 8, 4, 8, 8
+TOKEN_BUDGET = 2 * (MAX_PROMPT + MAX_RESPONSE)  # a rank's: several micro-batches an optimizer step
+LEARNING_RATE = 1e-3
+MIN_EPS = 1e-5  # of Adam: below, an element whose gradient is rounding noise moves by a whole learning rate
+VOCAB_CHUNK = 8  # columns of the head at a time: several chunks of the tiny vocabulary
+
+CHANGED = (
+    "float32 in trainer and engine, so that layouts agree to rounding error",
+    "the bundled local engine, one server",
+    f"a tiny model of the same family with random weights; {PROMPTS} prompts of the addition task with up to"
+    f" {MAX_SAMPLES} samples; prompts of 4 to {MAX_PROMPT} tokens, responses of up to {MAX_RESPONSE}",
+    "the reward is the share of digits in a response, so that groups have different rewards from the first step",
+    f"learning rate {LEARNING_RATE:g} (schedules keep their style), Adam epsilon {MIN_EPS:g} or more, at most 2"
+    " mini-batches a step and 2 epochs, 2 warm-up steps where the run has a warm-up",
+)
+"""What every folded run changes, whatever the layout."""
+
+
+def fold_config(config: RunConfig, megatron: MegatronConfig, num_ranks: int, name: str, directory: Path) -> RunConfig:
+    """The configuration `name` of a folded run on `num_ranks`. `directory`: with model, reference and data in it.
+
+    Configurations that differ in `megatron`, `num_ranks` and `name` only train the same.
+    """
+    return RunConfig(
+        model=ModelConfig(
+            path=str(directory / "model"),
+            dtype="float32",
+            init_seed=1 if config.model.init_seed is None else config.model.init_seed,
+        ),
+        data=DataConfig(
+            train_files=(str(directory / "train.jsonl"),),
+            val_files=(str(directory / "val.jsonl"),),
+            max_prompt_length=MAX_PROMPT,
+            max_response_length=MAX_RESPONSE,
+            train_batch_size=PROMPTS,
+            shuffle=config.data.shuffle,
+            seed=config.data.seed,
+        ),
+        actor=_actor(config, megatron),
+        reference=ReferenceConfig(
+            path=None if config.reference.path is None else str(directory / "reference"),
+            param_offload=config.reference.param_offload,
+            max_token_len_per_gpu=None if config.reference.max_token_len_per_gpu is None else 2 * TOKEN_BUDGET,
+        ),
+        rollout=RolloutConfig(
+            engine="local",
+            n=min(config.rollout.n, MAX_SAMPLES),
+            temperature=config.rollout.temperature,
+            stop=("+", "-", "*"),  # responses of different lengths
+            max_num_seqs=PROMPTS * MAX_SAMPLES,
+            max_num_batched_tokens=2 * PROMPTS * MAX_SAMPLES * (MAX_PROMPT + MAX_RESPONSE),
+            update_weights_bucket_megabytes=1,
+        ),
+        reward=RewardConfig(name="character_share"),
+        algorithm=config.algorithm,
+        warmup=_warmup(config.warmup),
+        checks=_checks(config),
+        trainer=TrainerConfig(
+            experiment_name=name,
+            default_local_dir=str(directory),
+            runtime="torchrun" if num_ranks > 1 else "inline",
+            nnodes=1,
+            n_gpus_per_node=num_ranks,
+            device="cpu",
+            seed=config.trainer.seed,
+            total_training_steps=NUM_STEPS,
+            val_before_train=False,
+            test_freq=0,
+            save_hf=True,
+            logger=("jsonl",),
+        ),
+    )
+
+
+def _actor(config: RunConfig, megatron: MegatronConfig) -> ActorConfig:
+    samples = PROMPTS * min(config.rollout.n, MAX_SAMPLES)
+    has_several = config.data.train_batch_size * config.rollout.n > config.actor.mini_batch_size
+    return replace(
+        config.actor,
+        megatron=megatron,
+        optim=_optim(config.actor.optim),
+        mini_batch_size=samples // 2 if has_several else samples,
+        ppo_epochs=min(config.actor.ppo_epochs, 2),
+        ppo_max_token_len_per_gpu=TOKEN_BUDGET,
+        log_prob_chunk_size=VOCAB_CHUNK,
+    )
+
+
+def _optim(optim: OptimConfig) -> OptimConfig:
+    return replace(
+        optim,
+        lr=LEARNING_RATE,
+        eps=max(optim.eps, MIN_EPS),
+        min_lr=LEARNING_RATE * optim.min_lr / optim.lr if optim.lr else 0.0,
+        lr_warmup_steps=min(optim.lr_warmup_steps, 1),
+        lr_decay_steps=None,
+    )
+
+
+def _warmup(warmup: WarmupConfig) -> WarmupConfig:
+    if warmup.max_steps == 0:
+        return WarmupConfig()
+    return WarmupConfig(max_steps=2, batch_size=PROMPTS, test_freq=2, test_samples=PROMPTS, optim=_optim(warmup.optim))
+
+
+def _checks(config: RunConfig) -> CheckConfig:
+    """The run's own bound where it is one on float32."""
+    is_exact = config.model.dtype == "float32" and config.rollout.dtype in (None, "float32")
+    return CheckConfig(log_prob_max_abs_diff=config.checks.log_prob_max_abs_diff) if is_exact else CheckConfig()

@@ -1,0 +1,58 @@
+"""What a folded run reads: a tiny model's config.json and tokenizer, a reference, prompts. Nothing is fetched."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_megatron.checkpoint.hf_writer import hf_directory_writer
+from rlhf_megatron.checkpoint.random_init import random_hf_tensors
+from rlhf_megatron.checkpoint.safetensors_writer import TensorSpec
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.show import as_yaml
+from rlhf_megatron.data.arithmetic import AdditionParams, addition
+from rlhf_megatron.data.rows import PromptRow
+from rlhf_megatron.data.tokenizer import write_character_tokenizer
+from rlhf_megatron.models.families.base import table_for
+
+NUM_TRAIN, NUM_HELD_OUT = 64, 8
+REFERENCE_SEED_OFFSET = 1000  # the reference's random weights are not those of the actor
+
+
+def write_model(directory: Path, hf_config: Mapping[str, Any]) -> Path:
+    """config.json and tokenizer; weights come from a seed."""
+    write_character_tokenizer(directory, int(hf_config["vocab_size"]))
+    (directory / "config.json").write_text(json.dumps(dict(hf_config), indent=2) + "\n", encoding="utf-8")
+    return directory
+
+
+def write_reference(directory: Path, hf_config: Mapping[str, Any], seed: int, model: Path) -> None:
+    """A complete model of other random weights. `model`: the directory with the tokenizer."""
+    specs = [TensorSpec(hf.name, "float32", hf.shape) for rule in table_for(hf_config) for hf in rule.hf]
+    with hf_directory_writer(directory, specs, hf_config, model) as writer:
+        for name, tensor in random_hf_tensors(hf_config, seed + REFERENCE_SEED_OFFSET):
+            writer.write(name, tensor)
+
+
+def write_prompts(directory: Path, seed: int) -> None:
+    """train.jsonl and val.jsonl: additions of one, two and three digits, so that samples have different lengths."""
+    draw = random.Random(seed)
+    rows = [row for digits in (1, 2, 3) for row in draw.sample(addition(AdditionParams(digits, 1)).train, 24)]
+    draw.shuffle(rows)
+    _write_rows(directory / "train.jsonl", rows[:NUM_TRAIN])
+    _write_rows(directory / "val.jsonl", rows[NUM_TRAIN : NUM_TRAIN + NUM_HELD_OUT])
+
+
+def write_config(directory: Path, config: RunConfig) -> Path:
+    """A file that `rlhf-megatron train` takes."""
+    path = directory / f"{config.trainer.experiment_name}.yaml"
+    path.write_text(as_yaml(config), encoding="utf-8")
+    return path
+
+
+def _write_rows(path: Path, rows: Sequence[PromptRow]) -> None:
+    lines = [json.dumps({"prompt": row.prompt, "answer": row.label}) + "\n" for row in rows]
+    path.write_text("".join(lines), encoding="utf-8")
