@@ -1,4 +1,4 @@
-"""A cover of `make parity`: each family and each axis once, and small defects that must be seen."""
+"""The pairwise cover of `make parity`, tp 3 and 4 on models that allow them, and small defects that must be seen."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ import functools
 import pytest
 from dist_pool import DistPool
 
-from benchmarks.parity.cases import Recipe
-from benchmarks.parity.layouts import LAYOUTS
+from benchmarks.parity.cases import FAMILIES, Recipe
+from benchmarks.parity.layouts import LAYOUTS, Axes, cover, divides
 from benchmarks.parity.run import Case, make_case, rows_of, run_cell
 
 pytestmark = pytest.mark.dist
-CELLS = [
-    ("llama_untied", "tp2"),
-    ("qwen3_untied", "pp2"),
-    ("llama_tied", "dp2"),
-    ("qwen3_tied", "tp2_pp2"),
-]
 QUANTITIES = {"log_probs", "entropies", "log_probs_after", "gradient", "update", "grad_norm", "copies"}
+ODD = [LAYOUTS[name] for name in ("tp3_sequence_transformer_engine", "tp4_sequence")]  # tp that few families allow
+CELLS = [
+    *cover(FAMILIES),
+    *((next(family for family in FAMILIES if divides(axes, FAMILIES[family])), axes) for axes in ODD),
+]
 
 
 @functools.cache
@@ -27,12 +26,16 @@ def case_of(family: str) -> Case:
     return make_case(family, Recipe())
 
 
-@pytest.mark.parametrize("family, layout", CELLS, ids=[f"{family}-{layout}" for family, layout in CELLS])
-def test_layout_is_as_near_to_float64_as_float32_transformers(dist_pool: DistPool, family: str, layout: str) -> None:
+def has_copies(family: str, axes: Axes) -> bool:
+    """Whether some tensor is held twice: by replicas, by cp or tp ranks, or as an embedding and its tied head."""
+    return axes.num_ranks > axes.pp or (axes.pp > 1 and FAMILIES[family]["tie_word_embeddings"])
+
+
+@pytest.mark.parametrize("family, axes", CELLS, ids=[f"{family}-{axes.name}" for family, axes in CELLS])
+def test_layout_is_as_near_to_float64_as_float32_transformers(dist_pool: DistPool, family: str, axes: Axes) -> None:
     case = case_of(family)
-    rows = rows_of(case, LAYOUTS[layout], run_cell(dist_pool, case, LAYOUTS[layout], Recipe()))
-    expected = QUANTITIES if layout != "pp2" else QUANTITIES - {"copies"}  # untied pp2: no tensor is held twice
-    assert {row.quantity for row in rows} == expected
+    rows = rows_of(case, axes, run_cell(dist_pool, case, axes, Recipe()))
+    assert {row.quantity for row in rows} == (QUANTITIES if has_copies(family, axes) else QUANTITIES - {"copies"})
     assert {row.cut for row in rows} == {"epochs", "uneven"}
     misses = [row for row in rows if not row.ok]
     assert not misses, misses

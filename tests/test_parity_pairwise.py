@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import asdict
 from itertools import combinations, product
 from typing import Any
 
 from benchmarks.parity.cases import FAMILIES
-from benchmarks.parity.layouts import COVER_RANKS, LAYOUTS, VALUES, Axes, cover
+from benchmarks.parity.layouts import COVER_RANKS, LAYOUTS, VALUES, Axes, cover, divides
 from benchmarks.parity.pairwise import pairs_of, pairwise
 from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.models.table import check_tensor_parallel
@@ -22,20 +23,28 @@ def pairs(cell: dict[str, Any]) -> Pairs:
     return {pair for pair in every if {axis for axis, _ in pair} != {"family", "recompute"}}
 
 
+@functools.cache
+def can_be_split(family: str, tp: int) -> bool:
+    try:
+        check_tensor_parallel(table_for(FAMILIES[family], tp), tp)
+    except ValueError:
+        return False
+    return True
+
+
 def can_be(cell: dict[str, Any]) -> bool:
     """By what refuses it in the package, and by what would be ignored."""
     num_ranks = cell["tp"] * cell["pp"] * cell["cp"] * cell["dp"]
-    hf_config = FAMILIES[cell["family"]]
     try:
         Layout(num_ranks, cell["tp"], cell["pp"], cell["cp"], cell["vpp"], cell["sequence_parallel"])
-        check_tensor_parallel(table_for(hf_config, cell["tp"]), cell["tp"])
     except ValueError:
         return False
     has_nothing_to_reduce = cell["dp"] == cell["cp"] == 1
     has_norms_inside = cell["impl"] == "transformer_engine" and cell["recompute"] == "layernorm_mlp"
     return (
         num_ranks <= COVER_RANKS
-        and hf_config["num_hidden_layers"] % (cell["pp"] * cell["vpp"]) == 0
+        and can_be_split(cell["family"], cell["tp"])
+        and FAMILIES[cell["family"]]["num_hidden_layers"] % (cell["pp"] * cell["vpp"]) == 0
         and not (has_nothing_to_reduce and (cell["distributed"] or cell["overlap"]))
         and not has_norms_inside
     )
@@ -77,3 +86,16 @@ def test_names_of_layouts() -> None:
     assert axes.name == "tp2_sequence_pp2_vpp2_cp2_dp2_distributed_overlap_recompute_full_transformer_engine"
     assert (Axes().name, Axes(recompute="mlp").name) == ("one_rank", "one_rank_recompute_mlp")
     assert all(name == axes.name and name.replace("_", "").isalnum() for name, axes in LAYOUTS.items())
+
+
+def test_the_list_has_what_the_documents_promise() -> None:
+    """Layouts of 1, 2 and 4 ranks, eight of 8, and every family in several of each."""
+    by_ranks = {ranks: [axes for axes in LAYOUTS.values() if axes.num_ranks == ranks] for ranks in (1, 2, 4, 8)}
+    assert len(by_ranks[8]) == 8
+    for ranks, layouts in by_ranks.items():
+        for family, hf_config in FAMILIES.items():
+            assert sum(divides(axes, hf_config) for axes in layouts) >= 2, (family, ranks)
+    for axes in LAYOUTS.values():
+        assert any(divides(axes, hf_config) for hf_config in FAMILIES.values()), f"no family for {axes.name}"
+    for axis, values in VALUES.items():
+        assert {getattr(axes, axis) for axes in by_ranks[8]} >= set(values) - {"layernorm_mlp"}, axis

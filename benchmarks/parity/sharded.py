@@ -99,7 +99,7 @@ def _make_actor(
 
     phases = {"rl": Phase(config.optim, num_steps)}
     actor = MegatronActor(hf_config, StateSource(state), world, torch.float32, config, phases)
-    if config.megatron.overlap_grad_reduce:
+    if config.megatron.overlap_grad_reduce and world.is_first_stage:  # Megatron has one bucket on the others
         (buffer,) = actor.model.chunks[0].buffers
         assert len(buffer.buckets) > 1, "overlap needs several buckets"
     return actor

@@ -1,0 +1,111 @@
+"""Mistakes that trainers have had, planted in worker processes: real functions are replaced for the length of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.parity.sharded import RankResult, run_on_rank
+from rlhf_megatron.parallel.world import World
+
+
+def run_with(world: World, mistake: str | None, **arguments: Any) -> list[RankResult]:
+    """A job of the worker pool: `run_on_rank` with one of MISTAKES, which is gone from the process afterwards."""
+    with pytest.MonkeyPatch.context() as patch:
+        if mistake is not None:
+            MISTAKES[mistake](patch)
+        return run_on_rank(world, **arguments)
+
+
+def qkv_one_after_the_other(patch: pytest.MonkeyPatch) -> None:
+    """All queries, all keys, all values; Megatron wants them group by group."""
+    from rlhf_megatron.models.families import dense
+
+    patch.setattr(dense, "_interleave_qkv", lambda num_groups, q, k, v: torch.cat([q, k, v]))
+
+
+def norms_not_marked(patch: pytest.MonkeyPatch) -> None:
+    """Under sequence parallelism nobody adds up what the tp ranks have of a norm's gradient."""
+    from rlhf_megatron.models.norm import RMSNorm
+
+    init = RMSNorm.__init__
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.weight.sequence_parallel = False
+
+    patch.setattr(RMSNorm, "__init__", __init__)
+
+
+def each_replica_its_own_count(patch: pytest.MonkeyPatch) -> None:
+    """Every replica divides by the tokens that it has itself, and the mean is taken over replicas."""
+    from rlhf_megatron.workers.actor import MegatronActor
+
+    update = MegatronActor.update
+
+    def with_local_count(self: Any, batch: Any, *args: Any) -> Any:
+        total = batch.loss_weights.sum() * self.world.layout.dp
+        return update(self, replace(batch, loss_weights=batch.loss_weights / total.clamp(min=1e-12)), *args)
+
+    patch.setattr(MegatronActor, "update", with_local_count)
+
+
+def labels_shifted_after_the_cut(patch: pytest.MonkeyPatch) -> None:
+    """At the end of a chunk the label is the next token that this cp rank has, not the next one of the document."""
+    from rlhf_megatron.workers import actor, forward, pack
+
+    def shifted(*args: Any, **kwargs: Any) -> pack.Packed:
+        packed = pack.pack(*args, **kwargs)
+        return replace(packed, micro_batches=tuple(_with_next_of_share(micro) for micro in packed.micro_batches))
+
+    patch.setattr(actor, "pack", shifted)
+    patch.setattr(forward, "pack", shifted)
+
+
+def _with_next_of_share(micro: Any) -> Any:
+    positions, tokens = micro.position_ids[0], micro.token_ids[0]
+    following = positions.roll(-1)
+    is_border = (following != positions + 1) & (following != 0)
+    targets: Tensor = torch.where(is_border[micro.rows], tokens.roll(-1)[micro.rows], micro.targets)
+    return replace(micro, targets=targets)
+
+
+def weight_decay_on_norms(patch: pytest.MonkeyPatch) -> None:
+    """The groups' wd_mult of 0 for vectors is not there."""
+    from rlhf_megatron.workers import optimizer
+
+    patch.setattr(optimizer, "get_standard_config_overrides", lambda config: {})
+
+
+def one_step_count_for_all(patch: pytest.MonkeyPatch) -> None:
+    """After a checkpoint is loaded all parameters share one count of steps, which AdamW raises once a parameter."""
+    from rlhf_megatron.workers.optimizer import Optimizer
+
+    load = Optimizer.load_state_dict
+
+    def sharing(self: Any, *args: Any) -> None:
+        load(self, *args)
+        for part in self.megatron.chained_optimizers:
+            states = [state for state in part.optimizer.state.values() if "step" in state]
+            for state in states:
+                state["step"] = states[0]["step"]
+
+    patch.setattr(Optimizer, "load_state_dict", sharing)
+
+
+MISTAKES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    mistake.__name__: mistake
+    for mistake in (
+        qkv_one_after_the_other,
+        norms_not_marked,
+        each_replica_its_own_count,
+        labels_shifted_after_the_cut,
+        weight_decay_on_norms,
+        one_step_count_for_all,
+    )
+}
