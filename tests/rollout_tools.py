@@ -8,7 +8,15 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from rlhf_megatron.resharding.digest import as_hex, digest
 from rlhf_megatron.resharding.manifest import BucketManifest, TensorEntry
@@ -32,6 +40,17 @@ SHAPE = {
 def tiny_qwen3(seed: int, tied: bool = True) -> PreTrainedModel:
     torch.manual_seed(seed)
     return Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=tied)).eval()
+
+
+def tiny_qwen2(seed: int) -> PreTrainedModel:
+    """Biases that are not zero, and angles rescaled fourfold (YaRN)."""
+    torch.manual_seed(seed)
+    rope = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+    model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, rope_parameters=rope)).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.5)
+    return model
 
 
 def tiny_llama(seed: int) -> PreTrainedModel:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,14 +17,24 @@ from rollout_tools import (
     reference_greedy,
     reference_log_probs,
     request,
+    tiny_qwen2,
     tiny_qwen3,
     weights_of,
     with_entry,
     write_buckets,
 )
 from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, needs_sglang, sglang_python
+from table_samples import StateSource
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from rlhf_megatron.checkpoint.load_model import load_hf, local_shards
+from rlhf_megatron.models.attention import packed_documents
+from rlhf_megatron.models.build import build_model
+from rlhf_megatron.models.families.base import table_for
+from rlhf_megatron.models.head import head_weight
+from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.parallel.world import create_world, destroy_world
 from rlhf_megatron.rollout.engine import Engine, EngineError, EngineTimeoutError, GeneratedSample
 from rlhf_megatron.rollout.local_client import LocalEngine
 from rlhf_megatron.rollout.process import start_local_engines
@@ -92,9 +102,13 @@ def synced(server: Server) -> Iterator[tuple[Server, PreTrainedModel]]:
 
 
 def sync(server: Server, model: PreTrainedModel) -> None:
+    sync_weights(server, weights_of(model))
+
+
+def sync_weights(server: Server, weights: Mapping[str, Tensor]) -> None:
     server.version += 1
     server.engine.begin_update(server.version)
-    for manifest in write_buckets(weights_of(model), server.transfer_dir, server.version):
+    for manifest in write_buckets(weights, server.transfer_dir, server.version):
         server.engine.update_weights(manifest)
     server.engine.commit_update(server.version)
 
@@ -291,3 +305,44 @@ def test_a_deadline_is_kept(synced: tuple[Server, PreTrainedModel]) -> None:
     engine.resume()
     engine.health(10)
     assert engine.generate([request(PROMPT, (1,), 4)], 60)[0][0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_biases_and_rescaled_angles_are_the_trainers(kind: str, tmp_path: Path) -> None:
+    """A Qwen2 model: the engine's log-probs are those of the trainer's Megatron model, whose weights it was sent."""
+    served, trained = tiny_qwen2(1), tiny_qwen2(2)
+    served.save_pretrained(tmp_path / "model")
+    hf_config = {**trained.config.to_dict(), "model_type": "qwen2"}
+    table = table_for(hf_config)
+    chunk = build_model(hf_config, create_world(Layout(1), torch.device("cpu")), torch.float32).chunks[0]
+    load_hf([chunk], table, StateSource(weights_of(trained)), 0, 1)
+    weights = {
+        hf.name: tensor
+        for rule, shard in local_shards([chunk], table)
+        for hf, tensor in zip(rule.hf, rule.to_hf(shard), strict=True)
+    }
+
+    def trainers_log_probs(prompt: tuple[int, ...], response: tuple[int, ...]) -> Tensor:
+        ids = torch.tensor([[*prompt, *response]])
+        length = ids.shape[1]
+        document = packed_documents(torch.tensor([0, length], dtype=torch.int32), length, torch.arange(length))
+        with torch.no_grad():
+            hidden = chunk(ids, torch.arange(length)[None], None, packed_seq_params=document)[0]
+            log_p = (hidden @ head_weight(chunk).T).log_softmax(-1)
+        return log_p[len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None])[:, 0]
+
+    running = STARTERS[kind](tmp_path / "model", tmp_path)
+    try:
+        server = next(running)
+        sync_weights(server, weights)
+        assert server.engine.weight_digests() == digests_of(weights_of(trained))
+        groups = server.engine.generate([request(PROMPT, (1, 2), LONG), request(PROMPT[:2], (3,), 20)], 60)
+        for prompt, group in zip((PROMPT, PROMPT[:2]), groups, strict=True):
+            for got in group:
+                expected = trainers_log_probs(prompt, got.token_ids)
+                assert (torch.tensor(got.log_probs) - expected).abs().max() <= 1e-4
+                assert got.policy_version == server.version
+        next(running, None)
+    finally:
+        running.close()
+        destroy_world()
