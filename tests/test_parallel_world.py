@@ -16,7 +16,7 @@ from rlhf_megatron.parallel.world import World, create_world, destroy_world
 def describe(world: World) -> dict[str, object]:
     groups = {
         name: dist.get_process_group_ranks(getattr(world, f"{name}_group"))
-        for name in ("tp", "pp", "dp", "model_parallel")
+        for name in ("tp", "pp", "cp", "dp", "dp_cp", "model_parallel")
     }
     return {**groups, "place": str(world), "leader": world.leader}
 
@@ -37,6 +37,23 @@ def test_each_replica_has_its_own_leader_in_a_process_that_had_another_layout(di
     assert [r["model_parallel"] for r in ranks] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert [r["leader"] for r in ranks] == [2, 3, 2, 3]
     assert [r["dp"] for r in ranks] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
+@pytest.mark.dist
+def test_context_parallel_ranks_lie_within_a_replica(dist_pool: DistPool) -> None:
+    ranks = dist_pool.run(describe, cp=2, dp=2)
+    assert [r["cp"] for r in ranks] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [r["dp"] for r in ranks] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert [r["leader"] for r in ranks] == [0, 0, 2, 2]
+    assert all(r["dp_cp"] == [0, 1, 2, 3] and len(r["model_parallel"]) == 1 for r in ranks)
+    assert [r["place"] for r in ranks] == ["dp0 pp0 tp0", "dp0 pp0 cp1 tp0", "dp1 pp0 tp0", "dp1 pp0 cp1 tp0"]
+
+
+@pytest.mark.dist
+def test_virtual_stages_are_stages_of_the_same_groups(dist_pool: DistPool) -> None:
+    ranks = dist_pool.run(describe, pp=2, vpp=2)
+    assert [r["pp"] for r in ranks] == [[0, 1], [0, 1]]
+    assert [r["leader"] for r in ranks] == [1, 1]
 
 
 def fail_on_rank_one(world: World) -> None:

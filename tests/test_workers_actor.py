@@ -10,15 +10,13 @@ import torch
 import workers_reference as reference
 from dist_pool import DistPool
 from torch import Tensor
-from workers_jobs import RankResult, summed, train, whole
+from workers_jobs import OVERLAPPED, SHARDED, RankResult, summed, train, whole
 
 from rlhf_megatron.data.batch import MiniBatch
 from rlhf_megatron.data.plan import restore
 
 pytestmark = pytest.mark.dist
 BAR = 3.0  # times the error that transformers in float32 has against float64
-SHARDED = {"use_distributed_optimizer": True}
-OVERLAPPED = {**SHARDED, "overlap_grad_reduce": True, "overlap_param_gather": True}
 LAYOUTS: list[dict[str, Any]] = [  # axes of dist_pool, and settings of MegatronConfig that are none
     {},
     {"tp": 2},
@@ -28,8 +26,8 @@ LAYOUTS: list[dict[str, Any]] = [  # axes of dist_pool, and settings of Megatron
     {"tp": 2, "sequence_parallel": True, "megatron": {"recompute_granularity": "selective"}},
     {"pp": 2, "vpp": 2, "megatron": SHARDED},
     {"cp": 2, "megatron": {"transformer_impl": "transformer_engine"}},
-    {"cp": 2, "megatron": OVERLAPPED},
-    {"dp": 2, "megatron": {"overlap_grad_reduce": True}},
+    {"cp": 2, "megatron": OVERLAPPED, "bucket_size": 20_000},
+    {"dp": 2, "megatron": {"overlap_grad_reduce": True}, "bucket_size": 20_000},
     {"tp": 2, "pp": 2, "vpp": 2, "sequence_parallel": True, "megatron": OVERLAPPED},
     {
         "pp": 2,
@@ -69,7 +67,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 def label(layout: dict[str, Any]) -> str:
-    axes = [f"{axis}{size}" for axis, size in layout.items() if axis != "megatron"]
+    axes = [f"{axis}{size}" for axis, size in layout.items() if axis not in ("megatron", "bucket_size")]
     return " ".join([*axes, *map(str, layout.get("megatron", {}))]) or "one rank"
 
 

@@ -11,9 +11,21 @@ import torch
 import workers_reference as reference
 from dist_pool import DistPool, JobError
 from torch import Tensor
-from workers_jobs import CONFIG, RankResult, StateSource, make_actor, shards, share, summed, train, whole
+from workers_jobs import (
+    CONFIG,
+    OVERLAPPED,
+    SHARDED,
+    RankResult,
+    StateSource,
+    make_actor,
+    shards,
+    share,
+    summed,
+    train,
+    whole,
+)
 
-from rlhf_megatron.config.schema import MegatronConfig, OptimConfig
+from rlhf_megatron.config.schema import OptimConfig
 from rlhf_megatron.data.batch import MiniBatch, select
 from rlhf_megatron.parallel.world import World
 
@@ -30,22 +42,63 @@ def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return max(reference.relative_error(a[key], b[key]) for key in a)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+MOVES: list[tuple[str, torch.dtype, dict[str, Any], list[dict[str, Any]]]] = [  # saved under one, loaded under others
+    ("plain", torch.float32, {"tp": 2}, [{"tp": 2}, {"pp": 2}, {"dp": 2, "megatron": SHARDED}]),
+    ("plain, bf16", torch.bfloat16, {"tp": 2}, [{"tp": 2}, {"pp": 2}]),
+    (
+        "sequence parallel",
+        torch.float32,
+        {"tp": 2, "sequence_parallel": True, "megatron": SHARDED},
+        [{"tp": 2, "sequence_parallel": True, "megatron": SHARDED}, {"pp": 2, "vpp": 2, "megatron": SHARDED}, {}],
+    ),
+    (
+        "overlapped",
+        torch.float32,
+        {"dp": 2, "megatron": OVERLAPPED, "bucket_size": 20_000},
+        [{"dp": 2, "megatron": OVERLAPPED, "bucket_size": 20_000}, {"cp": 2}],
+    ),
+    (
+        "overlapped, bf16",
+        torch.bfloat16,
+        {"cp": 2, "megatron": OVERLAPPED},
+        [{"cp": 2, "megatron": OVERLAPPED}, {"tp": 2}],
+    ),
+    # The tied embedding has a bucket of its own, behind the padding of another.
+    (
+        "padded buckets",
+        torch.float32,
+        {"pp": 2, "dp": 2, "megatron": SHARDED},
+        [{"pp": 2, "dp": 2, "megatron": SHARDED}, {}],
+    ),
+]
+
+
+@pytest.mark.parametrize("dtype, saved, loaded", [move[1:] for move in MOVES], ids=[move[0] for move in MOVES])
 def test_a_checkpoint_goes_on_under_another_layout(
-    dist_pool: DistPool, state: dict[str, Tensor], tmp_path: Path, dtype: torch.dtype
+    dist_pool: DistPool,
+    state: dict[str, Tensor],
+    tmp_path: Path,
+    dtype: torch.dtype,
+    saved: dict[str, Any],
+    loaded: list[dict[str, Any]],
 ) -> None:
     """Weights right after a load prove little: moments and step counts show in the step after it."""
     directory = tmp_path / "checkpoint"
-    common: dict[str, Any] = {"name": NAME, "state": state, "batch": reference.make_batch(), "loss": "sft"}
-    through = dist_pool.run(train, tp=2, pp=1, num_steps=3, dtype=dtype, **common)
-    dist_pool.run(train, tp=2, pp=1, num_steps=2, dtype=dtype, directory=directory, **common)
-    expected = whole(through, NAME, 2, 1, "weights")
-    for tp, pp in ((2, 1), (1, 2)):
-        resumed = dist_pool.run(
-            train, tp=tp, pp=pp, num_steps=1, dtype=dtype, directory=directory, is_loading=True, **common
-        )
-        weights = whole(resumed, NAME, tp, 1, "weights")
-        if tp == 2:
+    common: dict[str, Any] = {
+        "name": NAME,
+        "state": state,
+        "batch": reference.make_batch(),
+        "loss": "sft",
+        "dtype": dtype,
+        "timeout_s": 300,
+    }
+    through = dist_pool.run(train, num_steps=3, **saved, **common)
+    dist_pool.run(train, num_steps=2, directory=directory, **saved, **common)
+    expected = weights_of(through, saved)
+    for number, layout in enumerate(loaded):
+        resumed = dist_pool.run(train, num_steps=1, directory=directory, is_loading=True, **layout, **common)
+        weights = weights_of(resumed, layout)
+        if number == 0:  # as it was saved
             assert all(torch.equal(weights[key], expected[key]) for key in expected)
         elif dtype == torch.float32:
             moved, wanted = ({key: w[key] - state[key] for key in w} for w in (weights, expected))
@@ -53,6 +106,10 @@ def test_a_checkpoint_goes_on_under_another_layout(
         else:  # a step is about one unit in the last place: another layout rounds some weights the other way
             assert largest_difference(weights, expected) <= 1e-3
         assert summed(resumed, 0).lr == summed(through, 2).lr
+
+
+def weights_of(results: list[RankResult], layout: dict[str, Any]) -> dict[str, Tensor]:
+    return whole(results, NAME, layout.get("tp", 1), layout.get("dp", 1) * layout.get("cp", 1), "weights")
 
 
 def test_a_checkpoint_from_before_the_first_step_goes_on(
@@ -78,9 +135,11 @@ def test_a_checkpoint_of_another_model_is_refused(
         dist_pool.run(train, name=NAME, state=state, directory=tmp_path / "nowhere", is_loading=True, **common)
 
 
-def poisoned_update(world: World, state: dict[str, Tensor], batch: MiniBatch) -> tuple[Any, Any, bool, RankResult]:
+def poisoned_update(
+    world: World, state: dict[str, Tensor], batch: MiniBatch, megatron: dict[str, Any]
+) -> tuple[Any, Any, bool, RankResult]:
     """An update whose loss weight is infinite in one replica only, then a sound one; (bad, good, is unchanged, end)."""
-    actor = make_actor(world, NAME, state)
+    actor = make_actor(world, NAME, state, megatron=megatron, bucket_size=20_000)
     shard, plan = share(world, batch, 40)
     weights = shard.loss_weights.clone()
     if world.coordinates.dp == 0:
@@ -93,12 +152,16 @@ def poisoned_update(world: World, state: dict[str, Tensor], batch: MiniBatch) ->
     return bad, good, same, RankResult(None, [good], *shards(actor), plan)
 
 
+@pytest.mark.parametrize("megatron", [{}, OVERLAPPED], ids=["plain", "overlapped"])
 def test_a_gradient_that_is_not_finite_changes_nothing_on_any_rank(
-    dist_pool: DistPool, state: dict[str, Tensor]
+    dist_pool: DistPool, state: dict[str, Tensor], megatron: dict[str, Any]
 ) -> None:
     batch = reference.make_batch()
-    poisoned = dist_pool.run(poisoned_update, pp=2, dp=2, state=state, batch=batch)
-    clean = dist_pool.run(train, pp=2, dp=2, name=NAME, state=state, batch=batch, loss="sft", num_steps=1)
+    layout: dict[str, Any] = {"pp": 2, "dp": 2, "megatron": megatron, "timeout_s": 300}
+    poisoned = dist_pool.run(poisoned_update, state=state, batch=batch, **layout)
+    clean = dist_pool.run(
+        train, name=NAME, state=state, batch=batch, loss="sft", num_steps=1, bucket_size=20_000, **layout
+    )
     assert all(is_same for _, _, is_same, _ in poisoned)
     trained = whole([result for _, _, _, result in poisoned], NAME, 1, 2, "weights")
     assert largest_difference(trained, whole(clean, NAME, 1, 2, "weights")) == 0.0
@@ -108,16 +171,37 @@ def test_a_gradient_that_is_not_finite_changes_nothing_on_any_rank(
     assert [update.is_skipped for update in good] == [False, False]
 
 
-def test_a_replica_with_only_no_op_samples_takes_part(dist_pool: DistPool, state: dict[str, Tensor]) -> None:
-    """One sample over two replicas: the second has none, and the step is that of one replica."""
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tp": 2, "dp": 2},
+        {"dp": 2, "megatron": OVERLAPPED, "bucket_size": 20_000},
+        {"cp": 2, "megatron": OVERLAPPED, "bucket_size": 20_000},
+    ],
+    ids=["tp2 dp2", "dp2 overlapped", "cp2 overlapped"],
+)
+def test_ranks_without_rows_take_part(dist_pool: DistPool, state: dict[str, Tensor], layout: dict[str, Any]) -> None:
+    """One response token of one sample over two replicas or context-parallel ranks: one of them has none.
+
+    The steps are those of one rank; the second one is where overlapped reductions wait for each parameter's hook.
+    """
     sample = select(reference.make_batch(), [3])
-    common: dict[str, Any] = {"name": NAME, "state": state, "batch": sample, "loss": "sft", "num_steps": 2}
+    mask = torch.zeros_like(sample.response_mask)
+    mask[-3] = True
+    sample = replace(sample, response_mask=mask, loss_weights=mask.float(), metric_weights=mask.float())
+    common: dict[str, Any] = {"name": NAME, "state": state, "batch": sample, "loss": "sft", "num_steps": 3}
     alone = dist_pool.run(train, **common)
-    spread = dist_pool.run(train, tp=2, dp=2, **common)
-    error = largest_difference(whole(spread, NAME, 2, 2, "grads"), whole(alone, NAME, 1, 1, "grads"))
+    spread = dist_pool.run(train, timeout_s=300, **layout, **common)
+    copies = layout.get("dp", 1) * layout.get("cp", 1)
+    error = largest_difference(
+        whole(spread, NAME, layout.get("tp", 1), copies, "grads"), whole(alone, NAME, 1, 1, "grads")
+    )
     assert error <= 1e-5
-    assert summed(spread, 1).grad_norm == pytest.approx(summed(alone, 1).grad_norm, rel=1e-5)
-    assert summed(spread, 1).sums["actor/loss"] == pytest.approx(summed(alone, 1).sums["actor/loss"], rel=1e-5)
+    for step in range(3):
+        assert summed(spread, step).grad_norm == pytest.approx(summed(alone, step).grad_norm, rel=1e-5)
+        assert summed(spread, step).sums["actor/loss"] == pytest.approx(
+            summed(alone, step).sums["actor/loss"], rel=1e-5
+        )
 
 
 def test_loss_and_gradient_do_not_depend_on_the_token_budget(dist_pool: DistPool, state: dict[str, Tensor]) -> None:
@@ -163,15 +247,16 @@ def test_schedules_and_a_fresh_optimizer(dist_pool: DistPool, state: dict[str, T
     assert [decay for _, _, decay in seen] == [0.0] * 5
 
 
-def two_references(world: World, state: dict[str, Tensor], batch: MiniBatch) -> tuple[Any, ...]:
+def two_references(
+    world: World, state: dict[str, Tensor], batch: MiniBatch, megatron: dict[str, Any]
+) -> tuple[Any, ...]:
     """Log-probs of actor and reference, alike at first, after an update, and after the reference became the actor."""
     from rlhf_megatron.workers.reference import MegatronReference
 
-    actor = make_actor(world, NAME, state)
+    actor = make_actor(world, NAME, state, megatron=megatron)
     config = reference.HF_CONFIGS[NAME]
-    frozen = MegatronReference(
-        config, StateSource(state), world, torch.float32, 50, MegatronConfig(), is_offloaded=True
-    )
+    settings = actor.config.megatron
+    frozen = MegatronReference(config, StateSource(state), world, torch.float32, 50, settings, is_offloaded=True)
     shard, plan = share(world, batch, 40)
 
     def both() -> tuple[Any, Any]:
@@ -180,16 +265,81 @@ def two_references(world: World, state: dict[str, Tensor], batch: MiniBatch) -> 
     before = both()
     actor.update(shard, plan, reference.TEMPERATURE, "sft")
     trained = both()
-    frozen.copy_weights(actor.model.chunks)
+    actor.update(shard, plan, reference.TEMPERATURE, "sft")
+    frozen.copy_weights(actor.synced_chunks())
     return before, trained, both()
 
 
-def test_a_reference_stays_until_it_is_told_to_become_the_actor(dist_pool: DistPool, state: dict[str, Tensor]) -> None:
-    ranks = dist_pool.run(two_references, tp=2, pp=2, state=state, batch=reference.make_batch())
-    assert [rank[0][0] is not None for rank in ranks] == [False, False, True, False], "results are the leader's"
-    (actor_0, frozen_0), (actor_1, frozen_1), (actor_2, frozen_2) = ranks[2]
-    assert torch.equal(actor_0.log_probs, frozen_0.log_probs)
-    assert torch.equal(frozen_1.log_probs, frozen_0.log_probs)
-    assert not torch.equal(actor_1.log_probs, frozen_1.log_probs)
-    assert torch.equal(actor_2.log_probs, frozen_2.log_probs)
-    assert frozen_2.entropies is None
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tp": 2, "pp": 2, "megatron": {}},
+        {"pp": 2, "vpp": 2, "dp": 2, "megatron": OVERLAPPED},
+        {"tp": 2, "sequence_parallel": True, "megatron": {"recompute_granularity": "selective"}},
+        {"cp": 2, "megatron": OVERLAPPED},
+    ],
+    ids=["tp2 pp2", "pp2 vpp2 dp2", "tp2 sequence parallel", "cp2"],
+)
+def test_a_reference_stays_until_it_is_told_to_become_the_actor(
+    dist_pool: DistPool, state: dict[str, Tensor], layout: dict[str, Any]
+) -> None:
+    ranks = dist_pool.run(two_references, state=state, batch=reference.make_batch(), timeout_s=300, **layout)
+    first = (len(ranks) // layout["pp"]) * (layout["pp"] - 1) if "pp" in layout else 0  # of the last stage
+    leaders = [first + dp for dp in range(layout.get("dp", 1))]
+    assert [i for i, rank in enumerate(ranks) if rank[0][0] is not None] == leaders, "results are the leaders'"
+    for leader in leaders:
+        (actor_0, frozen_0), (actor_1, frozen_1), (actor_2, frozen_2) = ranks[leader]
+        assert torch.equal(actor_0.log_probs, frozen_0.log_probs)
+        assert torch.equal(frozen_1.log_probs, frozen_0.log_probs)
+        assert not torch.equal(actor_1.log_probs, frozen_1.log_probs)
+        assert torch.equal(actor_2.log_probs, frozen_2.log_probs)
+        assert not torch.equal(actor_2.log_probs, actor_1.log_probs)
+        assert frozen_2.entropies is None
+
+
+def masters_and_exports(
+    world: World, state: dict[str, Tensor], batch: MiniBatch, megatron: dict[str, Any]
+) -> dict[str, Any]:
+    """After a step in bfloat16: is the model stale, does the export round the masters, what does a reset keep."""
+    from rlhf_megatron.checkpoint.load_model import named_parameters
+    from rlhf_megatron.workers.optimizer_state import held_parameters
+
+    actor = make_actor(world, NAME, state, dtype=torch.bfloat16, megatron=megatron, bucket_size=20_000)
+    shard, plan = share(world, batch, 40)
+    actor.update(shard, plan, reference.TEMPERATURE, "sft")
+    parameters = named_parameters(actor.model.chunks)
+    after_step = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    exported = {rule.megatron_name: tensor for rule, tensor in actor.export()}
+    held = [entry for entry in held_parameters(actor.optimizer.megatron) if entry.main is not None]
+    names = {id(parameter): name for name, parameter in parameters.items()}
+
+    def flat(entry: Any) -> Tensor:
+        tensor = exported[names[id(entry.model)]].flatten()
+        return tensor if entry.span is None else tensor[entry.span]
+
+    masters = [entry.main.detach().clone() for entry in held]
+    result = {
+        "is_stale": any(not torch.equal(after_step[name], tensor) for name, tensor in exported.items()),
+        "is_rounded": all(torch.equal(flat(e), m.flatten().bfloat16()) for e, m in zip(held, masters, strict=True)),
+        "is_finer": any(not torch.equal(m, m.bfloat16().float()) for m in masters),
+        "exported": {name: tensor.clone() for name, tensor in exported.items()},
+    }
+    actor.reset_optimizer("rl")
+    fresh = [entry for entry in held_parameters(actor.optimizer.megatron) if entry.main is not None]
+    result["is_kept"] = all(torch.equal(e.main, m) for e, m in zip(fresh, masters, strict=True))
+    result["is_fresh"] = all(not value.any() for entry in fresh for value in entry.state.values())
+    return result
+
+
+@pytest.mark.parametrize("megatron", [{}, SHARDED, OVERLAPPED], ids=["plain", "sharded", "overlapped"])
+def test_exports_are_the_float32_masters_rounded_and_a_reset_keeps_them(
+    dist_pool: DistPool, state: dict[str, Tensor], megatron: dict[str, Any]
+) -> None:
+    ranks = dist_pool.run(
+        masters_and_exports, dp=2, state=state, batch=reference.make_batch(), megatron=megatron, timeout_s=300
+    )
+    for rank in ranks:
+        assert rank["is_rounded"] and rank["is_finer"] and rank["is_kept"] and rank["is_fresh"]
+        assert all(torch.equal(rank["exported"][name], ranks[0]["exported"][name]) for name in rank["exported"])
+    # With the gather overlapped, what the other rank has updated is old here until something asks for it.
+    assert [rank["is_stale"] for rank in ranks] == ["overlap_param_gather" in megatron] * 2

@@ -43,6 +43,10 @@ CONFIG = ActorConfig(
 )
 
 
+SHARDED: dict[str, Any] = {"use_distributed_optimizer": True}
+OVERLAPPED: dict[str, Any] = {**SHARDED, "overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
 @dataclass(frozen=True)
 class StateSource:
     """Weights out of a transformers state dict."""
@@ -86,12 +90,19 @@ def make_actor(
     dtype: torch.dtype = torch.float32,
     num_steps: int = 100,
     megatron: dict[str, Any] | None = None,
+    bucket_size: int | None = None,
 ) -> Any:
+    """`bucket_size`: parameters of a gradient bucket, for small models to have several."""
+    from rlhf_megatron.workers import data_parallel
     from rlhf_megatron.workers.actor import MegatronActor, Phase
 
     phases = {"rl": Phase(config.optim, num_steps)}
     config = with_megatron(world, megatron or {}, config)
-    return MegatronActor(reference.HF_CONFIGS[name], StateSource(state), world, dtype, config, phases)
+    data_parallel.BUCKET_SIZE = bucket_size
+    try:
+        return MegatronActor(reference.HF_CONFIGS[name], StateSource(state), world, dtype, config, phases)
+    finally:
+        data_parallel.BUCKET_SIZE = None
 
 
 def share(world: World, batch: MiniBatch, token_budget: int) -> tuple[MiniBatch, ReplicaPlan]:
@@ -143,9 +154,10 @@ def train(
     dtype: torch.dtype = torch.float32,
     config: ActorConfig = CONFIG,
     megatron: dict[str, Any] | None = None,
+    bucket_size: int | None = None,
 ) -> RankResult:
     """Log-probs, then optimizer steps on one mini-batch. `directory`: load from it first, or save to it at the end."""
-    actor = make_actor(world, name, state, config, dtype, megatron=megatron)
+    actor = make_actor(world, name, state, config, dtype, megatron=megatron, bucket_size=bucket_size)
     if directory is not None and is_loading:
         actor.load(directory)
     shard, plan = share(world, batch, token_budget)

@@ -1,14 +1,15 @@
 """Moments and float32 parameters as one full tensor a parameter: checkpoints load under any layout and optimizer.
 
-Megatron's own formats differ between its plain and its distributed optimizer. And where the latter gathers its shards,
-the padding between buckets is left out, though it is counted where the parameters are cut out again (Megatron-LM issue
-504): what lies behind a padded bucket, as a tied embedding does, would be saved shifted.
+Megatron's own formats differ between its plain and its distributed optimizer. And where the latter gathers its shards
+("fully_reshardable", 0.16.1), the padding between buckets is left out, though it is counted where the parameters are
+cut out again: what lies behind a padded bucket would be saved shifted, without an error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -81,22 +82,19 @@ def load_state(optimizer: Any, loaded: dict[int, dict[str, Tensor]], num_steps: 
             part.copy_(full if held.span is None else full.flatten()[held.span])
         if "step" in held.state:  # torch's AdamW
             held.state["step"].fill_(num_steps)
-    if num_steps:
-        for group in optimizer.param_groups:
-            if "step" in group:  # a fused Adam
-                group["step"] = num_steps
+    for part in optimizer.chained_optimizers:
+        if not isinstance(part.optimizer, torch.optim.AdamW):
+            for group in part.optimizer.param_groups:
+                group["step"] = num_steps  # where a fused Adam counts
 
 
 def _whole(part: Any) -> Iterator[Held]:
-    pairs = [
-        pair
-        for models, mains in (("float16_groups", "fp32_from_float16_groups"), ("fp32_from_fp32_groups",) * 2)
-        for groups in zip(getattr(part, models, []), getattr(part, mains, []), strict=True)
-        for pair in zip(*groups, strict=True)
-    ]
-    if not hasattr(part, "float16_groups"):
-        pairs = [(parameter, parameter) for parameter in part.get_parameters()]
-    for model, main in pairs:
+    if hasattr(part, "float16_groups"):
+        models = [*chain(*part.float16_groups), *chain(*part.fp32_from_fp32_groups)]
+        mains = [*chain(*part.fp32_from_float16_groups), *chain(*part.fp32_from_fp32_groups)]
+    else:
+        models = mains = part.get_parameters()
+    for model, main in zip(models, mains, strict=True):
         yield Held(model, main, None, part.optimizer.state[main], None)
 
 
