@@ -38,8 +38,9 @@ CP2 = {"cp": 2}
 
 
 @functools.cache
-def one_rank(pool: DistPool, is_tied: bool, data: str) -> dict[str, Any]:
-    return pool.run(jobs.forward_and_backward, is_tied=is_tied, lengths=getattr(jobs, data), timeout_s=300)[0]
+def one_rank(pool: DistPool, is_tied: bool, data: str, model_type: str) -> dict[str, Any]:
+    arguments = {"is_tied": is_tied, "lengths": getattr(jobs, data), "model_type": model_type}
+    return pool.run(jobs.forward_and_backward, timeout_s=300, **arguments)[0]
 
 
 def check(
@@ -48,15 +49,17 @@ def check(
     is_tied: bool = False,
     data: str = "LENGTHS",
     megatron: MegatronConfig = LOCAL,
+    model_type: str = "qwen3",
 ) -> None:
     """Every rank's part of a layout against the model on one rank, whose documents are not padded."""
-    want = one_rank(pool, is_tied, data)
-    arguments = {"is_tied": is_tied, "lengths": getattr(jobs, data), "megatron": megatron}
+    want = one_rank(pool, is_tied, data, model_type)
+    arguments = {"is_tied": is_tied, "lengths": getattr(jobs, data), "megatron": megatron, "model_type": model_type}
     ranks = pool.run(jobs.forward_and_backward, **layout, timeout_s=300, **arguments)
     for kind in ("evaluated", "trained"):
         _check_log_probs(ranks, want, kind, layout)
-    table = table_for(jobs.hf_config(is_tied=is_tied), layout.get("tp", 1), _impl(megatron))
-    local_table = table_for(jobs.hf_config(is_tied=is_tied), layout.get("tp", 1))
+    config = jobs.hf_config(model_type, is_tied)
+    table = table_for(config, layout.get("tp", 1), _impl(megatron))
+    local_table = table_for(config, layout.get("tp", 1))
     names = set()
     for rule, local_rule in zip(table, local_table, strict=True):
         _check_gradient(ranks, want["gradients"][local_rule.megatron_name], rule)
@@ -148,6 +151,12 @@ def test_layers_named_as_transformer_engine_does(
     dist_pool: DistPool, layout: dict[str, Any], megatron: MegatronConfig
 ) -> None:
     check(dist_pool, layout, megatron=megatron)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("megatron", [LOCAL, TE], ids=_id)
+def test_biases_of_the_attention(dist_pool: DistPool, megatron: MegatronConfig) -> None:
+    check(dist_pool, TP2_SEQUENCE, megatron=megatron, model_type="qwen2")
 
 
 @pytest.mark.dist

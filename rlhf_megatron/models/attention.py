@@ -134,7 +134,10 @@ class PackedAttention(MegatronModule):
 
 
 def _gather(key: Tensor, value: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Keys and values of all cp ranks, in rank order; their gradients are summed and scattered."""
+    """Keys and values of all cp ranks, in rank order; their gradients are summed and scattered.
+
+    Each layer keeps them for its backward pass, T cp tokens, unless core_attn is computed again.
+    """
     both = gather_from_sequence_parallel_region(torch.cat([key, value], 1), group=group)
     return both.chunk(2, 1)
 
