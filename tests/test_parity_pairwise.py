@@ -7,9 +7,14 @@ from dataclasses import asdict
 from itertools import combinations, product
 from typing import Any
 
+import pytest
+
 from benchmarks.parity.cases import FAMILIES
-from benchmarks.parity.layouts import COVER_RANKS, LAYOUTS, VALUES, Axes, cover, divides
+from benchmarks.parity.layouts import COVER_RANKS, LAYOUTS, VALUES, Axes, cover, divides, is_possible
 from benchmarks.parity.pairwise import pairs_of, pairwise
+from benchmarks.replay_layouts import CONFIG, in_layout
+from rlhf_megatron.config.load import read_run_config
+from rlhf_megatron.config.validate import validate, validate_model
 from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.models.table import check_tensor_parallel
 from rlhf_megatron.parallel.layout import Layout
@@ -99,3 +104,28 @@ def test_the_list_has_what_the_documents_promise() -> None:
         assert any(divides(axes, hf_config) for hf_config in FAMILIES.values()), f"no family for {axes.name}"
     for axis, values in VALUES.items():
         assert {getattr(axes, axis) for axes in by_ranks[8]} >= set(values) - {"layernorm_mlp"}, axis
+
+
+def test_a_run_accepts_every_layout() -> None:
+    """By the rules on settings, with the quickstart's other settings and each model that can be split so."""
+    for axes in LAYOUTS.values():
+        loaded = read_run_config(CONFIG, in_layout(axes))
+        assert validate(loaded) == [], axes.name
+        for family, hf_config in FAMILIES.items():
+            assert validate_model(loaded, hf_config) == [] or not divides(axes, hf_config), (axes.name, family)
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        Axes(vpp=2),
+        Axes(sequence_parallel=True),
+        Axes(tp=2, pp=2, distributed=True),
+        Axes(tp=2, overlap=True),
+        Axes(impl="transformer_engine", recompute="layernorm_mlp"),
+    ],
+    ids=lambda axes: axes.name,
+)
+def test_a_run_refuses_what_the_cover_leaves_out(axes: Axes) -> None:
+    assert not is_possible(axes)
+    assert validate(read_run_config(CONFIG, in_layout(axes)))
