@@ -55,7 +55,7 @@ MOVES: list[tuple[str, torch.dtype, dict[str, Any], list[dict[str, Any]]]] = [  
         "overlapped",
         torch.float32,
         {"dp": 2, "megatron": OVERLAPPED, "bucket_size": 20_000},
-        [{"dp": 2, "megatron": OVERLAPPED, "bucket_size": 20_000}, {"cp": 2}],
+        [{"dp": 2, "megatron": OVERLAPPED, "bucket_size": 20_000}, {"cp": 2}, {"tp": 2, "megatron": SHARDED}],
     ),
     (
         "overlapped, bf16",

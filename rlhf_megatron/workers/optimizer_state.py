@@ -111,8 +111,8 @@ def _shards(part: DistributedOptimizer) -> Iterator[Held]:
 
 
 def _target(held: Held, part: Tensor) -> Tensor:
-    """What a loaded tensor is written into."""
-    return part if held.span is None else torch.empty(held.model.shape)
+    """What a loaded tensor is written into. Rows that pad the vocabulary here and did not there stay zero."""
+    return part if held.span is None else torch.zeros(held.model.shape)
 
 
 def _full(held: Held, part: Tensor) -> Tensor:
