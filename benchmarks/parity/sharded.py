@@ -28,7 +28,7 @@ from rlhf_megatron.scheduler.mini_batches import mini_batches
 
 HEAD = "output_layer.weight"
 EMBEDDING = "embedding.word_embeddings.weight"
-BUCKET_SIZE = 20_000  # parameters whose gradients are reduced together, where that overlaps
+BUCKET_SIZE = 4_000  # parameters whose gradients are reduced together, where that overlaps
 FIRST = "dp0_cp0_tp0"  # the copy of the model that is compared with the reference
 
 
