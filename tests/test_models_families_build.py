@@ -133,6 +133,18 @@ def test_every_bias_has_a_gradient_as_in_transformers(world: World) -> None:
         assert error < 1e-5, (name, float(error))
 
 
+def test_recomputing_an_mlp_with_biases_is_refused(world: World) -> None:
+    """megatron-core's backward pass would not end."""
+    config = MODELS["llama, biased"]
+    for modules in (("mlp",), ("layernorm", "mlp")):
+        megatron = MegatronConfig(recompute_granularity="selective", recompute_modules=modules)
+        with pytest.raises(ValueError, match="must not have mlp for an MLP with biases"):
+            build_model(config, world, torch.float32, megatron)
+        build_model(config | {"attention_bias": False, "mlp_bias": False}, world, torch.float32, megatron)
+    megatron = MegatronConfig(recompute_granularity="selective", recompute_modules=("layernorm", "core_attn"))
+    build_model(config, world, torch.float32, megatron)
+
+
 class _Sum(torch.nn.Module):
     """The sum of all log-probs in transformers, parameters under their own names."""
 

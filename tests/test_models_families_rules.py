@@ -23,10 +23,10 @@ from rlhf_megatron.config.schema import DataConfig, MegatronConfig, ModelConfig,
 VPP = "virtual_pipeline_model_parallel_size"
 
 
-def problems(hf_config: dict[str, Any], **layout: int) -> list[str]:
+def problems(hf_config: dict[str, Any], **layout: Any) -> list[str]:
     """Texts without the file's name."""
     run = RunConfig(model=ModelConfig(path="m"), data=DataConfig(max_prompt_length=8, max_response_length=8))
-    megatron = MegatronConfig(**layout)  # type: ignore[arg-type]
+    megatron = MegatronConfig(**layout)
     run = replace(run, actor=replace(run.actor, megatron=megatron))
     return [problem.text.removeprefix("m/config.json: ") for problem in model_problems(run, hf_config)]
 
@@ -64,6 +64,19 @@ def test_layers_must_divide_by_stages_and_chunks() -> None:
     assert problems(five, **stages, virtual_pipeline_model_parallel_size=2) == [
         "num_hidden_layers (5) must be a multiple of actor.megatron.pipeline_model_parallel_size (2); use 1."
     ]
+
+
+def test_an_mlp_with_biases_is_not_recomputed() -> None:
+    selective: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp")}
+    assert problems(BIASED_LLAMA, **selective) == [
+        "mlp_bias (True) and actor.megatron.recompute_modules (['layernorm', 'mlp']) do not go together:"
+        " megatron-core's backward pass through a recomputed MLP with biases does not end; remove mlp, or use"
+        " actor.megatron.recompute_granularity: full."
+    ]
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    assert problems(BIASED_LLAMA, **full) == []
+    assert problems(SMALL_QWEN2, **selective) == []
+    assert problems(BIASED_LLAMA, **selective | {"recompute_modules": ("layernorm", "core_attn")}) == []
 
 
 @pytest.mark.parametrize(

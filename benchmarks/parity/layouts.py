@@ -73,9 +73,10 @@ class Axes:
 
 
 def divides(axes: Axes, hf_config: Mapping[str, Any]) -> bool:
-    """Whether a model of that config.json can be split so."""
+    """Whether a model of that config.json can be split so (and recomputed: megatron-core cannot an MLP with biases)."""
     heads, layers = hf_config["num_key_value_heads"], hf_config["num_hidden_layers"]
-    return heads % axes.tp == 0 and layers % (axes.pp * axes.vpp) == 0
+    is_recomputable = not hf_config.get("mlp_bias") or "mlp" not in axes.megatron.recompute_modules
+    return heads % axes.tp == 0 and layers % (axes.pp * axes.vpp) == 0 and is_recomputable
 
 
 TE: Impl = "transformer_engine"

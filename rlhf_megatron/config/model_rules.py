@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.config.errors import Problem
-from rlhf_megatron.config.layout_rules import VPP, recompute_of_model
+from rlhf_megatron.config.layout_rules import RECOMPUTE, VPP, recompute_of_model
 from rlhf_megatron.config.rope import read_rotary
 from rlhf_megatron.config.rules import LENGTHS, PP, TP
 from rlhf_megatron.config.schema import RunConfig
@@ -77,6 +77,14 @@ def _problems(config: RunConfig, hf_config: Mapping[str, Any]) -> Iterator[Probl
     for key, value in sizes.items():
         if value is None:
             yield _problem(f"{key} ({hf_config.get(key)!r}) must be a positive integer; mend the file.")
+    modules = config.actor.megatron.recompute_modules
+    is_selective = config.actor.megatron.recompute_granularity == "selective"
+    if is_selective and "mlp" in modules and hf_config.get("mlp_bias"):
+        yield _problem(
+            f"mlp_bias (True) and {RECOMPUTE}modules ({list(modules)}) do not go together: megatron-core's backward"
+            f" pass through a recomputed MLP with biases does not end; remove mlp, or use {RECOMPUTE}granularity: full.",
+            f"{RECOMPUTE}modules",
+        )
     yield from _layout(config, {key: value for key, value in sizes.items() if value is not None})
 
 

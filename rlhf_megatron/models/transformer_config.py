@@ -25,7 +25,7 @@ def make_transformer_config(
     Raises ValueError when layers or heads do not divide, and for recomputation that `impl` would ignore.
     """
     _check_divisible(arguments, world.layout)
-    _check_recompute(arguments["num_layers"], world.layout, megatron, impl)
+    _check_recompute(arguments, world.layout, megatron, impl)
     plain = dict(arguments)
     plain["activation_func"] = ACTIVATIONS[plain["activation_func"]]
     return TransformerConfig(
@@ -142,7 +142,7 @@ def _check_divisible(arguments: dict[str, Any], layout: Layout) -> None:
         raise ValueError("; ".join(problems) + ". Use smaller parallel sizes.")
 
 
-def _check_recompute(num_layers: int, layout: Layout, megatron: MegatronConfig, impl: Impl) -> None:
+def _check_recompute(arguments: dict[str, Any], layout: Layout, megatron: MegatronConfig, impl: Impl) -> None:
     """megatron runs past the end of a chunk where uniform groups do not divide it, and ignores what block has over."""
     if megatron.recompute_granularity == "selective":
         if impl == "transformer_engine" and "layernorm" in megatron.recompute_modules:
@@ -151,9 +151,16 @@ def _check_recompute(num_layers: int, layout: Layout, megatron: MegatronConfig, 
                 " transformer_impl transformer_engine, whose norms are part of the linear layers: megatron-core would"
                 " ignore it. Leave it out, or use transformer_impl local."
             )
+        if arguments["add_bias_linear"] and "mlp" in megatron.recompute_modules:
+            # MLP returns its bias: checkpoint takes that parameter for a result of its own and recomputes it for ever.
+            raise ValueError(
+                f"recompute_modules ({', '.join(megatron.recompute_modules)}) must not have mlp for an MLP with biases:"
+                " megatron-core's backward pass would not end. Leave it out, or use full recompute."
+            )
         return
     if megatron.recompute_granularity is None:
         return
+    num_layers: int = arguments["num_layers"]
     in_chunk, group = num_layers // (layout.pp * layout.vpp), megatron.recompute_num_layers
     if not megatron.recompute_method or not group:
         raise ValueError(
