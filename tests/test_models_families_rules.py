@@ -70,7 +70,7 @@ def test_an_mlp_with_biases_is_not_recomputed() -> None:
     selective: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp")}
     assert problems(BIASED_LLAMA, **selective) == [
         "mlp_bias (True) and actor.megatron.recompute_modules (['layernorm', 'mlp']) do not go together:"
-        " megatron-core's backward pass through a recomputed MLP with biases does not end; remove mlp, or use"
+        " megatron-core's backward pass through a recomputed MLP with biases does not end; remove mlp or use"
         " actor.megatron.recompute_granularity: full."
     ]
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

@@ -82,7 +82,7 @@ def _problems(config: RunConfig, hf_config: Mapping[str, Any]) -> Iterator[Probl
     if is_selective and "mlp" in modules and hf_config.get("mlp_bias"):
         yield _problem(
             f"mlp_bias (True) and {RECOMPUTE}modules ({list(modules)}) do not go together: megatron-core's backward"
-            f" pass through a recomputed MLP with biases does not end; remove mlp, or use {RECOMPUTE}granularity: full.",
+            f" pass through a recomputed MLP with biases does not end; remove mlp or use {RECOMPUTE}granularity: full.",
             f"{RECOMPUTE}modules",
         )
     yield from _layout(config, {key: value for key, value in sizes.items() if value is not None})
