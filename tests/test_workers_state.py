@@ -11,6 +11,7 @@ import torch
 import workers_reference as reference
 from dist_pool import DistPool, JobError
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
 from workers_jobs import (
     CONFIG,
     OVERLAPPED,
@@ -112,12 +113,18 @@ def weights_of(results: list[RankResult], layout: dict[str, Any]) -> dict[str, T
     return whole(results, NAME, layout.get("tp", 1), layout.get("dp", 1) * layout.get("cp", 1), "weights")
 
 
+def stored_keys(directory: Path) -> set[str]:
+    """Of all tensors and objects in a checkpoint."""
+    return set(FileSystemReader(directory).read_metadata().state_dict_metadata)
+
+
 def test_a_checkpoint_from_before_the_first_step_goes_on(
     dist_pool: DistPool, state: dict[str, Tensor], tmp_path: Path
 ) -> None:
     common: dict[str, Any] = {"name": NAME, "state": state, "batch": reference.make_batch(), "loss": "sft"}
     through = dist_pool.run(train, num_steps=2, **common)
     dist_pool.run(train, num_steps=0, directory=tmp_path / "fresh", **common)
+    assert not [key for key in stored_keys(tmp_path / "fresh") if "_extra_state" in key], "pickled objects of layers"
     resumed = dist_pool.run(train, num_steps=2, directory=tmp_path / "fresh", is_loading=True, **common)
     expected = whole(through, NAME, 1, 1, "weights")
     assert all(torch.equal(expected[key], w) for key, w in whole(resumed, NAME, 1, 1, "weights").items())

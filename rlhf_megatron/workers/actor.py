@@ -30,6 +30,7 @@ from rlhf_megatron.workers.pack import MicroBatch, pack, token_columns
 from rlhf_megatron.workers.pipeline import run_micro_batches
 
 COLUMNS = token_columns(MiniBatch)
+EXTRA_STATE = "_extra_state"
 
 
 @dataclass(frozen=True)
@@ -142,14 +143,16 @@ class MegatronActor:
         """See `contract.TrainWorker`."""
         loaded = load_sharded(directory, self._state(is_loading=True))
         for index, chunk in enumerate(self.chunks):
-            chunk.module.load_state_dict(loaded[f"model{index}"])
+            mismatch = chunk.module.load_state_dict(loaded[f"model{index}"], strict=False)
+            missing = [name for name in mismatch.missing_keys if not name.endswith(EXTRA_STATE)]
+            assert not missing and not mismatch.unexpected_keys, f"missing {missing}, {mismatch.unexpected_keys}"
         self.optimizer.load_state_dict(loaded["optimizer"], loaded["scheduler"])
 
     def _state(self, is_loading: bool) -> dict[str, Any]:
         """Sharded tensors under names that do not depend on the layout; how they are grouped here is not stored."""
         metadata = {"dp_cp_group": self.world.dp_cp_group}
         model = {
-            f"model{index}": chunk.module.sharded_state_dict(metadata=metadata)
+            f"model{index}": _without_extra_state(chunk.module.sharded_state_dict(metadata=metadata))
             for index, chunk in enumerate(self.chunks)
         }
         return {**model, "optimizer": self.optimizer.sharded_state_dict(model, is_loading)}
@@ -159,3 +162,8 @@ class MegatronActor:
         parameters = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
         is_buffered = self.config.megatron.use_distributed_optimizer
         return [*([] if is_buffered else parameters), *self.optimizer.state_tensors()]
+
+
+def _without_extra_state(state: dict[str, Any]) -> dict[str, Any]:
+    """Linear layers add an object each, which would be stored as a pickle: None, or Transformer Engine's fp8 scales."""
+    return {name: value for name, value in state.items() if not name.endswith(EXTRA_STATE)}
