@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhf_megatron.config.rope import LinearScaling, Llama3Scaling, Rotary, YarnScaling, read_rotary
 from rlhf_megatron.models.families.base import family_for
-from rlhf_megatron.models.rotary import inverse_frequencies, rotary_tables
+from rlhf_megatron.models.rotary import inverse_frequencies, rotary_tables, rotate
 
 HEAD_DIM = 64
 MODELS = {
@@ -101,6 +101,15 @@ def test_ramp_of_yarn_by_hand() -> None:
     torch.testing.assert_close(got, torch.tensor(expected), rtol=1e-6, atol=0)
     cos, _ = rotary_tables(torch.tensor([0]), 16, rotary, torch.float32)
     assert cos[0, 0].tolist() == pytest.approx([0.1 * math.log(8) + 1] * 8, rel=1e-6)
+
+
+def test_gradient_through_rescaled_angles() -> None:
+    """cos and sin are longer than 1 under YaRN: the backward pass turns back, and stretches as well."""
+    rotary = read_rotary({"rope_scaling": {**YARN, "attention_factor": 1.7}})
+    cos, sin = rotary_tables(torch.tensor([0, 3, 50]), 8, rotary, torch.float64)
+    torch.testing.assert_close(cos.square() + sin.square(), torch.full_like(cos, 1.7**2), rtol=1e-6, atol=0)
+    x = torch.randn(3, 2, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda value: rotate(value, cos, sin), (x,))
 
 
 def test_what_is_read() -> None:
