@@ -15,16 +15,15 @@ from rlhf_megatron.checkpoint.random_init import random_source
 from rlhf_megatron.config.load import load_run_config
 from rlhf_megatron.config.schema import MegatronConfig, RunConfig
 from rlhf_megatron.models.families.base import table_for
-from rlhf_megatron.scheduler.check import compare, tiny_files
+from rlhf_megatron.scheduler.check import compare, programs, tiny_files
 from rlhf_megatron.scheduler.check.fold_config import NUM_STEPS, fold_config
 from rlhf_megatron.scheduler.check.fold_layout import UNSHARDED, Folded
 from rlhf_megatron.scheduler.check.fold_model import fold_model, fold_recompute
-from rlhf_megatron.scheduler.check.programs import Finished, ProgramError, run_train
+from rlhf_megatron.scheduler.check.programs import Finished, ProgramError
 
 ONE_RANK = "one_rank"
 TIMEOUT_S = 1800.0  # of one run
 
-Launch = Callable[[Path, Sequence[str], Path, float], Finished]
 Progress = Callable[[str], None]
 
 
@@ -62,7 +61,6 @@ def prove(
     layouts: tuple[Folded, ...],
     directory: Path,
     progress: Progress,
-    launch: Launch = run_train,
 ) -> Proof:
     """Runs everything below `directory`, which is absolute. `hf_config`: of the true model; `layouts`: of this run.
 
@@ -71,7 +69,7 @@ def prove(
     true = config.actor.megatron
     model = fold_model(hf_config, true, layouts)
     layouts = tuple(_with_recompute(folded, true, int(hf_config["num_hidden_layers"])) for folded in layouts)
-    runs = _Runs(config, model, directory, launch, progress)
+    runs = _Runs(config, model, directory, progress)
     first, *others = layouts
     results: list[LayoutResult] = []
     try:
@@ -96,13 +94,10 @@ def _with_recompute(folded: Folded, true: MegatronConfig, num_layers: int) -> Fo
 class _Runs:
     """The runs of one proof: they share model, data and directory."""
 
-    def __init__(
-        self, config: RunConfig, model: Mapping[str, Any], directory: Path, launch: Launch, progress: Progress
-    ) -> None:
+    def __init__(self, config: RunConfig, model: Mapping[str, Any], directory: Path, progress: Progress) -> None:
         self.config = config
         self.model = model
         self.directory = directory
-        self.launch = launch
         self.progress = progress
         self.recorded: Path | None = None
         path = tiny_files.write_model(directory / "model", model)
@@ -162,6 +157,6 @@ class _Runs:
 
     def _train(self, config: Path, words: Sequence[str], run_dir: Path, num_ranks: int) -> Finished:
         self.progress(f"{run_dir.name}: {num_ranks} processes; log: {run_dir}.log")
-        finished = self.launch(config, words, run_dir, TIMEOUT_S)
+        finished = programs.run_train(config, words, run_dir, TIMEOUT_S)
         self.progress(f"{run_dir.name}: done in {finished.seconds:.0f} s")
         return finished

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,6 @@ from rlhf_megatron.checkpoint.random_init import random_hf_tensors
 from rlhf_megatron.checkpoint.safetensors_writer import TensorSpec
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.show import as_yaml
-from rlhf_megatron.data.arithmetic import AdditionParams, addition
-from rlhf_megatron.data.rows import PromptRow
 from rlhf_megatron.data.tokenizer import write_character_tokenizer
 from rlhf_megatron.models.families.base import table_for
 
@@ -40,10 +38,15 @@ def write_reference(directory: Path, hf_config: Mapping[str, Any], seed: int, mo
 def write_prompts(directory: Path, seed: int) -> None:
     """train.jsonl and val.jsonl: additions of one, two and three digits, so that samples have different lengths."""
     draw = random.Random(seed)
-    rows = [row for digits in (1, 2, 3) for row in draw.sample(addition(AdditionParams(digits, 1)).train, 24)]
-    draw.shuffle(rows)
-    _write_rows(directory / "train.jsonl", rows[:NUM_TRAIN])
-    _write_rows(directory / "val.jsonl", rows[NUM_TRAIN : NUM_TRAIN + NUM_HELD_OUT])
+    for name, count in (("train", NUM_TRAIN), ("val", NUM_HELD_OUT)):
+        lines = [json.dumps(_addition(draw, 1 + number % 3)) + "\n" for number in range(count)]
+        (directory / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def _addition(draw: random.Random, num_digits: int) -> dict[str, str]:
+    """A problem as those of the addition task: "07+45=" -> "052"."""
+    a, b = (draw.randrange(10**num_digits) for _ in range(2))
+    return {"prompt": f"{a:0{num_digits}d}+{b:0{num_digits}d}=", "answer": f"{a + b:0{num_digits + 1}d}"}
 
 
 def write_config(directory: Path, config: RunConfig) -> Path:
@@ -51,8 +54,3 @@ def write_config(directory: Path, config: RunConfig) -> Path:
     path = directory / f"{config.trainer.experiment_name}.yaml"
     path.write_text(as_yaml(config), encoding="utf-8")
     return path
-
-
-def _write_rows(path: Path, rows: Sequence[PromptRow]) -> None:
-    lines = [json.dumps({"prompt": row.prompt, "answer": row.label}) + "\n" for row in rows]
-    path.write_text("".join(lines), encoding="utf-8")
