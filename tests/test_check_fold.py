@@ -71,9 +71,8 @@ def test_differences_say_everything_that_was_folded() -> None:
     assert shape.differences == (
         "tp is 2 instead of 4",
         "dp is 1 instead of 4",
-        "overlap_param_gather is off: it needs two ranks with the same shard",
-        "overlap_grad_reduce is off: it needs two ranks with the same shard",
-        "use_distributed_optimizer is off: it needs two ranks with the same shard",
+        "use_distributed_optimizer and overlap_grad_reduce and overlap_param_gather off, for want of two ranks with the"
+        " same shard",
     )
     assert replicas.differences == ("tp is 2 instead of 4", "pp is 2 instead of 4", "dp is 2 instead of 4")
     assert replicas.megatron.overlap_param_gather and not shape.megatron.use_distributed_optimizer

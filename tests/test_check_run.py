@@ -146,6 +146,14 @@ def test_bad_input(words: tuple[str, ...], code: int, message: str, tmp_path: Pa
     assert message in result.console and "Traceback" not in result.console
 
 
+def test_a_directory_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("mine")
+    result = check(tmp_path / "out", "configs/quickstart.yaml", "--no-run")
+    assert result.exit_code == 1 and "holds something else than a former check; name another" in result.console
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "mine.txt"]
+
+
 def test_a_run_that_fails_is_told_with_its_last_words_and_its_logs(tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("model: {path: gone}\n")
     with pytest.raises(ProgramError) as error:

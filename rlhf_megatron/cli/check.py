@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rlhf_megatron.scheduler.check.proof import Proof
 
 ROWS_SHOWN = 10  # figures over the bar
+FORMER = "shape.yaml"  # stands in the directory of a check that was interrupted
 
 
 def check(args: argparse.Namespace) -> int:
@@ -39,7 +40,8 @@ def check(args: argparse.Namespace) -> int:
     _check_parts(loaded.config)
     layout = _layout(loaded.config)
     print(f"configuration  {args.config}: ok ({layout}, {layout.world_size} ranks)", flush=True)
-    certificate, directory = _certificate(args, loaded.config, hf_config, str(layout), layout.world_size)
+    directory = _directory(args, loaded.config)
+    certificate = _certificate(args, loaded.config, hf_config, directory)
 
     from rlhf_megatron.scheduler.check import certificate as certificates
 
@@ -79,8 +81,8 @@ def _layout(config: RunConfig):  # type: ignore[no-untyped-def]
 
 
 def _certificate(
-    args: argparse.Namespace, config: RunConfig, hf_config: dict[str, Any], layout: str, num_ranks: int
-) -> tuple[Certificate, Path]:
+    args: argparse.Namespace, config: RunConfig, hf_config: dict[str, Any], directory: Path
+) -> Certificate:
     from rlhf_megatron.parallel.prepare import prepare_megatron
 
     prepare_megatron()
@@ -91,10 +93,10 @@ def _certificate(
 
     memory = memory_table.plan(config, hf_config)
     _print_memory(memory)
-    directory = _directory(args, config)
-    proof = None
+    _make_directory(directory)
+    layout, proof = _layout(config), None
     if not args.no_run:
-        layouts = fold_layouts(config.actor.megatron, num_ranks, args.max_processes)
+        layouts = fold_layouts(config.actor.megatron, layout.world_size, args.max_processes)
         for folded in layouts:
             differences = "; ".join(folded.differences) or "as in the run"
             print(f"layout         {folded.name}: {folded.num_ranks} processes ({differences})", flush=True)
@@ -103,13 +105,13 @@ def _certificate(
         command=shlex.join(["rlhf-megatron", *_words(args)]),
         config=str(args.config),
         overrides=tuple(args.overrides),
-        layout=layout,
-        num_ranks=num_ranks,
+        layout=str(layout),
+        num_ranks=layout.world_size,
         has_files=not args.no_files,
         notes=_notes(config),
         memory=memory,
         proof=proof,
-    ), directory
+    )
 
 
 def _words(args: argparse.Namespace) -> list[str]:
@@ -120,17 +122,23 @@ def _words(args: argparse.Namespace) -> list[str]:
 
 
 def _directory(args: argparse.Namespace, config: RunConfig) -> Path:
-    """A new directory; a former one is moved aside."""
+    """Where the certificate goes. Raises ValueError for a directory that holds something else than a former check."""
+    path: Path = args.out or Path(config.trainer.default_local_dir) / f"{config.trainer.experiment_name}-check"
+    path = path.absolute()
+    is_former = (path / FORMER).is_file() or (path / "certificate.json").is_file()
+    if path.exists() and not is_former and (path.is_file() or any(path.iterdir())):
+        raise ValueError(f"{path} holds something else than a former check; name another directory with --out.")
+    return path
+
+
+def _make_directory(path: Path) -> None:
+    """New and empty; a former one is moved aside."""
     from rlhf_megatron.scheduler.run_dir import fresh_run_dir
 
-    path = args.out
-    if path is None:
-        path = Path(config.trainer.default_local_dir) / f"{config.trainer.experiment_name}-check"
-    directory, moved = fresh_run_dir(str(path.absolute().parent), path.absolute().name)
+    directory, moved = fresh_run_dir(str(path.parent), path.name)
     (directory / "logs").rmdir()  # each run has its own
     if moved is not None:
         print(f"{path} held a former check; it is {moved} now")
-    return directory
 
 
 def _notes(config: RunConfig) -> tuple[str, ...]:

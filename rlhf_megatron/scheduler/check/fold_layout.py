@@ -76,24 +76,26 @@ def _folded(name: str, megatron: MegatronConfig, dp: int, true: MegatronConfig, 
     ]
     if dp != true_dp:
         differences.append(f"dp is {dp} instead of {true_dp}")
-    for key, value, why in _impossible(megatron, dp):
-        if getattr(megatron, key) != value:
-            differences.append(f"{key} is off: it needs {why}")
-            megatron = _changed(megatron, key, value)
+    for names, off, needed in _impossible(megatron, dp):
+        is_on = [key for key in names if getattr(megatron, key) != off]
+        if is_on:
+            differences.append(f"{' and '.join(is_on)} off, for want of {needed}")
+        for key in is_on:
+            megatron = _changed(megatron, key, off)
     return Folded(name, megatron, dp, tuple(differences))
 
 
-def _impossible(megatron: MegatronConfig, dp: int) -> list[tuple[str, bool | None, str]]:
-    """(setting, its value when off, what it needs) of what a smaller layout cannot have."""
-    off: list[tuple[str, bool | None, str]] = []
+def _impossible(megatron: MegatronConfig, dp: int) -> list[tuple[tuple[str, ...], bool | None, str]]:
+    """(settings, their value when off, what they need) of what a smaller layout cannot have."""
+    found: list[tuple[tuple[str, ...], bool | None, str]] = []
     if megatron.pipeline_model_parallel_size == 1:
-        off.append(("virtual_pipeline_model_parallel_size", None, "two pipeline stages"))
+        found.append((("virtual_pipeline_model_parallel_size",), None, "two pipeline stages"))
     if megatron.tensor_model_parallel_size == 1:
-        off.append(("sequence_parallel", False, "two tensor-parallel ranks"))
+        found.append((("sequence_parallel",), False, "two tensor-parallel ranks"))
     if dp * megatron.context_parallel_size == 1:
-        names = ("overlap_param_gather", "overlap_grad_reduce", "use_distributed_optimizer")
-        off += [(name, False, "two ranks with the same shard") for name in names]
-    return off
+        names = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
+        found.append((names, False, "two ranks with the same shard"))
+    return found
 
 
 def _changed(megatron: MegatronConfig, name: str, value: Any) -> MegatronConfig:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.checkpoint.random_init import random_source
+from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import load_run_config
 from rlhf_megatron.config.schema import MegatronConfig, RunConfig
 from rlhf_megatron.models.families.base import table_for
@@ -152,7 +153,10 @@ class _Runs:
         path = tiny_files.write_config(
             self.directory, fold_config(self.config, megatron, num_ranks, name, self.directory)
         )
-        load_run_config(path)  # a rule that it breaks is a mistake of the folding, found before processes start
+        try:
+            load_run_config(path)
+        except ConfigError as error:
+            raise AssertionError(f"the folded configuration {path} breaks a rule: {error}") from error
         return path
 
     def _train(self, config: Path, words: Sequence[str], run_dir: Path, num_ranks: int) -> Finished:
