@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf_megatron.config.errors import ConfigError
+from rlhf_megatron.config.keys import leaf_keys, value_of
 from rlhf_megatron.config.load import load_run_config
 from rlhf_megatron.config.schema import RunConfig
-from rlhf_megatron.config.show import as_yaml
+from rlhf_megatron.config.show import as_text, as_yaml
 from rlhf_megatron.config.validate import check_world_size
 
 CONTROLLER_ENV = "RLHF_MEGATRON_RUN_DIR"  # set in the controller's environment: where the run goes
@@ -124,6 +125,7 @@ def _host(args: argparse.Namespace, config: RunConfig, resolved: str) -> int:
         run_dir / "logs",
         _deadlines(config),
         backend=_backend(config),
+        settings=[f"{key}: {as_text(value_of(config, key))}" for key in leaf_keys(RunConfig)],
     )
 
 

@@ -1,22 +1,30 @@
 """torch.distributed.run, with the run's own exit code and without the noise: `python -m rlhf_megatron.runtime.agent`.
 
 torchrun exits with 1 and prints a table whatever a rank's exit code was; the controller has said what went wrong.
-On one machine (--standalone) the control channel's secret is drawn here and gloo keeps to the loopback interface.
+On one machine (--standalone) the control channel's secret is drawn here and gloo keeps to the loopback interface. On
+several, gloo takes the interface that leads to node 0, and an agent ends when another has (`runtime.nodes`).
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import sys
 from collections.abc import Sequence
 
-from torch.distributed import DistNetworkError, DistStoreError
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import parse_args, run
+# Read when torch is imported. A store that goes away is an ordinary end here, no reason for a stack trace in C++.
+_LOG_LEVEL_ENV = "TORCH_CPP_LOG_LEVEL"
+_HAS_LOG_LEVEL = _LOG_LEVEL_ENV in os.environ
+os.environ.setdefault(_LOG_LEVEL_ENV, "ERROR")
 
-from rlhf_megatron.runtime.channel import SECRET_ENV, SECRET_FILE_ENV, new_secret
+from torch.distributed import DistNetworkError, DistStoreError  # noqa: E402
+from torch.distributed.elastic.multiprocessing.api import SignalException  # noqa: E402
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: E402
+from torch.distributed.run import parse_args, run  # noqa: E402
+
+from rlhf_megatron.runtime.channel import SECRET_ENV, SECRET_FILE_ENV, new_secret  # noqa: E402
+from rlhf_megatron.runtime.nodes import OtherNodes, interface_towards  # noqa: E402
 
 ELASTIC = "torch.distributed.elastic"
 USAGE_EXIT_CODE = 2
@@ -27,11 +35,28 @@ def main(arguments: Sequence[str]) -> int:
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(ELASTIC):  # each of them has a level of its own
             logging.getLogger(name).setLevel(logging.CRITICAL)
+    if not _HAS_LOG_LEVEL:
+        del os.environ[_LOG_LEVEL_ENV]  # it is for this process, not for the ranks
     parsed = parse_args(list(arguments))
+    others = None
     if parsed.standalone:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if SECRET_FILE_ENV not in os.environ:
             os.environ[SECRET_ENV] = new_secret()
+    else:
+        if interface := interface_towards(parsed.master_addr):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        others = OtherNodes(parsed.master_addr, parsed.master_port, parsed.node_rank)
+    code = _run(parsed)
+    if others is not None:
+        others.leave(code)
+        if others.ended is not None:
+            reason, code = others.ended
+            sys.stderr.write(f"{reason} before this run was over; the output there says why.\n")
+    return code
+
+
+def _run(parsed: argparse.Namespace) -> int:
     try:
         run(parsed)
     except ChildFailedError as error:

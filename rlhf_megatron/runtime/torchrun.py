@@ -13,6 +13,7 @@ nodes on a private network.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import signal
@@ -31,6 +32,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.runtime import channel, registration
 from rlhf_megatron.runtime.host import Activity, BuildRoles
@@ -42,11 +44,13 @@ from rlhf_megatron.runtime.service import Service, serve
 logger = logging.getLogger(__name__)
 
 STOP_GRACE_S = 15.0  # for the controller to clean up after a signal
+SIGNAL_SKEW_S = 3.0  # within it a signal that is meant for all processes has reached the controller as well
 EXIT_CODE_POLL_S = 0.1
 COLLECTIVE_SLACK_S = 120.0  # a call's deadline comes before the deadline of the collective that it is stuck in
 _LISTENER_ENV = "RLHF_MEGATRON_CONTROL_FD"
 _PARENT_ENV = "RLHF_MEGATRON_CONTROL_PARENT"
 _ADDRESS, _SECRET, _EXIT_CODE = "control/address", "control/secret", "control/exit_code"  # keys in the store
+_SETTINGS = "control/settings"
 _RANK_ENV = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ROLE_", "GROUP_")
 
 
@@ -80,13 +84,15 @@ def run_host(
     deadlines: Deadlines,
     backend: str = "gloo",
     pool: str = "actor",
+    settings: Sequence[str] = (),
 ) -> int:
     """The life of a rank under torchrun. Returns the exit code of the process: the controller's.
 
     Rank 0 starts the controller as `python controller_arguments`; that program calls `run_controller`. From then on
-    this process writes to log_dir/rank<N>.log. `backend`: of the pool's process group. Call it before CUDA is used.
+    this process writes to log_dir/rank<N>.log. `backend`: of the pool's process group. `settings`: "key: value" lines
+    that all ranks must have alike. Call it before CUDA is used.
 
-    Raises ValueError when torchrun's number of ranks is not the layout's.
+    Raises ValueError when torchrun's number of ranks is not the layout's, ConfigError when settings differ.
     """
     rank = int(os.environ["RANK"])
     if (world_size := int(os.environ["WORLD_SIZE"])) != layout.world_size:
@@ -96,12 +102,14 @@ def run_host(
         )
     die_with_parent(signal.SIGTERM if rank == 0 else signal.SIGKILL)
     store = _rendezvous_store("control", deadlines.startup_s)
+    _agree(store, rank, settings)
     secret = channel.given_secret(os.environ)
     os.environ.pop(channel.SECRET_ENV, None)
     if rank == 0:
         exit_code = _start_controller(store, secret, controller_arguments)
     else:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # also in the middle of a collective
+        on_signals([signal.SIGTERM], _leave_after_the_controller)
         exit_code = _exit_code_from(store)
     name = where(pool, layout, rank)
     host, _, port = store.get(_ADDRESS).decode().rpartition(":")  # rank 0 has made the run directory when this is set
@@ -166,6 +174,26 @@ def _rendezvous_store(prefix: str, timeout_s: float) -> dist.Store:
     return dist.PrefixStore(f"rlhf_megatron/{attempt}/{prefix}", store)
 
 
+def _agree(store: dist.Store, rank: int, settings: Sequence[str]) -> None:
+    """Nodes read files of their own, which may differ; rank 0's are the run's."""
+    if rank == 0:
+        store.set(_SETTINGS, "\0".join(settings))
+        return
+    if not settings:
+        return
+    theirs = bytes(store.get(_SETTINGS)).decode().split("\0")
+    pairs = itertools.zip_longest(settings, theirs, fillvalue="nothing")
+    different = [f"{ours} here, but {other} on rank 0" for ours, other in pairs if ours != other]
+    if different:
+        raise ConfigError([f"{line}; start all nodes with the same files and arguments." for line in different])
+
+
+def _leave_after_the_controller(number: int) -> None:
+    """A job that is told to stop is told so everywhere: the controller must not take this host for lost first."""
+    time.sleep(SIGNAL_SKEW_S)
+    os._exit(128 + number)
+
+
 def _start_controller(store: dist.Store, secret: bytes | None, arguments: Sequence[str]) -> Callable[[], int]:
     """Start it, publish where it listens, pass signals on to it. Returns a function that waits for its exit code."""
     is_single_node = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
@@ -200,6 +228,8 @@ def _start_controller(store: dist.Store, secret: bytes | None, arguments: Sequen
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOP_GRACE_S + 1)
         process.kill()
+        if not is_single_node:  # until the others have read the exit code
+            time.sleep(5 * EXIT_CODE_POLL_S)
         os._exit(128 + number)
 
     on_signals([signal.SIGTERM, signal.SIGINT], stop)

@@ -1,0 +1,83 @@
+"""Several nodes under torchrun: the interface that leads to node 0, and how each agent learns that another has ended.
+
+torchrun's static rendezvous tells no node of another's end. A rank that is connected to the controller is missed at
+once; before that its node would be waited for until the deadline of the start. So an agent that fails leaves a word in
+node 0's store, and all look there; that the store itself is gone means that node 0 has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import socket
+import struct
+import threading
+from datetime import timedelta
+
+from torch.distributed import TCPStore
+
+POLL_S = 1.0
+GRACE_S = 10.0  # for the ranks to end by themselves: the controller says more than an agent can
+_CONNECT_S = 600.0
+_ENDED = "rlhf_megatron/ended"  # key in the store: "<node> <exit code>"
+_SIOCGIFADDR = 0x8915
+
+
+def interface_towards(address: str) -> str | None:
+    """The network interface through which this machine reaches `address`; None where that cannot be told (IPv6)."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # sends nothing
+            own: str = probe.getsockname()[0]
+            if own.startswith("127."):
+                return "lo"
+            for _, name in socket.if_nameindex():
+                with contextlib.suppress(OSError):  # an interface without an address
+                    request = struct.pack("256s", name.encode())
+                    found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24]
+                    if socket.inet_ntoa(found) == own:
+                        return name
+    except OSError:  # the rendezvous will say what is wrong with the address
+        return None
+    return None
+
+
+class OtherNodes:
+    """Watches them from an agent, in a thread, and ends this process when another node has ended and it has not."""
+
+    def __init__(self, address: str, port: int, node: int) -> None:
+        self.ended: tuple[str, int] | None = None  # which one, with the exit code that is to be this agent's too
+        self._place, self._node = (address, port), node
+        self._store: TCPStore | None = None
+        self._is_over = threading.Event()
+        threading.Thread(target=self._watch, name="other nodes", daemon=True).start()
+
+    def leave(self, exit_code: int) -> None:
+        """This node's run is over."""
+        self._is_over.set()
+        if exit_code != 0 and self._node != 0 and self._store is not None and self.ended is None:
+            with contextlib.suppress(RuntimeError):  # node 0 was first
+                self._store.set(_ENDED, f"{self._node} {exit_code}")
+
+    def _watch(self) -> None:
+        with contextlib.suppress(RuntimeError):  # no rendezvous: the agent says so
+            self._store = TCPStore(
+                *self._place, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S)
+            )
+            ended = self._first_to_end(self._store)
+            if not self._is_over.wait(GRACE_S):
+                self.ended = ended
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def _first_to_end(self, store: TCPStore) -> tuple[str, int]:
+        try:
+            while not self._is_over.wait(POLL_S) and not store.check([_ENDED]):
+                pass
+            if self._is_over.is_set():
+                return ("", 0)
+            node, code = store.get(_ENDED).decode().split()
+            return (f"node {node} ended with exit code {code}", int(code))
+        except RuntimeError:
+            return ("node 0 has ended", 1)
