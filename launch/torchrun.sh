@@ -15,7 +15,9 @@
 # RLHF_MEGATRON_SECRET_FILE   file with at least 32 random characters, mode 0600, the same on all machines: the secret of
 #                 the control channel. Without it the secret is drawn for the run and passed through torch's rendezvous.
 #
-# Exits with the run's exit code, on every machine.
+# GLOO_SOCKET_IFNAME   network interface of gloo (the loopback on one machine, on several the one that leads to MASTER_ADDR)
+#
+# Exits with the run's exit code, on every machine. launch/slurm.sbatch starts this on the nodes of a Slurm job.
 set -euo pipefail
 
 if [[ $# -lt 1 || $1 == -* ]]; then
