@@ -1,6 +1,6 @@
 """The axis list: every layout that is compared with the unsharded reference. A new one is one line here.
 
-A family is left out of a layout by which its heads or layers do not divide; every other cell is run.
+A family is left out of a layout that it cannot have (`divides`); every other cell is run.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def is_possible(axes: Axes) -> bool:
 def cover(families: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Axes]]:
     """Cells (family, layout) in which every two values of VALUES and `families` meet that can in COVER_RANKS ranks.
 
-    But for families and ways of recomputing: what is recomputed knows nothing of a family.
+    But for families and ways of recomputing: that would double the cells, and what is recomputed is the same code.
     """
 
     def axes_of(cell: Cell) -> Axes:
