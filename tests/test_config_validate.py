@@ -151,7 +151,7 @@ def test_without_provenance_what_differs_from_the_default_is_set(run_file: Path)
         ({"max_position_embeddings": 9}, [], "max_position_embeddings (9) must cover data.max_prompt_length + max_response_length (6 + 4 = 10); shorten one by 1."),
         ({"hidden_size": 130}, [], "hidden_size (130) must be a multiple of num_attention_heads (4)."),
         ({"vocab_size": "32"}, [], "vocab_size ('32') must be a positive integer; mend the file."),
-        ({"model_type": "llama", "attention_bias": True}, [], "attention_bias (True) is not supported; it must be False"),
+        ({"model_type": "qwen3", "attention_bias": True}, [], "attention_bias (True) is not supported; it must be False"),
         ({"model_type": "llama", "rope_scaling": {"rope_type": "dynamic", "factor": 8.0}}, [], "rotary embeddings of type 'dynamic' are not supported"),
         ({"rope_parameters": {"rope_type": "longrope"}}, [], "rotary embeddings of type 'longrope' are not supported"),
         ({"hidden_act": "gelu"}, [], "hidden_act ('gelu') is not supported; it must be 'silu'"),

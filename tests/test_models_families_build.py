@@ -46,6 +46,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama, linear": {**LLAMA, "rope_scaling": {"type": "linear", "factor": 4.0}},
     "llama, 3 heads": {**LLAMA, **THREE_KV_HEADS, "head_dim": 10},
     "llama, biased": {**LLAMA, "attention_bias": True, "mlp_bias": True},
+    "llama, biased attention": {**LLAMA, "attention_bias": True},
+    "llama, biased MLP": {**LLAMA, "mlp_bias": True},
     "qwen3, yarn": {**COMMON, "model_type": "qwen3", "head_dim": 12, "rope_scaling": YARN},
 }
 
@@ -114,8 +116,11 @@ def test_rescaling_counts(world: World, name: str) -> None:
     assert (scaled - plain).abs().max() > 0.01
 
 
-def test_every_bias_has_a_gradient_as_in_transformers(world: World) -> None:
-    config = MODELS["llama, biased"]
+@pytest.mark.parametrize(
+    "name, num_biases", [("llama, biased", 7), ("llama, biased attention", 4), ("llama, biased MLP", 3)]
+)
+def test_every_bias_has_a_gradient_as_in_transformers(world: World, name: str, num_biases: int) -> None:
+    config = MODELS[name]
     state = random_state(config)
     model = built(config, state, world)
     ours(model).sum().backward()
@@ -126,7 +131,7 @@ def test_every_bias_has_a_gradient_as_in_transformers(world: World) -> None:
         got |= {hf.name: part for hf, part in zip(rule.hf, parts, strict=True)}
     leaves = {name: tensor.double().requires_grad_() for name, tensor in state.items()}
     torch.func.functional_call(_Sum(config), leaves, ()).backward()
-    assert sum(name.endswith("bias") for name in got) == 2 * 7
+    assert sum(name.endswith("bias") for name in got) == 2 * num_biases
     for name, leaf in leaves.items():
         assert leaf.grad.norm() > 0
         error = (got[name] - leaf.grad).norm() / leaf.grad.norm()
@@ -140,7 +145,8 @@ def test_recomputing_an_mlp_with_biases_is_refused(world: World) -> None:
         megatron = MegatronConfig(recompute_granularity="selective", recompute_modules=modules)
         with pytest.raises(ValueError, match="must not have mlp for an MLP with biases"):
             build_model(config, world, torch.float32, megatron)
-        build_model(config | {"attention_bias": False, "mlp_bias": False}, world, torch.float32, megatron)
+        for change in ({"attention_bias": False, "mlp_bias": False}, {"mlp_bias": False}):
+            build_model(config | change, world, torch.float32, megatron)
     megatron = MegatronConfig(recompute_granularity="selective", recompute_modules=("layernorm", "core_attn"))
     build_model(config, world, torch.float32, megatron)
 

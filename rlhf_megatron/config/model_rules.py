@@ -45,13 +45,6 @@ def unsupported(hf_config: Mapping[str, Any]) -> Iterator[str]:
         value = hf_config.get(key, only)
         if value != only and value is not None:
             yield f"{key} ({value!r}) is not supported; it must be {only!r}: choose another model."
-    attention, mlp = (bool(hf_config.get(key)) for key in ("attention_bias", "mlp_bias"))
-    if hf_config["model_type"] == "llama" and attention != mlp:
-        key, other = ("attention_bias", "mlp_bias") if attention else ("mlp_bias", "attention_bias")
-        yield (
-            f"{key} (True) is not supported; it must be False, as {other} is, or both must be True: megatron-core has"
-            " one switch for the biases behind attention and in the MLP. Choose another model."
-        )
     kinds = sorted(set(hf_config.get("layer_types") or ()) - {"full_attention"})
     if kinds:
         yield f"layer_types {kinds} are not supported; only full_attention is: choose another model."

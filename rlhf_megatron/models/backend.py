@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 
 from rlhf_megatron.models.attention import PackedAttention
 from rlhf_megatron.models.norm import RMSNorm
-from rlhf_megatron.models.table import Impl
+from rlhf_megatron.models.table import Impl, Part
 from rlhf_megatron.models.te_names import TorchSpecProvider
 
 
@@ -38,13 +39,36 @@ def resolve_impl(transformer_impl: Literal["auto", "local", "transformer_engine"
     return transformer_impl
 
 
-def layer_spec(impl: Impl, has_qk_norm: bool, device: torch.device) -> tuple[Any, Any]:
-    """(spec of a layer, class of the final norm). Attention is ours in all: it does positions and document borders."""
+def layer_spec(impl: Impl, has_qk_norm: bool, device: torch.device, unbiased: Part | None = None) -> tuple[Any, Any]:
+    """(spec of a layer, class of the final norm). Attention is ours in all: it does positions and document borders.
+
+    `unbiased`: the part of a layer whose linear layers have no bias whatever `add_bias_linear` says.
+    """
+    layer, final_norm = _layer_and_norm(impl, has_qk_norm, device)
+    if unbiased is not None:
+        linears = getattr(layer.submodules, unbiased).submodules
+        for name in ("linear_qkv", "linear_proj") if unbiased == "self_attention" else ("linear_fc1", "linear_fc2"):
+            setattr(linears, name, _without_bias(getattr(linears, name)))
+    return layer, final_norm
+
+
+def _layer_and_norm(impl: Impl, has_qk_norm: bool, device: torch.device) -> tuple[Any, Any]:
     if impl == "local":
         return _local(has_qk_norm), RMSNorm
     if device.type == "cuda":
         return _transformer_engine(has_qk_norm)
     return _torch_under_its_names(has_qk_norm), RMSNorm
+
+
+@functools.cache
+def _without_bias(linear: Any) -> Any:
+    """`linear`, one of megatron's classes, that has no bias where it is asked for one."""
+
+    class WithoutBias(linear):  # type: ignore[misc]
+        def __init__(self, *sizes: int, bias: bool, **options: Any) -> None:
+            super().__init__(*sizes, bias=False, **options)
+
+    return WithoutBias
 
 
 def _local(has_qk_norm: bool) -> Any:

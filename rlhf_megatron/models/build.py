@@ -51,10 +51,12 @@ def build_model(
     megatron = megatron or MegatronConfig()
     impl = resolve_impl(megatron.transformer_impl, world.device)
     family = family_for(hf_config)
-    config = make_transformer_config(family.transformer_arguments(hf_config), world, dtype, megatron, impl)
+    gpt_arguments = family.gpt_arguments(hf_config)
+    arguments = family.transformer_arguments(hf_config)
+    has_mlp_bias = arguments["add_bias_linear"] and gpt_arguments["unbiased"] != "mlp"
+    config = make_transformer_config(arguments, world, dtype, megatron, impl, has_mlp_bias)
     vocab_size = int(hf_config["vocab_size"])
     padded = padded_vocab_size(vocab_size, world.layout.tp)
-    gpt_arguments = family.gpt_arguments(hf_config)
     return MegatronModel(
         chunks=[_build_chunk(config, impl, world, padded, gpt_arguments, index) for index in range(world.layout.vpp)],
         transformer_config=config,
@@ -71,10 +73,10 @@ def _build_chunk(
 ) -> torch.nn.Module:
     """The `index`-th chunk of this rank: virtual stage index x pp + the rank's own stage."""
     arguments = dict(gpt_arguments)
-    rotary = arguments.pop("rotary")
+    rotary, unbiased = arguments.pop("rotary"), arguments.pop("unbiased")
     vp_stage = index if world.layout.vpp > 1 else None
     has_head = world.is_last_stage and index == world.layout.vpp - 1
-    layer, final_norm = layer_spec(impl, config.qk_layernorm, world.device)
+    layer, final_norm = layer_spec(impl, config.qk_layernorm, world.device, unbiased)
     num_layers = get_num_layers_to_build(config, vp_stage, world.coordinates.pp)
     model = GPTModel(
         config,

@@ -22,6 +22,9 @@ Owner = Literal["embedding", "layer", "head"]
 Impl = Literal["local", "transformer_engine"]
 """Whose names the modules of a Megatron model have. Tables, and files on disk, are made under the "local" ones."""
 
+Part = Literal["self_attention", "mlp"]
+"""Of a layer, under megatron-core's names."""
+
 _FUSED_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",

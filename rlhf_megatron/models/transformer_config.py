@@ -18,14 +18,19 @@ ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gel
 
 
 def make_transformer_config(
-    arguments: dict[str, Any], world: World, dtype: torch.dtype, megatron: MegatronConfig, impl: Impl
+    arguments: dict[str, Any],
+    world: World,
+    dtype: torch.dtype,
+    megatron: MegatronConfig,
+    impl: Impl,
+    has_mlp_bias: bool,
 ) -> TransformerConfig:
     """`arguments`: a family's `transformer_arguments`. Of `megatron` only recompute_* is read: `world` has the sizes.
 
     Raises ValueError when layers or heads do not divide, and for recomputation that `impl` would ignore.
     """
     _check_divisible(arguments, world.layout)
-    _check_recompute(arguments, world.layout, megatron, impl)
+    _check_recompute(arguments["num_layers"], world.layout, megatron, impl, has_mlp_bias)
     plain = dict(arguments)
     plain["activation_func"] = ACTIVATIONS[plain["activation_func"]]
     return TransformerConfig(
@@ -142,7 +147,7 @@ def _check_divisible(arguments: dict[str, Any], layout: Layout) -> None:
         raise ValueError("; ".join(problems) + ". Use smaller parallel sizes.")
 
 
-def _check_recompute(arguments: dict[str, Any], layout: Layout, megatron: MegatronConfig, impl: Impl) -> None:
+def _check_recompute(num_layers: int, layout: Layout, megatron: MegatronConfig, impl: Impl, has_mlp_bias: bool) -> None:
     """megatron runs past the end of a chunk where uniform groups do not divide it, and ignores what block has over."""
     if megatron.recompute_granularity == "selective":
         if impl == "transformer_engine" and "layernorm" in megatron.recompute_modules:
@@ -151,7 +156,7 @@ def _check_recompute(arguments: dict[str, Any], layout: Layout, megatron: Megatr
                 " transformer_impl transformer_engine, whose norms are part of the linear layers: megatron-core would"
                 " ignore it. Leave it out, or use transformer_impl local."
             )
-        if arguments["add_bias_linear"] and "mlp" in megatron.recompute_modules:
+        if has_mlp_bias and "mlp" in megatron.recompute_modules:
             # MLP returns its bias: checkpoint takes that parameter for a result of its own and recomputes it for ever.
             raise ValueError(
                 f"recompute_modules ({', '.join(megatron.recompute_modules)}) must not have mlp for an MLP with biases:"
@@ -160,7 +165,6 @@ def _check_recompute(arguments: dict[str, Any], layout: Layout, megatron: Megatr
         return
     if megatron.recompute_granularity is None:
         return
-    num_layers: int = arguments["num_layers"]
     in_chunk, group = num_layers // (layout.pp * layout.vpp), megatron.recompute_num_layers
     if not megatron.recompute_method or not group:
         raise ValueError(

@@ -28,8 +28,9 @@ class Family:
     transformer_arguments: Callable[[HFConfig], dict[str, Any]]
     """Keyword arguments of megatron-core's TransformerConfig, plain values; `activation_func` is a name ("silu")."""
     gpt_arguments: Callable[[HFConfig], dict[str, Any]]
-    """Keyword arguments of megatron-core's GPTModel, apart from config, spec, vocab_size and the stage flags; and
-    `rotary`, a models.rotary.Rotary, which is for our attention."""
+    """Keyword arguments of megatron-core's GPTModel, apart from config, spec, vocab_size and the stage flags; and what
+    models.build reads itself: `rotary`, a models.rotary.Rotary, for our attention; `unbiased`, the part of a layer that
+    has no biases though `add_bias_linear` is on, which megatron-core takes for both parts, or None."""
     table: Callable[[HFConfig, int], tuple[Rule, ...]]
     """(hf_config, padded_vocab_size) -> the weight table, in the order in which a forward pass meets the tensors."""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlhf_megatron.config.rope import Rotary, read_rotary
 from rlhf_megatron.models.families.base import Family, HFConfig, refuse_unsupported, require_int
-from rlhf_megatron.models.table import HFTensor, Owner, Rule, Split
+from rlhf_megatron.models.table import HFTensor, Owner, Part, Rule, Split
 
 Kind = Literal["weight", "bias"]
 
@@ -34,7 +34,8 @@ class DenseModel:
     is_tied: bool
     has_qk_norm: bool
     has_qkv_bias: bool
-    has_linear_bias: bool  # of every other matrix in a layer
+    has_proj_bias: bool  # of the matrix behind attention
+    has_mlp_bias: bool
 
 
 def read_dense_model(
@@ -44,7 +45,8 @@ def read_dense_model(
     max_positions: int,
     has_qk_norm: bool = False,
     has_qkv_bias: bool = False,
-    has_linear_bias: bool = False,
+    has_proj_bias: bool = False,
+    has_mlp_bias: bool = False,
 ) -> DenseModel:
     """Dimensions from config.json. `head_dim` and `max_positions` are the family's defaults for keys that are missing
     or null; head_dim None means hidden_size / heads. Raises ValueError for what its family does not implement."""
@@ -70,7 +72,8 @@ def read_dense_model(
         is_tied=bool(hf_config.get("tie_word_embeddings", False)),
         has_qk_norm=has_qk_norm,
         has_qkv_bias=has_qkv_bias,
-        has_linear_bias=has_linear_bias,
+        has_proj_bias=has_proj_bias,
+        has_mlp_bias=has_mlp_bias,
     )
 
 
@@ -98,16 +101,20 @@ def _transformer_arguments(model: DenseModel) -> dict[str, Any]:
         "qk_layernorm": model.has_qk_norm,
         "gated_linear_unit": True,
         "activation_func": "silu",
-        "add_bias_linear": model.has_linear_bias,
+        "add_bias_linear": model.has_proj_bias or model.has_mlp_bias,
         "add_qkv_bias": model.has_qkv_bias,
     }
 
 
 def _gpt_arguments(model: DenseModel) -> dict[str, Any]:
-    """Keyword arguments of GPTModel, and `rotary`."""
+    """Keyword arguments of GPTModel, and what models.build reads itself."""
+    unbiased: Part | None = None
+    if model.has_proj_bias != model.has_mlp_bias:
+        unbiased = "mlp" if model.has_proj_bias else "self_attention"
     return {
         "max_sequence_length": model.max_positions,
         "rotary": model.rotary,
+        "unbiased": unbiased,
         "share_embeddings_and_output_weights": model.is_tied,
     }
 
@@ -145,9 +152,10 @@ def _layer_rules(model: DenseModel, layer: int) -> list[Rule]:
         ]
     if model.has_qkv_bias:
         qkv_bias = [_qkv_rule(model, layer, "bias")]
-    if model.has_linear_bias:
+    if model.has_proj_bias:
         # Of matrices that tp splits by columns: every rank has the whole bias, added after the sum over ranks.
         proj_bias = [plain("self_attention.linear_proj.bias", "self_attn.o_proj.bias", (hidden,), "replicated", None)]
+    if model.has_mlp_bias:
         gate_up_bias = [_gate_up_rule(model, layer, "bias")]
         down_bias = [plain("mlp.linear_fc2.bias", "mlp.down_proj.bias", (hidden,), "replicated", None)]
     proj, down = (hidden, heads * dim), (hidden, model.ffn_hidden_size)

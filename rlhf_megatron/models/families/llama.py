@@ -1,6 +1,6 @@
 """Llama dense (model_type "llama"; SmolLM2 is one): grouped-query attention, gated MLP, no norm on queries and keys.
 
-With biases on all matrices of a layer, or on none: megatron-core has one switch for those behind attention and MLP.
+`attention_bias` puts biases on q, k, v and o, `mlp_bias` on the three matrices of the MLP.
 """
 
 from __future__ import annotations
@@ -10,9 +10,14 @@ from rlhf_megatron.models.families.base import HFConfig, families
 
 
 def _read(hf_config: HFConfig) -> dense.DenseModel:
-    has_bias = bool(hf_config.get("attention_bias"))  # mlp_bias is the same, or the model is refused
+    has_attention_bias = bool(hf_config.get("attention_bias"))
     return dense.read_dense_model(
-        hf_config, head_dim=None, max_positions=2048, has_qkv_bias=has_bias, has_linear_bias=has_bias
+        hf_config,
+        head_dim=None,
+        max_positions=2048,
+        has_qkv_bias=has_attention_bias,
+        has_proj_bias=has_attention_bias,
+        has_mlp_bias=bool(hf_config.get("mlp_bias")),
     )
 
 
