@@ -11,7 +11,6 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -113,10 +112,19 @@ def _fake_world(layout: Layout, rank: int) -> Iterator[World]:
         world = create_world(layout, torch.device("cpu"))
         # Initialisation forks megatron's random states, and compares them afterwards: not possible without values.
         initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
-        # Module.to swaps tensors, which fake ones refuse; everything is made on its device already.
-        stay = mock.patch.object(torch.nn.Module, "to", lambda module, *args, **kwargs: module)
-        with FakeTensorMode(), stay:
+        with FakeTensorMode(), _modules_stay():
             yield world
     finally:
         destroy_world()
         initialize_rng_tracker(force_reset=True)
+
+
+@contextlib.contextmanager
+def _modules_stay() -> Iterator[None]:
+    """Module.to swaps tensors, which fake ones refuse; everything is made on its device already."""
+    to = torch.nn.Module.to
+    torch.nn.Module.to = lambda module, *args, **kwargs: module  # type: ignore[method-assign, assignment, misc]
+    try:
+        yield
+    finally:
+        torch.nn.Module.to = to  # type: ignore[method-assign]
