@@ -21,6 +21,7 @@ from rlhf_megatron.data.prompts import (
     supervised_batch,
 )
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from rlhf_megatron.parallel.layout import layout_of
 from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
 from rlhf_megatron.rollout.clients import connect
 from rlhf_megatron.rollout.fleet import EngineFleet
@@ -116,12 +117,10 @@ def _report(tracker: Tracker) -> Callable[[str, float, str], None]:
 
 
 def _description(config: RunConfig, sets: PromptSets) -> str:
-    megatron = config.actor.megatron
-    size = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    layout = layout_of(config.actor.megatron, config.trainer.nnodes * config.trainer.n_gpus_per_node)
     text = (
-        f"{config.trainer.experiment_name}: {config.model.path} ({config.model.dtype}), actor tp{tp} pp{pp}"
-        f" dp{size // (tp * pp)} on {size} ranks, {config.rollout.num_engines} {config.rollout.engine} engine(s),"
+        f"{config.trainer.experiment_name}: {config.model.path} ({config.model.dtype}), actor {layout}"
+        f" on {layout.world_size} ranks, {config.rollout.num_engines} {config.rollout.engine} engine(s),"
         f" {len(sets.train)} training and {len(sets.held_out)} held-out prompts"
     )
     skipped = {"malformed rows skipped": sets.num_bad_rows, "over-long prompts dropped": sets.num_overlong}
