@@ -101,8 +101,8 @@ class Cut:
 CUTS = (
     # All samples three times, in many small micro-batches.
     Cut("epochs", ((0, NUM_SAMPLES),) * NUM_STEPS, 64, "token-mean"),
-    # Unequal mini-batches in few micro-batches; the last has one sample, so that a second replica gets none. A long one:
-    # the gradient of a handful of tokens is as uncertain as the log-prob of the one that weighs most.
+    # Unequal mini-batches in few micro-batches; the last has one sample, so that a second replica gets none. A long
+    # one: the gradient of a handful of tokens is as uncertain as the log-prob of the one that weighs most.
     Cut("uneven", ((0, 13), (13, 22), (22, 23)), 256, "seq-mean-token-mean"),
 )
 
