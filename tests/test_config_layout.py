@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from config_samples import VALID
 
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import read_run_config
@@ -16,15 +17,6 @@ from rlhf_megatron.config.validate import validate, validate_model
 from rlhf_megatron.parallel.layout import layout_of
 
 MEGATRON = "actor.megatron."
-VALID = """
-model: {path: model, dtype: float32}
-data: {task: addition, train_batch_size: 32, max_prompt_length: 6, max_response_length: 4}
-actor:
-  megatron: {tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2}
-  mini_batch_size: 128
-rollout: {engine: local, n: 16}
-trainer: {n_gpus_per_node: 8, total_training_steps: 20}
-"""
 ONE_REPLICA = "trainer.n_gpus_per_node=4"
 
 

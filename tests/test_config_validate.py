@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from config_samples import VALID
 
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.keys import leaf_keys, section_keys
@@ -18,15 +19,6 @@ from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.validate import check_world_size, validate, validate_model
 from rlhf_megatron.config.verl_names import RENAMED_SECTIONS, VERL_NAMES
 
-VALID = """
-model: {path: model, dtype: float32}
-data: {task: addition, train_batch_size: 32, max_prompt_length: 6, max_response_length: 4}
-actor:
-  megatron: {tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2}
-  mini_batch_size: 128
-rollout: {engine: local, n: 16}
-trainer: {n_gpus_per_node: 8, total_training_steps: 20}
-"""
 HF_CONFIG: dict[str, Any] = {
     "model_type": "qwen3",
     "hidden_size": 128,
