@@ -20,6 +20,7 @@ def scored() -> ScoredBatch:
         responses=("r0", "r1", "r2"),
         labels=("l0", "l1", "l2"),
         sources=("s", "s", "s"),
+        extras=("", "", ""),
         rewards=torch.tensor([1.0, 0.0, 0.5]),
         reward_statuses=("ok", "masked:aborted", "ok"),
         reward_parts={"exact": torch.tensor([1.0, 0.0, 0.0])},

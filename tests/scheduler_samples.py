@@ -30,6 +30,7 @@ def train_batch(num_samples: int = 10) -> TrainBatch:
         responses=names,
         labels=names,
         sources=names,
+        extras=("",) * len(names),
         rewards=torch.arange(num_samples).float(),
         reward_statuses=("ok",) * num_samples,
         old_log_probs=-2.0 * owner,

@@ -68,5 +68,5 @@ def test_lengths() -> None:
     assert scored().lengths.tolist() == [3, 1, 2]
     assert offsets_from_lengths(torch.tensor([3, 1, 2])).tolist() == [0, 3, 4, 6]
     assert offsets_from_lengths(torch.tensor([], dtype=torch.int64)).tolist() == [0]
-    assert len(PromptBatch(((1,),), ("a",), ("b",), ("c",), (0,))) == 1
+    assert len(PromptBatch(((1,),), ("a",), ("b",), ("c",), (0,), ("",))) == 1
     assert issubclass(ScoredBatch, RolloutBatch)

@@ -46,6 +46,7 @@ def rollouts(seed: int) -> ScoredBatch:
         responses=texts,
         labels=texts,
         sources=texts,
+        extras=("",) * len(texts),
         rewards=rewards.flatten(),
         reward_statuses=("ok",) * count,
     )
@@ -85,7 +86,7 @@ def test_mean_abs_advantage_is_that_of_the_groups(tmp_path: Path) -> None:
         group_ids=torch.tensor([5, 5, 6, 6]),
         rewards=torch.tensor([1.0, 0.0, 1.0, 1.0]),
         **{name: getattr(batch, name)[:4] for name in ("sample_ids", "policy_versions", "finish_reasons", "prompts")},
-        **{name: getattr(batch, name)[:4] for name in ("responses", "labels", "sources", "reward_statuses")},
+        **{name: getattr(batch, name)[:4] for name in ("responses", "labels", "sources", "extras", "reward_statuses")},
     )
     Recorder(tmp_path / "record").write(1, keep)
     assert mean_abs_advantage(tmp_path, 1) == pytest.approx(0.5**0.5 / 2, rel=1e-5)

@@ -2,13 +2,17 @@
 
 import pytest
 
-from rlhf_megatron.rewards import REWARDS, RewardResult, is_masked
+from rlhf_megatron.rewards import REWARDS, RewardResult, RewardSample, is_masked
 from rlhf_megatron.rewards.base import masked
 from rlhf_megatron.rewards.exact_match import ExactMatchParams, exact_match
 
 
+def sample(response: str, label: str, reason: str) -> RewardSample:
+    return RewardSample("", response, label, "test", reason, len(response))
+
+
 def score(response: str, label: str = "52", reason: str = "stop", **params: object) -> tuple[float, str]:
-    (result,) = exact_match([response], [label], [reason], ExactMatchParams(**params))  # type: ignore[arg-type]
+    result = exact_match(sample(response, label, reason), ExactMatchParams(**params))  # type: ignore[arg-type]
     return result.score, result.status
 
 
@@ -55,21 +59,13 @@ def test_a_response_that_ended_by_length() -> None:
     assert score("52", reason="length", allow_truncated=True) == (1.0, "ok")
 
 
-def test_an_aborted_response_is_left_out() -> None:
-    assert score("52", reason="abort", allow_truncated=True) == (0.0, "masked:aborted")
+def test_masked_statuses() -> None:
     assert is_masked("masked:aborted") and not is_masked("malformed")
 
 
 def test_long_answers_are_malformed() -> None:
     assert score("1234", "1234", max_answer_chars=4) == (1.0, "ok")
     assert score("12345", "12345", max_answer_chars=4) == (0.0, "malformed")
-
-
-def test_results_come_in_order() -> None:
-    results = exact_match(["1", "2", "3"], ["1", "3", "3"], ["stop", "stop", "length"], ExactMatchParams())
-    assert [(r.score, r.status) for r in results] == [(1.0, "ok"), (0.0, "ok"), (0.0, "malformed")]
-    with pytest.raises(ValueError, match="zip"):
-        exact_match(["1"], ["1", "2"], ["stop"], ExactMatchParams())
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_megatron.rewards import REWARDS
+from rlhf_megatron.rewards import REWARDS, RewardSample
 from rlhf_megatron.rewards.character_share import CharacterShareParams
 
 
 def test_shares() -> None:
-    """By hand; a label is not read, and an aborted sample is nobody's fault."""
+    """By hand; the label is not read."""
     reward = REWARDS.get("character_share")
-    results = reward.build(["12+4", "", "abc", "0"], ["x"] * 4, ["stop", "length", "stop", "abort"], reward.params())
-    assert [(r.score, r.status) for r in results] == [(0.75, "ok"), (0.0, "ok"), (0.0, "ok"), (0.0, "masked:aborted")]
-    (vowels,) = reward.build(["banana"], [""], ["stop"], CharacterShareParams("[aeiou]"))
-    assert vowels.score == 0.5
+    samples = [RewardSample("", response, "x", "test", "stop", 3) for response in ("12+4", "", "abc", "banana")]
+    results = [reward.build(sample, reward.params()) for sample in samples]
+    assert [(r.score, r.status) for r in results] == [(0.75, "ok"), (0.0, "ok"), (0.0, "ok"), (0.0, "ok")]
+    assert reward.build(samples[3], CharacterShareParams("[aeiou]")).score == 0.5
 
 
 def test_a_pattern_that_is_none() -> None:

@@ -22,6 +22,7 @@ PROMPTS = PromptBatch(
     labels=("a", "b"),
     sources=("s", "t"),
     group_ids=(40, 41),
+    extras=("", '{"level": 2}'),
 )
 
 
@@ -78,6 +79,7 @@ def test_collect_lays_prompts_and_responses_out() -> None:
     assert batch.responses == ("1", "2", "221", "")
     assert batch.prompts == ("012", "012", "3", "3") and batch.labels == ("a", "a", "b", "b")
     assert batch.sources == ("s", "s", "t", "t")
+    assert batch.extras == ("", "", '{"level": 2}', '{"level": 2}')
 
 
 def test_an_epoch_has_every_sample_once_with_its_columns() -> None:

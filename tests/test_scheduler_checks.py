@@ -16,6 +16,7 @@ from scheduler_samples import MODEL
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import read_run_config
 from rlhf_megatron.config.schema import CheckConfig, RunConfig
+from rlhf_megatron.rewards import RewardSample
 from rlhf_megatron.rollout.engine import EngineError
 from rlhf_megatron.scheduler.mismatch_check import MismatchCheck
 from rlhf_megatron.scheduler.plugins import load_plugins
@@ -98,8 +99,18 @@ def quickstart(tmp_path: Path, **sections: dict[str, Any]) -> RunConfig:
 def test_plugins_of_the_quickstart(tmp_path: Path) -> None:
     plugins = load_plugins(quickstart(tmp_path))
     assert plugins.needs_reference is False
-    results = plugins.reward(["052", "52", "05"], ["052"] * 3, ["stop", "stop", "length"])
-    assert [(r.score, r.status) for r in results] == [(1.0, "ok"), (0.0, "ok"), (0.0, "malformed")]
+    results = plugins.reward(
+        [
+            RewardSample("", response, "052", "addition", reason, 3)
+            for response, reason in (("052", "stop"), ("52", "stop"), ("05", "length"), ("052", "abort"))
+        ]
+    )
+    assert [(r.score, r.status) for r in results] == [
+        (1.0, "ok"),
+        (0.0, "ok"),
+        (0.0, "malformed"),
+        (0.0, "masked:aborted"),
+    ]
     assert plugins.estimator_params.norm_adv_by_std_in_grpo is True
 
 

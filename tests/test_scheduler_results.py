@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.data.batch import PromptBatch, TokenBatch
 from rlhf_megatron.data.codec import write_file
 from rlhf_megatron.data.tokenizer import load_tokenizer
-from rlhf_megatron.rewards import RewardResult
+from rlhf_megatron.rewards import RewardResult, RewardSample
 from rlhf_megatron.rollout.engine import GeneratedSample, GenerateRequest
 from rlhf_megatron.scheduler.curve import draw_curve
 from rlhf_megatron.scheduler.evaluation import EvaluationResult, summarize, wilson_interval
@@ -64,12 +65,12 @@ class CannedFleet:
 
 def test_an_item_counts_once_however_many_samples_it_has() -> None:
     """Items with 2, 1 and 0 right answers of 2 samples: scores 1, 0.5, 0."""
-    held_out = PromptBatch(((0,), (1,), (2,)), ("0", "1", "2"), ("12", "3", "4"), ("s",) * 3, (0, 1, 2))
+    held_out = PromptBatch(((0,), (1,), (2,)), ("0", "1", "2"), ("12", "3", "4"), ("s",) * 3, (0, 1, 2), ("",) * 3)
     fleet = CannedFleet([["12", "12"], ["3", "999"], ["5", "6"]])
     data = RunData(None, held_out, fleet.tokenizer, (14,))
 
-    def reward(responses: list[str], labels: list[str], reasons: list[str]) -> list[RewardResult]:
-        return [RewardResult(float(a == b)) for a, b in zip(responses, labels, strict=True)]
+    def reward(samples: Sequence[RewardSample]) -> list[RewardResult]:
+        return [RewardResult(float(sample.response == sample.label)) for sample in samples]
 
     plugins = Plugins(None, None, reward, needs_reference=False)
     stages = Stages(RunConfig(), None, fleet, data, plugins, dict, None)

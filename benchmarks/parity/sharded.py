@@ -219,6 +219,7 @@ def train_batch(columns: dict[str, Tensor]) -> TrainBatch:
         responses=texts,
         labels=texts,
         sources=texts,
+        extras=texts,
         rewards=zeros.float(),
         reward_statuses=("ok",) * num_samples,
     )

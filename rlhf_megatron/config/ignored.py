@@ -7,7 +7,9 @@ writes a setting beside, or after, the switch that makes it idle expects it to a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
+from rlhf_megatron.config import algorithm_rules, critic_rules, data_rules, reward_rules
 from rlhf_megatron.config.errors import Problem
 from rlhf_megatron.config.keys import value_of
 from rlhf_megatron.config.layout_rules import DISTRIBUTED_OPTIMIZER, OVERLAP_GRADS, OVERLAP_PARAMS
@@ -19,7 +21,9 @@ FILE_KEYS = ("data.prompt_key", "data.label_key", "data.skip_bad_rows")
 
 def ignored(loaded: Loaded) -> Iterator[Problem]:
     """One problem for each setting that somebody wrote and nothing will read. null asks for nothing."""
-    for is_idle, keys, switch, fix in _idle_settings(loaded):
+    sections = (algorithm_rules, critic_rules, data_rules, reward_rules)
+    by_section = (section.idle_settings(loaded.config) for section in sections)
+    for is_idle, keys, switch, fix in chain(_idle_settings(loaded), *by_section):
         if not is_idle:
             continue
         for prefix in keys:

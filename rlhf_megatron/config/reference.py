@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
-from rlhf_megatron.config.keys import leaves, value_of
+from rlhf_megatron.config.keys import field_types, leaves, value_of
 from rlhf_megatron.config.ranges import INTERVALS, Interval
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.show import as_text
@@ -37,7 +38,7 @@ A run is one YAML file and, where wanted, overrides:
 
 def reference() -> str:
     """The whole document."""
-    return HEAD + "".join(_sections()) + "".join(_verl())
+    return HEAD + "".join(_sections()) + "".join(_entries()) + "".join(_verl())
 
 
 def _sections() -> Iterator[str]:
@@ -51,6 +52,21 @@ def _sections() -> Iterator[str]:
         limits = str(INTERVALS[leaf.key]) if INTERVALS.get(leaf.key, Interval()) != Interval() else ""
         meaning = f"{leaf.doc} ({limits})" if limits else leaf.doc
         yield f"| `{name}` | {_cell(type_name(leaf.type))} | `{_cell(default)}` | {_cell(meaning)} |\n"
+
+
+def _entries() -> Iterator[str]:
+    """Sections that are entries of a list or mapping, which have no key path of their own."""
+    for leaf in leaves(RunConfig):
+        for kind in get_args(leaf.type):
+            if not (isinstance(kind, type) and is_dataclass(kind)):
+                continue
+            yield f"\n## an entry of {leaf.key}\n\n| key | type | default | meaning |\n|---|---|---|---|\n"
+            types_ = field_types(kind)
+            for field in fields(kind):
+                value = field.default if field.default_factory is MISSING else field.default_factory()
+                default = "" if value is MISSING else f"`{_cell(as_text(value))}`"
+                meaning = _cell(field.metadata["doc"])
+                yield f"| `{field.name}` | {_cell(type_name(types_[field.name]))} | {default} | {meaning} |\n"
 
 
 def _verl() -> Iterator[str]:
@@ -74,7 +90,9 @@ def type_name(kind: Any) -> str:
             return f"list of {len(arguments)}: {', '.join(type_name(argument) for argument in arguments)}"
         return f"list of {type_name(arguments[0])}"
     if origin is dict:
-        return "mapping"
+        return f"mapping to {type_name(arguments[1])}" if is_dataclass(arguments[1]) else "mapping"
+    if is_dataclass(kind):
+        return f"`{{{', '.join(field.name for field in fields(kind))}}}`"
     names = {type(None): "null", int: "whole number", float: "number", bool: "true or false", str: "text", Any: "any"}
     return names[kind]
 

@@ -29,16 +29,46 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class FewShotConfig:
+    num_shots: int = doc("solved training rows in front of each prompt; they are neither trained on nor held out", 0)
+    template: str = doc("of a solved row; {prompt} and {label} stand in it", "{prompt}{label}\n")
+    seed: int = doc("of the choice of rows", 0)
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """One of several data sources. What is null is as in the section `data`."""
+
+    name: str = doc("of the source, in metrics and tables")
+    weight: float = doc("share of the training prompts, relative to the other sources", 1.0)
+    task: str | None = doc("name of a registered generated task; null: files", None)
+    task_params: dict[str, Any] = doc("parameters of the task, see its dataclass", factory=dict)
+    train_files: tuple[str, ...] = doc("JSONL or parquet files with training prompts", ())
+    val_files: tuple[str, ...] = doc("JSONL or parquet files with held-out prompts", ())
+    prompt_template: str | None = doc("around the text of each prompt; {prompt} stands in it", None)
+    few_shot: FewShotConfig | None = doc("solved rows in front of each prompt", None)
+
+
+@dataclass(frozen=True)
 class DataConfig:
     task: str | None = doc("name of a registered generated task (addition, few_shot_addition); null: files", None)
     task_params: dict[str, Any] = doc("parameters of the task, see its dataclass", factory=dict)
-    train_files: tuple[str, ...] = doc("JSONL files with training prompts", ())
-    val_files: tuple[str, ...] = doc("JSONL files with held-out prompts", ())
-    prompt_key: str = doc("key of the prompt text in a row", "prompt")
+    train_files: tuple[str, ...] = doc("JSONL or parquet files with training prompts", ())
+    val_files: tuple[str, ...] = doc("JSONL or parquet files with held-out prompts", ())
+    sources: tuple[SourceConfig, ...] = doc("several weighted sources, in place of task or files", ())
+    prompt_key: str = doc("key of the prompt in a row: text, or a list of chat messages", "prompt")
     label_key: str = doc("key of the reference answer in a row", "answer")
+    prompt_template: str = doc("around the text of each prompt; {prompt} stands in it", "{prompt}")
+    few_shot: FewShotConfig = doc("solved rows in front of each prompt", factory=FewShotConfig)
+    apply_chat_template: bool = doc("make a prompt a chat in the tokenizer's template, ready for the answer", False)
+    system_prompt: str | None = doc("first message of each chat; null: what the template does", None)
+    apply_chat_template_kwargs: dict[str, Any] = doc("further variables of the chat template", factory=dict)
     max_prompt_length: int = doc("longest prompt, tokens", 512)
     max_response_length: int = doc("longest response, tokens", 512)
-    filter_overlong_prompts: bool = doc("true: drop prompts over max_prompt_length; false: they are an error", False)
+    filter_overlong_prompts: bool = doc("true: drop prompts over max_prompt_length; false: see truncation", False)
+    truncation: Literal["error", "left", "right", "middle"] = doc(
+        "prompts over max_prompt_length: refuse, or cut tokens off that side", "error"
+    )
     skip_bad_rows: bool = doc("true: count and skip malformed rows; false: they are an error", False)
     train_batch_size: int = doc("prompts a step", 256)
     shuffle: bool = doc("shuffle the prompts anew in each epoch", True)
@@ -118,6 +148,24 @@ class ActorConfig:
 
 
 @dataclass(frozen=True)
+class CriticConfig:
+    """There is a critic where the advantage estimator needs values."""
+
+    path: str | None = doc("Hugging Face directory that it starts from; null: the policy as RL starts", None)
+    value_head_init_std: float = doc("of the value head's first weights, where path has none; 0: zeros", 0.0)
+    num_ranks: int = doc("ranks of a pool of its own, the last of the job; 0: in the actor's pool and layout", 0)
+    megatron: MegatronConfig = doc("parallel layout of its own pool (num_ranks > 0)", factory=MegatronConfig)
+    optim: OptimConfig = doc("optimizer and schedules", factory=lambda: OptimConfig(lr=1e-5))
+    mini_batch_size: int | None = doc("samples an optimizer step, over all ranks; null: the actor's", None)
+    ppo_epochs: int | None = doc("passes over the samples of a step; null: the actor's", None)
+    ppo_max_token_len_per_gpu: int | None = doc("token budget of a micro-batch on one rank; null: the actor's", None)
+    cliprange_value: float = doc("values move at most this far from those before the update; 0: no clip", 0.5)
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] | None = doc(
+        "how token losses become one number; null: the actor's", None
+    )
+
+
+@dataclass(frozen=True)
 class ReferenceConfig:
     path: str | None = doc("weights of the reference; null: model.path as it was before training", None)
     param_offload: bool = doc("keep its weights in host memory between uses", False)
@@ -160,15 +208,40 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True)
+class RewardTermConfig:
+    name: str = doc("name of a registered reward")
+    weight: float = doc("its score is multiplied by this", 1.0)
+    params: dict[str, Any] = doc("parameters of the reward, see its dataclass", factory=dict)
+
+
+@dataclass(frozen=True)
 class RewardConfig:
     name: str = doc("name of a registered reward", "exact_match")
     params: dict[str, Any] = doc("parameters of the reward, see its dataclass", factory=dict)
+    by_source: dict[str, RewardTermConfig] = doc("data source -> the reward of its samples instead", factory=dict)
+    terms: tuple[RewardTermConfig, ...] = doc("further rewards, added to that one for every sample", ())
+    num_workers: int = doc("processes for rewards that run in processes of their own, which can be killed", 4)
+    timeout_s: float = doc("wall-clock limit of one sample in such a process, seconds", 2.0)
+    max_error_rate: float = doc(
+        "stop when more than this share of a step's rewards failed, the policy not to blame", 0.1
+    )
+
+
+@dataclass(frozen=True)
+class KLControlConfig:
+    type: Literal["fixed", "adaptive"] = doc("adaptive: the coefficient follows target_kl", "fixed")
+    kl_coef: float = doc("weight of the KL term, at first", 0.001)
+    target_kl: float = doc("of adaptive: nats a response", 0.1)
+    horizon: int = doc("of adaptive: samples over which the coefficient moves", 10000)
 
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
     adv_estimator: str = doc("name of a registered advantage estimator", "grpo")
     params: dict[str, Any] = doc("parameters of the estimator, see its dataclass", factory=dict)
+    use_kl_in_reward: bool = doc("subtract a KL term against the reference from each token's reward", False)
+    kl_penalty: Literal["k1", "abs", "k2", "k3"] = doc("estimator of that term", "k1")
+    kl_ctrl: KLControlConfig = doc("weight of that term", factory=KLControlConfig)
 
 
 @dataclass(frozen=True)
@@ -195,6 +268,7 @@ class CheckConfig:
 @dataclass(frozen=True)
 class TrainerConfig:
     experiment_name: str = doc("name of the run; its directory is default_local_dir/experiment_name", "run")
+    project_name: str = doc("project of the run in Weights & Biases", "rlhf_megatron")
     default_local_dir: str = doc("parent of the run directory", "runs")
     runtime: Literal["inline", "torchrun"] = doc("one process, or one process a rank", "torchrun")
     nnodes: int = doc("machines", 1)
@@ -202,13 +276,15 @@ class TrainerConfig:
     device: Literal["auto", "cpu", "cuda"] = doc("auto: cuda where available", "auto")
     seed: int = doc("seed of everything that is random", 1)
     total_training_steps: int = doc("steps of the loop", 100)
+    critic_warmup: int = doc("first steps of the loop in which only the critic is updated", 0)
     val_before_train: bool = doc("evaluate before the first step", True)
     test_freq: int = doc("steps between evaluations; 0: only before and after", 10)
     test_samples: int | None = doc("held-out items of an evaluation between steps; null: all", None)
     save_hf: bool = doc("write the trained weights in Hugging Face layout at the end", False)
-    logger: tuple[Literal["console", "jsonl", "tensorboard"], ...] = doc(
+    logger: tuple[Literal["console", "jsonl", "tensorboard", "wandb"], ...] = doc(
         "where metrics go", ("console", "jsonl", "tensorboard")
     )
+    samples_kept: int = doc("samples of a step in samples.jsonl: best, worst and random ones", 6)
     record: bool = doc("write every step's batches under the run directory, for --replay", False)
     stage_timeout_s: float = doc("deadline of one call to the hosts, seconds", 1800.0)
 
@@ -220,6 +296,7 @@ class RunConfig:
     model: ModelConfig = doc("the policy", factory=ModelConfig)
     data: DataConfig = doc("prompts", factory=DataConfig)
     actor: ActorConfig = doc("policy training", factory=ActorConfig)
+    critic: CriticConfig = doc("value model, where the advantage estimator needs values", factory=CriticConfig)
     reference: ReferenceConfig = doc("frozen reference model", factory=ReferenceConfig)
     rollout: RolloutConfig = doc("generation", factory=RolloutConfig)
     reward: RewardConfig = doc("scoring", factory=RewardConfig)

@@ -46,6 +46,7 @@ class PromptBatch:
     labels: tuple[str, ...]  # what the reward compares with
     sources: tuple[str, ...]  # name of the data source of each prompt
     group_ids: tuple[int, ...]  # unique over the run; the samples of one prompt share it
+    extras: tuple[str, ...]  # JSON object of what else a reward may read of the row, or ""
 
     def __len__(self) -> int:
         return len(self.prompt_ids)
@@ -87,6 +88,7 @@ class RolloutBatch(TokenBatch):
     responses: tuple[str, ...] = per_sample()  # decoded, without special tokens
     labels: tuple[str, ...] = per_sample()
     sources: tuple[str, ...] = per_sample()
+    extras: tuple[str, ...] = per_sample()  # as in PromptBatch
 
 
 @codec.register
@@ -134,6 +136,25 @@ class MiniBatch(TokenBatch):
     old_log_probs: Tensor | None = per_token(default=None)
     ref_log_probs: Tensor | None = per_token(default=None)
     rollout_log_probs: Tensor | None = per_token(default=None)
+
+
+@codec.register
+@dataclass(frozen=True)
+class ValueMiniBatch(TokenBatch):
+    """The samples of one optimizer step of the critic; weights as in `MiniBatch`."""
+
+    loss_weights: Tensor = per_token()
+    metric_weights: Tensor = per_token()
+    old_values: Tensor = per_token()  # [T] float32, before the update
+    returns: Tensor = per_token()  # [T] float32
+
+
+@codec.register
+@dataclass(frozen=True)
+class Values(TokenBatch):
+    """What the critic's forward-only pass returns. Zero where `response_mask` is False."""
+
+    values: Tensor = per_token()  # [T] float32; entry t is the value of the state token_ids[:t], as for log-probs
 
 
 @codec.register

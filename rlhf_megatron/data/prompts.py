@@ -28,6 +28,7 @@ class PromptItem:
     prompt: str
     label: str
     source: str
+    extra: str = ""  # JSON object of what else a reward may read
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def encode_rows(
         if not ids:
             raise ValueError(f"{row.origin}: the prompt {row.prompt!r} has no tokens; remove the row.")
         if len(ids) <= max_prompt_length:
-            items.append(PromptItem(ids, row.prompt, row.label, row.source))
+            items.append(PromptItem(ids, row.prompt, row.label, row.source, row.extra))
         elif not filter_overlong_prompts:
             longest = max(map(len, all_ids))
             count = sum(len(other) > max_prompt_length for other in all_ids)
@@ -182,6 +183,7 @@ def prompt_batch(items: Sequence[PromptItem], first_group_id: int = 0) -> Prompt
         labels=tuple(item.label for item in items),
         sources=tuple(item.source for item in items),
         group_ids=tuple(range(first_group_id, first_group_id + len(items))),
+        extras=tuple(item.extra for item in items),
     )
 
 

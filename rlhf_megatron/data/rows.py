@@ -17,6 +17,7 @@ class PromptRow:
     label: str  # what the reward compares with
     source: str  # name of the file or task
     origin: str  # where a user finds it: "train.jsonl:12"
+    extra: str = ""  # JSON object of what else a reward may read
 
 
 @dataclass(frozen=True)

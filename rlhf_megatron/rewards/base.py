@@ -1,7 +1,10 @@
-"""What a reward is: a function of responses and labels. A new reward is one new file in this package.
+"""What a reward is: a function of one sample. A new reward is one new file in this package.
 
     @REWARDS.register("exact_match", ExactMatchParams)
-    def exact_match(responses, labels, finish_reasons, params) -> list[RewardResult]: ...
+    def exact_match(sample: RewardSample, params: ExactMatchParams) -> RewardResult: ...
+
+Aborted samples are masked before a reward sees them. A reward that may be slow, or that runs a user's code, is
+registered with `needs=(OWN_PROCESS,)` and is called in a worker process that is killed when it takes too long.
 
 A status says who is to blame for a missing score. What the policy can have caused scores 0 and trains; what it cannot
 have caused is masked: the sample is left out of its group's statistics and trains nothing.
@@ -9,7 +12,7 @@ have caused is masked: the sample is left out of its group's statistics and trai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +22,20 @@ OK = "ok"
 MALFORMED = "malformed"  # no answer could be read from the response; score 0
 TIMEOUT = "timeout"  # the answer kept the verifier busy for too long; score 0
 MASKED = "masked:"  # followed by why, e.g. "masked:aborted"
+OWN_PROCESS = "own_process"
+
+
+@dataclass(frozen=True)
+class RewardSample:
+    """What a reward reads."""
+
+    prompt: str  # as text, after templates
+    response: str  # decoded, without special tokens
+    label: str  # the reference answer of the prompt's row
+    source: str  # name of the data source
+    finish_reason: str  # "stop" | "length" | "abort"
+    num_tokens: int  # of the response
+    extra: str = ""  # JSON object of the row's other keys, or ""
 
 
 @dataclass(frozen=True)
@@ -40,9 +57,7 @@ class RewardResult:
             raise ValueError(f"score ({self.score}) must be 0 when the status is {self.status}.")
 
 
-# (responses, labels, finish_reasons, params) -> one result a sample, in order. Responses are decoded, without special
-# tokens; finish reasons are "stop", "length" or "abort".
-Reward = Callable[[Sequence[str], Sequence[str], Sequence[str], Any], list[RewardResult]]
+Reward = Callable[[RewardSample, Any], RewardResult]  # (sample, params)
 REWARDS: Registry[Reward] = Registry("reward")
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhf_megatron.rewards.base import REWARDS, RewardResult, masked
+from rlhf_megatron.rewards.base import REWARDS, RewardResult, RewardSample
 
 
 @dataclass(frozen=True)
@@ -21,15 +20,7 @@ class CharacterShareParams:
 
 
 @REWARDS.register("character_share", CharacterShareParams)
-def character_share(
-    responses: Sequence[str], labels: Sequence[str], finish_reasons: Sequence[str], params: CharacterShareParams
-) -> list[RewardResult]:
-    """One result a response; an empty one scores 0. Labels are not read."""
-    return [
-        masked("aborted") if reason == "abort" else RewardResult(_share(response, params.pattern))
-        for response, reason in zip(responses, finish_reasons, strict=True)
-    ]
-
-
-def _share(response: str, pattern: str) -> float:
-    return sum(bool(re.fullmatch(pattern, character)) for character in response) / max(1, len(response))
+def character_share(sample: RewardSample, params: CharacterShareParams) -> RewardResult:
+    """An empty response scores 0. The label is not read."""
+    matches = sum(bool(re.fullmatch(params.pattern, character)) for character in sample.response)
+    return RewardResult(matches / max(1, len(sample.response)))

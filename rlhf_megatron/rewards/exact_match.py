@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhf_megatron.rewards.base import MALFORMED, REWARDS, RewardResult, masked
+from rlhf_megatron.rewards.base import MALFORMED, REWARDS, RewardResult, RewardSample
 
 
 @dataclass(frozen=True)
@@ -29,25 +28,14 @@ class ExactMatchParams:
 
 
 @REWARDS.register("exact_match", ExactMatchParams)
-def exact_match(
-    responses: Sequence[str], labels: Sequence[str], finish_reasons: Sequence[str], params: ExactMatchParams
-) -> list[RewardResult]:
-    """One result a response. White space around answer and label does not count."""
-    return [
-        _score(response, label, reason, params)
-        for response, label, reason in zip(responses, labels, finish_reasons, strict=True)
-    ]
-
-
-def _score(response: str, label: str, finish_reason: str, params: ExactMatchParams) -> RewardResult:
-    if finish_reason == "abort":
-        return masked("aborted")
-    if finish_reason == "length" and not params.allow_truncated:
+def exact_match(sample: RewardSample, params: ExactMatchParams) -> RewardResult:
+    """White space around answer and label does not count."""
+    if sample.finish_reason == "length" and not params.allow_truncated:
         return RewardResult(0.0, MALFORMED)
-    answer = parse_answer(response, params.pattern)
+    answer = parse_answer(sample.response, params.pattern)
     if not answer or len(answer) > params.max_answer_chars:
         return RewardResult(0.0, MALFORMED)
-    return RewardResult(float(answer == label.strip()))
+    return RewardResult(float(answer == sample.label.strip()))
 
 
 def parse_answer(response: str, pattern: str | None) -> str | None:

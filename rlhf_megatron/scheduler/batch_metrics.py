@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhf_megatron.data.batch import ScoredBatch, TrainBatch
+from rlhf_megatron.data.batch import ScoredBatch, TokenBatch, TrainBatch
 
 
 def valid_samples(batch: ScoredBatch) -> Tensor:
@@ -13,7 +13,7 @@ def valid_samples(batch: ScoredBatch) -> Tensor:
     return torch.tensor([not status.startswith("masked:") for status in batch.reward_statuses], dtype=torch.bool)
 
 
-def response_lengths(batch: ScoredBatch) -> Tensor:
+def response_lengths(batch: TokenBatch) -> Tensor:
     """[B] int64, tokens that the policy sampled."""
     sums = torch.cat([torch.zeros(1, dtype=torch.int64), batch.response_mask.to(torch.int64).cumsum(0)])
     return sums[batch.offsets[1:]] - sums[batch.offsets[:-1]]

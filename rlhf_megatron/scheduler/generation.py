@@ -50,4 +50,5 @@ def collect(prompts: PromptBatch, groups: Sequence[Sequence[GeneratedSample]], t
         responses=tuple(tokenizer.decode(sample.token_ids) for _, sample in flat),
         labels=tuple(prompts.labels[row] for row, _ in flat),
         sources=tuple(prompts.sources[row] for row, _ in flat),
+        extras=tuple(prompts.extras[row] for row, _ in flat),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,8 @@ from rlhf_megatron.config.params import params_from_mapping
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.data.tasks import TASKS
 from rlhf_megatron.registry import Registry
-from rlhf_megatron.rewards import REWARDS
+from rlhf_megatron.rewards import REWARDS, RewardResult, RewardSample
+from rlhf_megatron.rewards.base import masked
 
 PROVIDED = {"advantages", "old_log_probs", "rollout_log_probs", "entropies", "log_probs", "response_mask"}
 
@@ -24,7 +25,7 @@ class Plugins:
 
     estimator: Callable[..., Any]
     estimator_params: Any
-    reward: Callable[..., Any]  # (responses, labels, finish_reasons) -> list[RewardResult]
+    reward: Callable[[Sequence[RewardSample]], list[RewardResult]]
     needs_reference: bool
 
 
@@ -67,7 +68,10 @@ def load_plugins(config: RunConfig) -> Plugins:
     if problems:
         raise ConfigError(problems)
 
-    def score(responses: Any, labels: Any, finish_reasons: Any) -> Any:
-        return reward.build(responses, labels, finish_reasons, reward_params)
+    def score(samples: Sequence[RewardSample]) -> list[RewardResult]:
+        return [
+            masked("aborted") if sample.finish_reason == "abort" else reward.build(sample, reward_params)
+            for sample in samples
+        ]
 
     return Plugins(estimator.build, estimator_params, score, needs_reference=config.actor.use_kl_loss)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,11 +21,11 @@ from rlhf_megatron.data.batch import (
 )
 from rlhf_megatron.data.prompts import PromptStream
 from rlhf_megatron.data.tokenizer import Tokenizer
-from rlhf_megatron.rewards.base import RewardResult
+from rlhf_megatron.rewards.base import RewardSample
 from rlhf_megatron.rollout.engine import SamplingParams
 from rlhf_megatron.rollout.fleet import EngineFleet
 from rlhf_megatron.runtime.worker_group import WorkerGroup
-from rlhf_megatron.scheduler.batch_metrics import valid_samples
+from rlhf_megatron.scheduler.batch_metrics import response_lengths, valid_samples
 from rlhf_megatron.scheduler.evaluation import EvaluationResult, summarize
 from rlhf_megatron.scheduler.generation import build_requests, collect
 from rlhf_megatron.scheduler.mini_batches import mini_batches
@@ -82,7 +82,7 @@ class Stages:
         return collect(prompts, self.fleet.generate(requests), self.data.tokenizer)
 
     def score(self, rollout: RolloutBatch) -> ScoredBatch:
-        results = self._reward(rollout.responses, rollout.labels, rollout.finish_reasons)
+        results = self.plugins.reward(reward_samples(rollout))
         names = sorted({name for result in results for name in result.parts})
         return gain(
             ScoredBatch,
@@ -180,8 +180,20 @@ class Stages:
         groups = self.fleet.generate(build_requests(prompts, num_samples, params, self.config.trainer.seed, -1))
         rows = [(i, sample) for i, group in enumerate(groups) for sample in group]
         texts = [self.data.tokenizer.decode(sample.token_ids) for _, sample in rows]
-        reasons = [sample.finish_reason for _, sample in rows]
-        results = self._reward(texts, [prompts.labels[i] for i, _ in rows], reasons)
+        results = self.plugins.reward(
+            [
+                RewardSample(
+                    prompts.prompts[i],
+                    text,
+                    prompts.labels[i],
+                    prompts.sources[i],
+                    sample.finish_reason,
+                    len(sample.token_ids),
+                    prompts.extras[i],
+                )
+                for (i, sample), text in zip(rows, texts, strict=True)
+            ]
+        )
         scores = [result.score for result in results]
         item_scores = [sum(scores[k : k + num_samples]) / num_samples for k in range(0, len(scores), num_samples)]
         examples = [
@@ -192,9 +204,6 @@ class Stages:
 
     def _sampling(self, temperature: float) -> SamplingParams:
         return SamplingParams(self.config.data.max_response_length, temperature, self.data.stop_token_ids)
-
-    def _reward(self, responses: Sequence[str], labels: Sequence[str], reasons: Sequence[str]) -> list[RewardResult]:
-        return self.plugins.reward(responses, labels, reasons)
 
     def _log_probs(self, role: str, batch: ScoredBatch, with_entropy: bool) -> LogProbs:
         budget = self.config.reference.max_token_len_per_gpu if role == "reference" else None
@@ -207,6 +216,13 @@ class Stages:
         ).result()
 
 
+def reward_samples(rollout: RolloutBatch) -> list[RewardSample]:
+    """What the reward reads of each sample."""
+    columns = (rollout.prompts, rollout.responses, rollout.labels, rollout.sources, rollout.finish_reasons)
+    lengths = response_lengths(rollout).tolist()
+    return [RewardSample(*values) for values in zip(*columns, lengths, rollout.extras, strict=True)]
+
+
 def head(prompts: PromptBatch, count: int | None) -> PromptBatch:
     """The first `count` prompts (None: all)."""
     return PromptBatch(
@@ -215,6 +231,7 @@ def head(prompts: PromptBatch, count: int | None) -> PromptBatch:
         prompts.labels[:count],
         prompts.sources[:count],
         prompts.group_ids[:count],
+        prompts.extras[:count],
     )
 
 
@@ -230,7 +247,7 @@ class ReplayStages(Stages):
         tokenizer: Tokenizer,
         weight_sync: Callable[[], dict[str, float]],
     ) -> None:
-        data = RunData(None, PromptBatch((), (), (), (), ()), tokenizer, ())
+        data = RunData(None, PromptBatch((), (), (), (), (), ()), tokenizer, ())
         super().__init__(config, group, None, data, plugins, weight_sync, None)
         self.source = recorder
 
