@@ -9,6 +9,7 @@ from typing import Any
 
 from rlhf_megatron.config.errors import Problem
 from rlhf_megatron.config.model_rules import model_problems
+from rlhf_megatron.config.rules import needs_reference
 from rlhf_megatron.config.schema import RunConfig
 
 SAME_IN_REFERENCE = ("model_type", "vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads")
@@ -22,7 +23,7 @@ def file_problems(config: RunConfig) -> Iterator[Problem]:
     if hf_config is not None:
         yield from model_problems(config, hf_config)
     yield from _tokenizer(config)
-    if config.actor.use_kl_loss and config.reference.path:
+    if needs_reference(config) and config.reference.path:
         yield from _reference(config.reference.path, hf_config)
     for key, files in (("data.train_files", config.data.train_files), ("data.val_files", config.data.val_files)):
         for file in files:

@@ -12,9 +12,9 @@ from itertools import chain
 from rlhf_megatron.config import algorithm_rules, critic_rules, data_rules, reward_rules
 from rlhf_megatron.config.errors import Problem
 from rlhf_megatron.config.keys import value_of
-from rlhf_megatron.config.layout_rules import DISTRIBUTED_OPTIMIZER, OVERLAP_GRADS, OVERLAP_PARAMS
 from rlhf_megatron.config.provenance import Loaded
-from rlhf_megatron.config.rules import CP, GPUS, NODES, PP, TP, model_parallel_size, world_size
+from rlhf_megatron.config.rules import GPUS, NODES, megatron_sections, needs_reference
+from rlhf_megatron.config.schema import MegatronConfig
 
 FILE_KEYS = ("data.prompt_key", "data.label_key", "data.skip_bad_rows")
 
@@ -35,23 +35,26 @@ def ignored(loaded: Loaded) -> Iterator[Problem]:
                         f" {_show(value_of(loaded.config, switch))}; remove it, or {fix}.",
                         (key, switch),
                     )
-    yield from _nothing_to_share(loaded)
+    for section, megatron, num_ranks in megatron_sections(loaded.config):
+        yield from _nothing_to_share(loaded, section, megatron, num_ranks)
 
 
-def _nothing_to_share(loaded: Loaded) -> Iterator[Problem]:
+def _nothing_to_share(loaded: Loaded, section: str, m: MegatronConfig, num_ranks: int) -> Iterator[Problem]:
     """Optimizer shards, and gradients to be reduced, where one rank alone trains each parameter."""
-    c, m = loaded.config, loaded.config.actor.megatron
-    if m.context_parallel_size != 1 or world_size(c) != model_parallel_size(c):
+    c = loaded.config
+    if num_ranks != m.tensor_model_parallel_size * m.pipeline_model_parallel_size or m.context_parallel_size != 1:
         return
-    switches = (GPUS, NODES, TP, PP, CP)
-    for key in (DISTRIBUTED_OPTIMIZER, OVERLAP_GRADS, OVERLAP_PARAMS):
+    sizes = [f"{section}.{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context")]
+    switches = (*((GPUS, NODES) if section.startswith("actor") else ("critic.num_ranks",)), *sizes)
+    for name in ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"):
+        key = f"{section}.{name}"
         is_later = loaded.origin(key).layer >= max(loaded.layer(switch) for switch in switches)
         if value_of(c, key) and is_later:
             yield Problem(
                 f"{key} (true) would be ignored because data- and context-parallel size are both 1"
-                f" ({world_size(c)} ranks for {TP} x pipeline_model_parallel_size ="
+                f" ({num_ranks} ranks for {section}.tensor_model_parallel_size x pipeline_model_parallel_size ="
                 f" {m.tensor_model_parallel_size} x {m.pipeline_model_parallel_size}); set it to false, or use"
-                f" {2 * world_size(c)} ranks.",
+                f" {2 * num_ranks} ranks.",
                 (key, *switches),
             )
 
@@ -59,8 +62,10 @@ def _nothing_to_share(loaded: Loaded) -> Iterator[Problem]:
 def _idle_settings(loaded: Loaded) -> Iterator[tuple[bool, tuple[str, ...], str, str]]:
     """(whether the settings are idle, the settings, the switch that decides, how to make them act)."""
     c = loaded.config
-    no_kl = not c.actor.use_kl_loss
-    yield no_kl, ("actor.kl_loss_coef", "actor.kl_loss_type", "reference"), "actor.use_kl_loss", "set it to true"
+    of_loss = ("actor.kl_loss_coef", "actor.kl_loss_type")
+    yield not c.actor.use_kl_loss, of_loss, "actor.use_kl_loss", "set it to true"
+    fix = "set it or algorithm.use_kl_in_reward to true"
+    yield not needs_reference(c), ("reference",), "actor.use_kl_loss", fix
     yield c.rollout.engine != "sglang", ("rollout.sglang",), "rollout.engine", "set that to sglang"
     local_only = ("rollout.max_num_seqs", "rollout.max_num_batched_tokens")
     fix = "use rollout.sglang.args: {max_running_requests: ..., max_total_tokens: ...}"
@@ -70,7 +75,7 @@ def _idle_settings(loaded: Loaded) -> Iterator[tuple[bool, tuple[str, ...], str,
     warmup = ("batch_size", "stop_accuracy", "test_freq", "test_samples", "save_hf", "optim")
     keys = tuple(f"warmup.{name}" for name in warmup)
     yield c.warmup.max_steps == 0, keys, "warmup.max_steps", "give that a number of steps"
-    for section, optim in (("actor", c.actor.optim), ("warmup", c.warmup.optim)):
+    for section, optim in (("actor", c.actor.optim), ("warmup", c.warmup.optim), ("critic", c.critic.optim)):
         keys = (f"{section}.optim.min_lr", f"{section}.optim.lr_decay_steps")
         switch = f"{section}.optim.lr_decay_style"
         yield optim.lr_decay_style == "constant", keys, switch, "choose a style that decays"
@@ -80,11 +85,12 @@ def _idle_settings(loaded: Loaded) -> Iterator[tuple[bool, tuple[str, ...], str,
     decides = "model.dtype" if c.model.dtype == "bfloat16" else "rollout.dtype"
     fix = "bound checks.log_prob_p50_abs_diff, log_prob_p99_abs_diff and log_prob_mean_kl, which bfloat16 is held to"
     yield not is_float32, ("checks.log_prob_max_abs_diff",), decides, fix
-    granularity = "actor.megatron.recompute_granularity"
-    of_full = ("actor.megatron.recompute_method", "actor.megatron.recompute_num_layers")
-    yield c.actor.megatron.recompute_granularity != "full", of_full, granularity, "set that to full"
-    of_selective = ("actor.megatron.recompute_modules",)
-    yield c.actor.megatron.recompute_granularity != "selective", of_selective, granularity, "set that to selective"
+    for section, m, _ in megatron_sections(c):
+        granularity = f"{section}.recompute_granularity"
+        of_full = (f"{section}.recompute_method", f"{section}.recompute_num_layers")
+        yield m.recompute_granularity != "full", of_full, granularity, "set that to full"
+        of_selective = (f"{section}.recompute_modules",)
+        yield m.recompute_granularity != "selective", of_selective, granularity, "set that to selective"
     is_never = c.trainer.test_freq > c.trainer.total_training_steps
     yield is_never, ("trainer.test_freq",), "trainer.total_training_steps", "make it smaller than that"
 

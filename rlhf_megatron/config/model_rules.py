@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.config.errors import Problem
-from rlhf_megatron.config.layout_rules import RECOMPUTE, VPP, recompute_of_model
+from rlhf_megatron.config.layout_rules import recompute_of_model
 from rlhf_megatron.config.rope import read_rotary
-from rlhf_megatron.config.rules import LENGTHS, PP, TP
-from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.rules import LENGTHS, megatron_sections
+from rlhf_megatron.config.schema import MegatronConfig, RunConfig
 
 SIZES = (
     "hidden_size",
@@ -70,15 +70,23 @@ def _problems(config: RunConfig, hf_config: Mapping[str, Any]) -> Iterator[Probl
     for key, value in sizes.items():
         if value is None:
             yield _problem(f"{key} ({hf_config.get(key)!r}) must be a positive integer; mend the file.")
-    modules = config.actor.megatron.recompute_modules
-    is_selective = config.actor.megatron.recompute_granularity == "selective"
-    if is_selective and "mlp" in modules and hf_config.get("mlp_bias"):
+    known = {key: value for key, value in sizes.items() if value is not None}
+    for section, megatron, _ in megatron_sections(config):
+        if hf_config.get("mlp_bias"):
+            yield from _recompute_of_biases(section, megatron)
+        yield from _layout(section, megatron, known)
+    yield from _shape(config, known)
+
+
+def _recompute_of_biases(section: str, m: MegatronConfig) -> Iterator[Problem]:
+    if m.recompute_granularity == "selective" and "mlp" in m.recompute_modules:
+        prefix = f"{section}.recompute_"
         yield _problem(
-            f"mlp_bias (True) and {RECOMPUTE}modules ({list(modules)}) do not go together: megatron-core's backward"
-            f" pass through a recomputed MLP with biases does not end; remove mlp or use {RECOMPUTE}granularity: full.",
-            f"{RECOMPUTE}modules",
+            f"mlp_bias (True) and {prefix}modules ({list(m.recompute_modules)}) do not go together: megatron-core's"
+            f" backward pass through a recomputed MLP with biases does not end; remove mlp or use {prefix}granularity:"
+            " full.",
+            f"{prefix}modules",
         )
-    yield from _layout(config, {key: value for key, value in sizes.items() if value is not None})
 
 
 def _problem(text: str, *keys: str) -> Problem:
@@ -97,29 +105,32 @@ def _sizes(hf_config: Mapping[str, Any]) -> dict[str, int | None]:
     return sizes
 
 
-def _layout(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[Problem]:
-    tp = config.actor.megatron.tensor_model_parallel_size
-    pp = config.actor.megatron.pipeline_model_parallel_size
+def _layout(section: str, m: MegatronConfig, sizes: Mapping[str, int]) -> Iterator[Problem]:
+    tp, pp = m.tensor_model_parallel_size, m.pipeline_model_parallel_size
+    tp_key, pp_key = f"{section}.tensor_model_parallel_size", f"{section}.pipeline_model_parallel_size"
     divisible = (
-        ("num_attention_heads", TP, tp),
-        ("num_key_value_heads", TP, tp),
-        ("intermediate_size", TP, tp),
-        ("num_hidden_layers", PP, pp),
+        ("num_attention_heads", tp_key, tp),
+        ("num_key_value_heads", tp_key, tp),
+        ("intermediate_size", tp_key, tp),
+        ("num_hidden_layers", pp_key, pp),
     )
     for name, key, ways in divisible:
         if ways > 1 and name in sizes and sizes[name] % ways:
             fit = [str(d) for d in range(1, ways) if sizes[name] % d == 0]
             yield _problem(f"{name} ({sizes[name]}) must be a multiple of {key} ({ways}); use {' or '.join(fit)}.", key)
-    vpp, layers = config.actor.megatron.virtual_pipeline_model_parallel_size, sizes.get("num_hidden_layers", 0)
+    vpp, layers = m.virtual_pipeline_model_parallel_size, sizes.get("num_hidden_layers", 0)
     if vpp is not None and vpp > 0 and pp > 0 and layers % pp == 0 and layers % (pp * vpp):
         fit = [str(d) for d in range(2, layers // pp + 1) if layers // pp % d == 0]
         yield _problem(
-            f"num_hidden_layers ({layers}) must be a multiple of {PP} x virtual_pipeline_model_parallel_size ({pp} x"
-            f" {vpp} = {pp * vpp}); set the second to {' or '.join([*fit, 'null'])}.",
-            PP,
-            VPP,
+            f"num_hidden_layers ({layers}) must be a multiple of {pp_key} x virtual_pipeline_model_parallel_size ({pp}"
+            f" x {vpp} = {pp * vpp}); set the second to {' or '.join([*fit, 'null'])}.",
+            pp_key,
+            f"{section}.virtual_pipeline_model_parallel_size",
         )
-    yield from recompute_of_model(config.actor.megatron, sizes.get("num_hidden_layers", 0))
+    yield from recompute_of_model(section, m, sizes.get("num_hidden_layers", 0))
+
+
+def _shape(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[Problem]:
     heads, kv_heads = sizes.get("num_attention_heads"), sizes.get("num_key_value_heads")
     if heads and kv_heads and heads % kv_heads:
         yield _problem(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads}).")

@@ -11,6 +11,8 @@ from rlhf_megatron.config.schema import MegatronConfig, OptimConfig, RunConfig
 
 GROUP_ESTIMATORS = ("grpo", "rloo")
 """Advantage estimators whose baseline is made of a prompt's other samples."""
+VALUE_ESTIMATORS = ("gae",)
+"""Advantage estimators that need a critic's values."""
 
 TP = "actor.megatron.tensor_model_parallel_size"
 PP = "actor.megatron.pipeline_model_parallel_size"
@@ -21,7 +23,30 @@ LENGTHS = ("data.max_prompt_length", "data.max_response_length")
 
 
 def world_size(config: RunConfig) -> int:
+    """All ranks of the job."""
     return config.trainer.nnodes * config.trainer.n_gpus_per_node
+
+
+def actor_ranks(config: RunConfig) -> int:
+    """Ranks of the actor's pool, the first of the job."""
+    return world_size(config) - config.critic.num_ranks
+
+
+def megatron_sections(config: RunConfig) -> Iterator[tuple[str, MegatronConfig, int]]:
+    """(key, section, ranks) of each pool's layout."""
+    yield "actor.megatron", config.actor.megatron, actor_ranks(config)
+    if config.critic.num_ranks > 0:
+        yield "critic.megatron", config.critic.megatron, config.critic.num_ranks
+
+
+def has_critic(config: RunConfig) -> bool:
+    """Whether the estimator asks for values."""
+    return config.algorithm.adv_estimator in VALUE_ESTIMATORS
+
+
+def needs_reference(config: RunConfig) -> bool:
+    """Whether a KL term asks for the frozen reference."""
+    return config.actor.use_kl_loss or config.algorithm.use_kl_in_reward
 
 
 def model_parallel_size(config: RunConfig) -> int:
@@ -32,9 +57,18 @@ def model_parallel_size(config: RunConfig) -> int:
 
 def layout(loaded: Loaded) -> Iterator[Problem]:
     c, m = loaded.config, loaded.config.actor.megatron
-    world, ranks = world_size(c), model_parallel_size(c)
-    if world < 1 or ranks < 1:
+    world, ranks = actor_ranks(c), model_parallel_size(c)
+    if world_size(c) < 1 or ranks < 1:
         return  # `ranges` says it
+    if c.trainer.runtime == "inline" and world_size(c) != 1:
+        yield Problem(
+            f"trainer.runtime (inline) has one rank, but trainer.nnodes x n_gpus_per_node is {world_size(c)}; set both"
+            " to 1 or use runtime: torchrun.",
+            ("trainer.runtime", GPUS, NODES),
+        )
+    if c.critic.num_ranks:
+        yield from _actor_pool(c)
+        return
     if world % ranks:
         near = _near_multiples(world, ranks)
         sizes = f"{m.tensor_model_parallel_size} x {m.pipeline_model_parallel_size} x {m.context_parallel_size}"
@@ -44,18 +78,24 @@ def layout(loaded: Loaded) -> Iterator[Problem]:
             " ranks or another layout.",
             (GPUS, NODES, TP, PP, CP),
         )
-    if c.trainer.runtime == "inline" and world != 1:
+
+
+def _actor_pool(c: RunConfig) -> Iterator[Problem]:
+    """What a critic's pool leaves for the actor's."""
+    left, ranks, taken = actor_ranks(c), model_parallel_size(c), c.critic.num_ranks
+    if left < ranks or left % ranks:
         yield Problem(
-            f"trainer.runtime (inline) has one rank, but trainer.nnodes x n_gpus_per_node is {world}; set both to 1 or"
-            " use runtime: torchrun.",
-            ("trainer.runtime", GPUS, NODES),
+            f"critic.num_ranks ({taken}) leaves {left} of trainer.nnodes x n_gpus_per_node ({world_size(c)}) ranks for"
+            f" the actor, which must be a multiple of {TP} x pipeline_model_parallel_size x context_parallel_size"
+            f" ({ranks}), at least one; use {taken + max(1, -(-left // ranks)) * ranks} ranks in all.",
+            ("critic.num_ranks", GPUS, NODES, TP, PP, CP),
         )
 
 
 def batches(loaded: Loaded) -> Iterator[Problem]:
     c = loaded.config
     mini, samples = c.actor.mini_batch_size, c.data.train_batch_size * c.rollout.n
-    if mini < 1 or samples < 1 or world_size(c) < 1 or model_parallel_size(c) < 1:
+    if mini < 1 or samples < 1 or actor_ranks(c) < 1 or model_parallel_size(c) < 1:
         return
     if samples % mini:
         divisors = [d for d in range(1, samples + 1) if samples % d == 0]
@@ -66,7 +106,7 @@ def batches(loaded: Loaded) -> Iterator[Problem]:
             f" ({c.data.train_batch_size} x {c.rollout.n} = {samples} samples a step); use {near}.",
             ("actor.mini_batch_size", "data.train_batch_size", "rollout.n"),
         )
-    replicas = world_size(c) // model_parallel_size(c)
+    replicas = actor_ranks(c) // model_parallel_size(c)
     sizes = [("actor.mini_batch_size", mini)]
     if c.warmup.max_steps > 0:
         sizes.append(("warmup.batch_size", c.warmup.batch_size))
@@ -88,7 +128,7 @@ def token_budgets(loaded: Loaded) -> Iterator[Problem]:
     if cp < 1 or multiple < 1:
         return
     yield from _budget(c, "actor.ppo_max_token_len_per_gpu", c.actor.ppo_max_token_len_per_gpu, cp, multiple)
-    if c.actor.use_kl_loss and c.reference.max_token_len_per_gpu is not None:
+    if needs_reference(c) and c.reference.max_token_len_per_gpu is not None:
         yield from _budget(c, "reference.max_token_len_per_gpu", c.reference.max_token_len_per_gpu, cp, multiple)
 
 
@@ -116,7 +156,7 @@ def _budget(c: RunConfig, key: str, budget: int, cp: int, multiple: int) -> Iter
 
 def _senders(c: RunConfig) -> Iterator[Problem]:
     """Buckets travel through shared memory: the sender of each pipeline stage must be on the engines' machine."""
-    pp, ranks = c.actor.megatron.pipeline_model_parallel_size, c.trainer.nnodes * c.trainer.n_gpus_per_node
+    pp, ranks = c.actor.megatron.pipeline_model_parallel_size, actor_ranks(c)
     last_sender = (pp - 1) * (ranks // max(pp, 1))  # the first rank of the last stage
     if c.trainer.nnodes > 1 and last_sender >= c.trainer.n_gpus_per_node:
         yield Problem(

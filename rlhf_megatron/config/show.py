@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import yaml
@@ -46,7 +47,10 @@ def as_text(value: Any) -> str:
     """A value as one would write it in YAML or on the command line."""
     if isinstance(value, float):
         return repr(value)
-    text = yaml.dump(_plain(value), Dumper=_Dumper, default_flow_style=True, width=10**9, allow_unicode=True)
+    style = '"' if isinstance(value, str) and "\n" in value else None
+    text = yaml.dump(
+        _plain(value), Dumper=_Dumper, default_flow_style=True, default_style=style, width=10**9, allow_unicode=True
+    )
     return text.removesuffix("\n").removesuffix("\n...")
 
 
@@ -54,9 +58,14 @@ def as_yaml(config: RunConfig) -> str:
     """The resolved configuration as YAML that `load_run_config` accepts: all settings but those that are not in use."""
     every = Loaded(config, {key: Origin("resolved", layer=0) for key in leaf_keys(RunConfig)})
     idle = {problem.keys[0] for problem in ignored(every)}
+    sections_of_idle = {key.rpartition(".")[0] for key in idle}
+    sections_in_use = {
+        key.rpartition(".")[0] for key in leaf_keys(RunConfig) if key not in idle and value_of(config, key) is not None
+    }
+    empty = sections_of_idle - sections_in_use  # what is left of them is null
     tree: dict[str, Any] = {}
     for key in leaf_keys(RunConfig):
-        if key not in idle:
+        if key not in idle and key.rpartition(".")[0] not in empty:
             *sections, name = key.split(".")
             node = tree
             for section in sections:
@@ -66,6 +75,8 @@ def as_yaml(config: RunConfig) -> str:
 
 
 def _plain(value: Any) -> Any:
+    if is_dataclass(value):  # an entry of a list: null is what a missing key means
+        value = {f.name: item for f in fields(value) if (item := getattr(value, f.name)) is not None}
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
