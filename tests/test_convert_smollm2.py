@@ -93,14 +93,15 @@ def test_the_model_knows_what_it_should(model: Path) -> None:
 
 
 def logits(world: Any, model: Path, token_ids: list[int]) -> torch.Tensor | None:
-    """One document through two pipeline stages: [T, V] on the last one."""
+    """One document through the stages of one tp rank: its columns of [T, V] on the last one."""
     from rlhf_megatron.models.attention import packed_documents
     from rlhf_megatron.models.build import build_model
     from rlhf_megatron.models.head import head_weight
 
     config = read_hf_config(model)
     chunk = build_model(config, world, torch.float32).chunks[0]
-    load_hf([chunk], table_for(config), HFReader(model), 0, 1)
+    tp = world.layout.tp
+    load_hf([chunk], table_for(config, tp), HFReader(model), world.coordinates.tp, tp)
     positions = torch.arange(len(token_ids))[None]
     borders = torch.tensor([0, len(token_ids)], dtype=torch.int32)
     documents = packed_documents(borders, len(token_ids), positions)
@@ -118,7 +119,8 @@ def logits(world: Any, model: Path, token_ids: list[int]) -> torch.Tensor | None
 
 @pytest.mark.smollm2
 @pytest.mark.dist
-def test_logits_at_pp2_are_those_of_transformers(model: Path, dist_pool: DistPool) -> None:
+@pytest.mark.parametrize(("tp", "pp"), [(1, 2), (3, 1)])
+def test_logits_are_those_of_transformers(model: Path, dist_pool: DistPool, tp: int, pp: int) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     text = "2+3=5\n4+4=8\nThe sky is blue because of the way that light"
@@ -126,9 +128,12 @@ def test_logits_at_pp2_are_those_of_transformers(model: Path, dist_pool: DistPoo
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
         expected = network(torch.tensor([token_ids])).logits[0]
-    found = dist_pool.run(logits, pp=2, model=model, token_ids=token_ids, timeout_s=300)[1]
+    columns = dist_pool.run(logits, tp=tp, pp=pp, model=model, token_ids=token_ids, timeout_s=300)
+    found = torch.cat([part for part in columns if part is not None], dim=1)
+    error = (found - expected).abs().max().item()
+    print(f"tp{tp} pp{pp}: largest |logit - that of transformers| {error:.1e} of {expected.abs().max().item():.1f}")
     assert expected.abs().max() > 10
-    assert (found - expected).abs().max() < 1e-3
+    assert error < 1e-3
 
 
 @pytest.mark.smollm2
