@@ -12,6 +12,13 @@ METRICS: dict[str, tuple[str, str]] = {
     "actor/kl_loss": ("nats", "KL estimate against the reference, before kl_loss_coef"),
     "actor/entropy_loss": ("nats", "entropy of the policy during the update, before entropy_coeff"),
     "actor/sft_loss": ("nats", "negative log-prob of the target tokens"),
+    "critic/vf_loss": ("1", "value loss: half the squared distance to the returns, clipped"),
+    "critic/vf_clipfrac": ("share", "tokens whose value loss the clip replaced"),
+    "critic/vpred_mean": ("1", "value during the update"),
+    # Of a step: the critic and KL in the reward, over the response tokens of valid samples.
+    "critic/vf_explained_var": ("1", "1 - Var(returns - values) / Var(returns); 1: perfect, 0: as good as a constant"),
+    "actor/reward_kl_penalty": ("nats", "KL estimate against the reference in the reward, a token, before its weight"),
+    "actor/reward_kl_penalty_coeff": ("1", "weight of that term in this step's rewards"),
     # Of a step: engine against trainer on the sampled tokens (algorithms/mismatch.py).
     "training/rollout_log_probs_diff_max": ("nats", "largest |log-prob of the trainer - of the engine|"),
     "training/rollout_log_probs_diff_p50": ("nats", "median of it"),

@@ -15,8 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from rlhf_megatron.algorithms.aggregate import sequence_sums
 from rlhf_megatron.registry import Registry
 
 
@@ -24,7 +26,7 @@ from rlhf_megatron.registry import Registry
 class AdvantageInputs:
     """Columns of a whole step; sample i owns tokens offsets[i] : offsets[i + 1]."""
 
-    rewards_B: Tensor  # float32; undefined where not valid
+    rewards_B: Tensor  # float32, scores; undefined where not valid. An estimator of whole samples reads sample_rewards
     group_ids_B: Tensor  # int64; the samples of one prompt share it
     is_valid_B: Tensor  # bool; False: masked status
     response_mask_T: Tensor  # bool
@@ -42,6 +44,21 @@ class AdvantageOutputs:
 
 AdvantageEstimator = Callable[[AdvantageInputs, Any], AdvantageOutputs]
 ADV_ESTIMATORS: Registry[AdvantageEstimator] = Registry("advantage estimator")
+
+
+def sample_rewards(inputs: AdvantageInputs) -> Tensor:
+    """[B] float64: what a whole sample earned; 0 where not valid. The one way by which KL in the reward reaches
+    estimators of whole samples.
+
+    The sum of a sample's token rewards where there are any, else its score. A response without tokens had nowhere to
+    put its score, and no KL to pay: it has its score.
+    """
+    rewards_B = inputs.rewards_B.to(torch.float64)
+    if inputs.token_rewards_T is not None:
+        paid_T = inputs.token_rewards_T.masked_fill(~inputs.response_mask_T, 0.0)
+        has_tokens_B = sequence_sums(inputs.response_mask_T, inputs.offsets) > 0
+        rewards_B = torch.where(has_tokens_B, sequence_sums(paid_T, inputs.offsets), rewards_B)
+    return rewards_B.masked_fill(~inputs.is_valid_B, 0.0)
 
 
 def spread(advantages_B: Tensor, response_mask_T: Tensor, offsets: Tensor) -> Tensor:

@@ -14,7 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlhf_megatron.algorithms.advantages.base import ADV_ESTIMATORS, AdvantageInputs, AdvantageOutputs, spread
+from rlhf_megatron.algorithms.advantages.base import (
+    ADV_ESTIMATORS,
+    AdvantageInputs,
+    AdvantageOutputs,
+    sample_rewards,
+    spread,
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,7 @@ def grpo(inputs: AdvantageInputs, params: GRPOParams) -> AdvantageOutputs:
     Exactly 0 for a sample of masked status, in a group with one valid sample, and in a group of equal rewards.
     """
     advantages_B = group_advantages(
-        inputs.rewards_B,
+        sample_rewards(inputs),
         inputs.group_ids_B,
         inputs.is_valid_B,
         epsilon=params.epsilon if params.norm_adv_by_std_in_grpo else None,

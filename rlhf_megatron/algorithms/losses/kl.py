@@ -3,6 +3,7 @@
 With d = log_probs - ref_log_probs:
 
     k1 = d                      unbiased value; as a loss its expected gradient is 0, so it regularises nothing
+    abs = |d|                   biased value, never negative; in a reward only: as a loss it estimates no gradient
     k2 = d^2 / 2                biased value, low variance; its expected gradient is the true one's
     k3 = exp(-d) + d - 1        unbiased value, low variance, never negative; clamps: d to +-20, k3 to +-10
 
@@ -17,20 +18,23 @@ from typing import Literal
 
 from torch import Tensor
 
-KLType = Literal["k1", "k2", "k3"]
-KL_TYPES = ("k1", "k2", "k3")
+KLType = Literal["k1", "k2", "k3"]  # of a loss
+KLPenaltyType = Literal["k1", "k2", "k3", "abs"]  # of a reward
+KL_TYPES = ("k1", "k2", "k3", "abs")
 MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8 is far past any clip and far from overflow
 MAX_K3 = 10.0
 
 
-def kl_estimate(log_probs_T: Tensor, ref_log_probs_T: Tensor, kind: KLType) -> Tensor:
+def kl_estimate(log_probs_T: Tensor, ref_log_probs_T: Tensor, kind: KLPenaltyType) -> Tensor:
     """[T] nats, differentiable in both arguments. Raises ValueError for an unknown kind."""
     diff_T = log_probs_T - ref_log_probs_T
     if kind == "k1":
         return diff_T
+    if kind == "abs":
+        return diff_T.abs()
     if kind == "k2":
         return 0.5 * diff_T.square()
     if kind == "k3":
         log_ratio_T = (-diff_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         return (log_ratio_T.expm1() - log_ratio_T).clamp(-MAX_K3, MAX_K3)
-    raise ValueError(f"unknown kl_loss_type {kind!r}; known: {', '.join(KL_TYPES)}.")
+    raise ValueError(f"unknown KL estimator {kind!r}; known: {', '.join(KL_TYPES)}.")

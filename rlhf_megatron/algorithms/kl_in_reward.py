@@ -1,0 +1,122 @@
+"""KL against the reference as a part of each token's reward, and the controllers of its weight.
+
+"Fine-Tuning Language Models from Human Preferences" (arXiv 1909.08593, section 2): the reward of a response is its
+score minus kl_coef times the sum of its tokens' KL estimates, each at its own token; the weight may follow a target.
+
+Units: a token's KL is in nats (`losses/kl.py`). A controller is fed, and `target_kl` is, nats **a response**: summed
+over its tokens, averaged over the samples, as in the paper. (verl feeds nats a token to the same formula: a target_kl
+from there must be multiplied by the usual response length.)
+"""
+
+# B samples, T packed tokens, N response tokens of valid samples
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron.algorithms.aggregate import sequence_sums
+
+MAX_ERROR = 0.2  # of the relative distance from the target, the paper's
+
+
+def token_rewards(
+    rewards_B: Tensor,
+    is_valid_B: Tensor,
+    response_mask_T: Tensor,
+    offsets: Tensor,
+    kl_T: Tensor | None,
+    kl_coef: float,
+) -> Tensor:
+    """[T] float32: -kl_coef * kl on every response token, plus the sample's score on its last one; 0 elsewhere.
+
+    All 0 for a sample of masked status. A response without tokens has nowhere to put its score, and nothing to train:
+    `advantages.base.sample_rewards` gives such a sample its plain score. `kl_T` may hold anything outside of
+    `response_mask_T`. Raises ValueError where a weight is given and no KL.
+    """
+    if kl_T is None and kl_coef != 0:
+        raise ValueError(f"kl_coef ({kl_coef}) needs a KL column; run the reference, or use a weight of 0.")
+    owner_T = torch.arange(rewards_B.numel(), device=offsets.device).repeat_interleave(offsets.diff())
+    index_N = (response_mask_T & is_valid_B[owner_T]).nonzero().squeeze(1)
+    rewards_T = torch.zeros(response_mask_T.numel(), dtype=torch.float64, device=rewards_B.device)
+    if kl_T is not None:
+        rewards_T[index_N] -= kl_coef * kl_T[index_N].double()
+    last_B = torch.full_like(offsets[1:], -1).scatter_reduce(0, owner_T[index_N], index_N, "amax")
+    has_tokens_B = last_B >= 0
+    rewards_T[last_B[has_tokens_B]] += rewards_B[has_tokens_B].double()
+    return rewards_T.float()
+
+
+@dataclass(frozen=True)
+class MeanKL:
+    """Over the response tokens of valid samples; 0 where there are none."""
+
+    per_response: float  # nats; what a controller is fed
+    per_token: float  # nats; metric actor/reward_kl_penalty
+    num_samples: int  # valid ones
+
+
+def mean_kl(kl_T: Tensor, is_valid_B: Tensor, response_mask_T: Tensor, offsets: Tensor) -> MeanKL:
+    """`kl_T` may hold anything outside of `response_mask_T` and in samples of masked status."""
+    trains_T = response_mask_T & is_valid_B.repeat_interleave(offsets.diff())
+    total = sequence_sums(kl_T.masked_fill(~trains_T, 0.0), offsets).sum().item()
+    num_samples, num_tokens = int(is_valid_B.sum()), int(trains_T.sum())
+    return MeanKL(total / max(num_samples, 1), total / max(num_tokens, 1), num_samples)
+
+
+class KLController:
+    """The weight of the KL term: `coef` is that of the current step, `update` makes that of the next.
+
+    adaptive (arXiv 1909.08593, section 2.2; the paper's gain of 0.1 is num_samples / horizon, as in its code):
+    coef *= 1 + clip(kl / target_kl - 1, +-0.2) * num_samples / horizon
+    """
+
+    def __init__(
+        self, kind: Literal["fixed", "adaptive"], kl_coef: float, target_kl: float = 0.1, horizon: int = 10000
+    ) -> None:
+        """Raises ValueError for what cannot control anything."""
+        if kind not in ("fixed", "adaptive"):
+            raise ValueError(f"unknown KL controller {kind!r}; known: fixed, adaptive.")
+        if kind == "adaptive" and not (kl_coef > 0 and target_kl > 0 and horizon > 0):
+            raise ValueError(
+                f"kl_coef ({kl_coef}), target_kl ({target_kl}) and horizon ({horizon}) of an adaptive KL controller"
+                " must be above 0: it multiplies the weight by the distance from the target."
+            )
+        self.kind = kind
+        self.coef = kl_coef
+        self.target_kl = target_kl
+        self.horizon = horizon
+
+    def update(self, mean_kl: float, num_samples: int) -> None:
+        """`mean_kl`: nats a response of the step that used `coef`, over its `num_samples` samples.
+
+        Raises ValueError when it is not a number, or so many samples at once would turn the weight's sign.
+        """
+        if self.kind == "fixed":
+            return
+        if not math.isfinite(mean_kl):
+            raise ValueError(
+                f"the mean KL of a response ({mean_kl}) must be a number; look at the reference's log-probs."
+            )
+        error = min(max(mean_kl / self.target_kl - 1.0, -MAX_ERROR), MAX_ERROR)
+        factor = 1.0 + error * num_samples / self.horizon
+        if factor <= 0:
+            raise ValueError(
+                f"horizon ({self.horizon} samples) must be above {MAX_ERROR} x the samples of a step ({num_samples}),"
+                f" or the weight of the KL term turns negative; use {num_samples} or more."
+            )
+        self.coef *= factor
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps, exact also as JSON."""
+        return {"coef": self.coef}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """A fixed weight stays that of the configuration: who resumes with another one means it."""
+        if self.kind == "adaptive":
+            self.coef = state["coef"]

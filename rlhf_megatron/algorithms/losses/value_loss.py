@@ -1,0 +1,42 @@
+"""The critic's loss: half the squared distance to the returns, clipped around the values before the update.
+
+As in the authors' code for "Proximal Policy Optimization Algorithms" (arXiv 1707.06347; the paper has no value clip):
+the larger of the free and the clipped distance, so that a value that has moved far enough towards its return has no
+gradient, and one that has moved away has all of it.
+
+    loss = 0.5 max((v - R)^2, (clip(v, old - c, old + c) - R)^2)
+
+Not a policy loss, so it is not registered as one.
+"""
+
+# T tokens
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron.algorithms.losses.base import PolicyLossOutputs
+
+
+def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, cliprange_value: float) -> PolicyLossOutputs:
+    """Per-token loss, with grad in `values_T`; `cliprange_value` 0: no clip.
+
+    Metrics: critic/vf_loss, critic/vf_clipfrac (1 where the clipped distance was the larger one), critic/vpred_mean.
+    """
+    assert cliprange_value >= 0, f"cliprange_value {cliprange_value} is negative"
+    token_loss_T = 0.5 * (values_T - returns_T).square()
+    is_clipped_T = torch.zeros_like(token_loss_T, dtype=torch.bool)
+    if cliprange_value > 0:
+        near_T = values_T.clamp(old_values_T - cliprange_value, old_values_T + cliprange_value)
+        clipped_T = 0.5 * (near_T - returns_T).square()
+        is_clipped_T = clipped_T > token_loss_T
+        token_loss_T = torch.where(is_clipped_T, clipped_T, token_loss_T)
+    return PolicyLossOutputs(
+        token_loss_T,
+        {
+            "critic/vf_loss": token_loss_T.detach(),
+            "critic/vf_clipfrac": is_clipped_T.to(values_T.dtype),
+            "critic/vpred_mean": values_T.detach(),
+        },
+    )
