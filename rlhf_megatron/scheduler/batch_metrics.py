@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,11 @@ from rlhf_megatron.data.batch import ScoredBatch, TokenBatch, TrainBatch
 def valid_samples(batch: ScoredBatch) -> Tensor:
     """[B] bool: samples whose reward counts."""
     return torch.tensor([not status.startswith("masked:") for status in batch.reward_statuses], dtype=torch.bool)
+
+
+def valid_tokens(batch: ScoredBatch) -> Tensor:
+    """[T] bool: response tokens of samples whose reward counts."""
+    return batch.response_mask & valid_samples(batch).repeat_interleave(batch.lengths)
 
 
 def response_lengths(batch: TokenBatch) -> Tensor:
@@ -30,32 +37,64 @@ def mixed_group_share(batch: ScoredBatch) -> float:
     return mixed / max(1, groups.numel())
 
 
-def batch_metrics(batch: TrainBatch, version: int) -> dict[str, float]:
+def statistics(name: str, values: Tensor) -> dict[str, float]:
+    """`name`/{mean,max,min}; zeros where there are no values."""
+    values = values.float() if values.numel() else torch.zeros(1)
+    return {
+        f"{name}/mean": values.mean().item(),
+        f"{name}/max": values.max().item(),
+        f"{name}/min": values.min().item(),
+    }
+
+
+def batch_metrics(batch: TrainBatch) -> dict[str, float]:
     """See metric_names for units and meanings."""
-    is_valid = valid_samples(batch)
-    rewards = batch.rewards[is_valid] if bool(is_valid.any()) else torch.zeros(1)
-    has_responses = bool(batch.response_mask.any())
-    advantages = batch.advantages[batch.response_mask] if has_responses else torch.zeros(1)
     responses = response_lengths(batch)
-    prompts = batch.lengths - responses
     metrics = {
         "reward/mixed_groups": mixed_group_share(batch),
-        "reward/masked": 1.0 - is_valid.float().mean().item(),
         "response_length/clip_ratio": sum(r == "length" for r in batch.finish_reasons) / len(batch),
-        "policy/lag": (version - batch.policy_versions.float()).mean().item(),
         "perf/total_num_tokens": float(batch.num_tokens),
+        **statistics("critic/advantages", batch.advantages[batch.response_mask]),
+        **statistics("response_length", responses),
+        **statistics("prompt_length", batch.lengths - responses),
+        **reward_metrics(batch),
+        **value_metrics(batch),
     }
-    for name, values in (
-        ("critic/rewards", rewards),
-        ("critic/advantages", advantages),
-        ("response_length", responses),
-        ("prompt_length", prompts),
-    ):
-        metrics[f"{name}/mean"] = values.float().mean().item()
-        metrics[f"{name}/max"] = values.max().item()
-        metrics[f"{name}/min"] = values.min().item()
-    for name, part in batch.reward_parts.items():
-        metrics[f"reward/part/{name}"] = part[is_valid].mean().item() if bool(is_valid.any()) else 0.0
     if batch.entropies is not None:
-        metrics["actor/entropy"] = batch.entropies[batch.response_mask].mean().item() if has_responses else 0.0
+        metrics["actor/entropy"] = _mean(batch.entropies[batch.response_mask])
     return metrics
+
+
+def reward_metrics(batch: ScoredBatch) -> dict[str, float]:
+    """Rewards over all samples that count, by source and by part, and the share of each status."""
+    is_valid = valid_samples(batch)
+    rewards = batch.rewards[is_valid]
+    metrics = {
+        "reward/masked": 1.0 - is_valid.float().mean().item(),
+        **statistics("critic/rewards", rewards),
+        "critic/rewards/std": rewards.std().item() if rewards.numel() > 1 else 0.0,
+    }
+    for source in sorted(set(batch.sources)):
+        is_of = torch.tensor([other == source for other in batch.sources]) & is_valid
+        metrics[f"reward/source/{source}/mean"] = _mean(batch.rewards[is_of])
+        metrics[f"reward/source/{source}/count"] = float(is_of.sum())
+    for status, count in sorted(Counter(batch.reward_statuses).items()):
+        metrics[f"reward/status/{status}"] = count / len(batch)
+    for name, part in batch.reward_parts.items():
+        metrics[f"reward/part/{name}"] = _mean(part[is_valid & ~part.isnan()])
+    return metrics
+
+
+def value_metrics(batch: TrainBatch) -> dict[str, float]:
+    """What the critic said before the update, against what it is to learn. Empty without a critic."""
+    if batch.values is None or batch.returns is None:
+        return {}
+    is_valid = valid_tokens(batch)
+    return {
+        **statistics("critic/values", batch.values[is_valid]),
+        **statistics("critic/returns", batch.returns[is_valid]),
+    }
+
+
+def _mean(values: Tensor) -> float:
+    return values.mean().item() if values.numel() else 0.0

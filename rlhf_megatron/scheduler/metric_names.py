@@ -1,15 +1,36 @@
-"""Every metric that the scheduler writes: key -> (unit, meaning). Loss metrics stand in algorithms/metric_names.py."""
+"""Every metric that a run writes: key -> (unit, meaning). Those of losses stand in algorithms/metric_names.py."""
+
+from __future__ import annotations
+
+import re
+
+from rlhf_megatron.algorithms.metric_names import METRICS as ALGORITHM_METRICS
 
 METRICS: dict[str, tuple[str, str]] = {
     "critic/rewards/mean": ("score", "mean reward of the samples of a step, masked statuses left out"),
     "critic/rewards/max": ("score", "largest reward of a step"),
     "critic/rewards/min": ("score", "smallest reward of a step"),
+    "critic/rewards/std": ("score", "standard deviation (unbiased) of the rewards of a step; 0 for a single one"),
     "critic/advantages/mean": ("1", "mean token advantage over response tokens"),
     "critic/advantages/max": ("1", "largest token advantage"),
     "critic/advantages/min": ("1", "smallest token advantage"),
+    "critic/values/mean": ("score", "mean value before the update, over response tokens of samples that count"),
+    "critic/values/max": ("score", "largest value before the update"),
+    "critic/values/min": ("score", "smallest value before the update"),
+    "critic/returns/mean": ("score", "mean of what the critic is to learn, over the same tokens"),
+    "critic/returns/max": ("score", "largest return"),
+    "critic/returns/min": ("score", "smallest return"),
+    "critic/grad_norm": ("1", "global gradient norm of the critic before clipping, mean over its optimizer steps"),
+    "critic/lr": ("1", "learning rate of the critic's last optimizer step"),
+    "critic/num_epochs": ("count", "passes of the critic over the samples of a step"),
+    "critic/num_optimizer_steps": ("count", "optimizer steps of the critic in a step"),
+    "critic/num_skipped_steps": ("count", "optimizer steps of the critic left out for a non-finite gradient norm"),
     "reward/mixed_groups": ("share", "groups whose samples have different rewards: the ones that teach"),
     "reward/masked": ("share", "samples left out because their reward could not be computed"),
-    "reward/part/<name>": ("score", "mean of a component that the reward names, masked statuses left out"),
+    "reward/part/<name>": ("score", "mean of a named component of the reward over the valid samples that have it"),
+    "reward/status/<status>": ("share", "samples whose reward has this status"),
+    "reward/source/<source>/mean": ("score", "mean reward of the samples of a data source, masked statuses left out"),
+    "reward/source/<source>/count": ("count", "samples of a data source whose reward counts"),
     "response_length/mean": ("tokens", "mean response length"),
     "response_length/max": ("tokens", "longest response"),
     "response_length/min": ("tokens", "shortest response"),
@@ -21,10 +42,10 @@ METRICS: dict[str, tuple[str, str]] = {
     "actor/entropy": ("nats", "mean entropy of the policy on response tokens, before the update"),
     "actor/grad_norm": ("1", "global gradient norm before clipping, mean over the optimizer steps of a step"),
     "actor/lr": ("1", "learning rate of the last optimizer step"),
-    "actor/num_epochs": ("count", "passes over the samples of a step"),
+    "actor/num_epochs": ("count", "passes over the samples of a step; 0 in a step that trains the critic only"),
     "actor/num_optimizer_steps": ("count", "optimizer steps of a step"),
     "actor/num_skipped_steps": ("count", "optimizer steps left out for a non-finite gradient norm"),
-    "policy/version": ("count", "weight syncs so far"),
+    "policy/version": ("count", "weight syncs so far; a step that leaves the policy as it was makes none"),
     "policy/lag": ("count", "version at training minus version at sampling, mean"),
     "sync/num_bytes": ("bytes", "weights sent to each engine"),
     "sync/seconds": ("s", "whole weight sync: begin, gather, send, load, verify, commit"),
@@ -43,3 +64,14 @@ METRICS: dict[str, tuple[str, str]] = {
     "warmup/grad_norm": ("1", "global gradient norm before clipping"),
     "warmup/accuracy": ("share", "sampled held-out accuracy during the warm-up"),
 }
+
+
+def find(key: str) -> tuple[str, str] | None:
+    """(unit, meaning) of a key as a run writes it, "reward/part/format" too; None where it is not listed."""
+    listed = METRICS | ALGORITHM_METRICS
+    if key in listed:
+        return listed[key]
+    for pattern, entry in listed.items():
+        if "<" in pattern and re.fullmatch(re.sub(r"<\w+>", ".+", re.escape(pattern)), key):
+            return entry
+    return None

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.algorithms.aggregate import loss_weights, metric_weights
-from rlhf_megatron.data.batch import MiniBatch, TokenBatch, TrainBatch, select
+from rlhf_megatron.data.batch import MiniBatch, TokenBatch, TrainBatch, ValueMiniBatch, select
+from rlhf_megatron.scheduler.batch_metrics import valid_tokens
 from rlhf_megatron.scheduler.seeds import derive_seed
 
 
@@ -19,16 +20,23 @@ def weigh(batch: TokenBatch, mode: str) -> tuple[Tensor, Tensor]:
     return weights, metric_weights(batch.response_mask, num_tokens)
 
 
-def mini_batches(
-    batch: TrainBatch, mini_batch_size: int, mode: str, use_shuffle: bool, seed: int, step: int, epoch: int
-) -> Iterator[MiniBatch]:
-    """Cut the step's B samples into mini-batches of `mini_batch_size` samples, in an order of (seed, step, epoch)."""
+def cut(
+    batch: TrainBatch, mini_batch_size: int, use_shuffle: bool, seed: int, step: int, epoch: int
+) -> Iterator[TrainBatch]:
+    """The step's B samples in parts of `mini_batch_size` samples, in an order of (seed, step, epoch)."""
     order = list(range(len(batch)))
     if use_shuffle:
         generator = torch.Generator().manual_seed(derive_seed(seed, step, epoch, 7))
         order = torch.randperm(len(batch), generator=generator).tolist()
     for start in range(0, len(order), mini_batch_size):
-        part = select(batch, order[start : start + mini_batch_size])
+        yield select(batch, order[start : start + mini_batch_size])
+
+
+def mini_batches(
+    batch: TrainBatch, mini_batch_size: int, mode: str, use_shuffle: bool, seed: int, step: int, epoch: int
+) -> Iterator[MiniBatch]:
+    """The actor's mini-batches of one pass over a step's samples; the order is that of `cut`."""
+    for part in cut(batch, mini_batch_size, use_shuffle, seed, step, epoch):
         weights, for_metrics = weigh(part, mode)
         yield MiniBatch(
             offsets=part.offsets,
@@ -40,6 +48,29 @@ def mini_batches(
             old_log_probs=part.old_log_probs,
             ref_log_probs=part.ref_log_probs,
             rollout_log_probs=part.rollout_log_probs,
+        )
+
+
+def value_mini_batches(
+    batch: TrainBatch, mini_batch_size: int, mode: str, use_shuffle: bool, seed: int, step: int, epoch: int
+) -> Iterator[ValueMiniBatch]:
+    """The critic's mini-batches of one pass; where both have one size, with the samples of the actor's.
+
+    A sample of masked status has no return to learn: its weights are 0. It counts in the denominator of the loss, as
+    it does in the actor's.
+    """
+    for part in cut(batch, mini_batch_size, use_shuffle, seed, step, epoch):
+        assert part.values is not None and part.returns is not None, "a critic's update needs values and returns"
+        weights, _ = weigh(part, mode)
+        is_valid = valid_tokens(part)
+        yield ValueMiniBatch(
+            offsets=part.offsets,
+            token_ids=part.token_ids,
+            response_mask=part.response_mask,
+            loss_weights=weights * is_valid,
+            metric_weights=metric_weights(is_valid, int(is_valid.sum())),
+            old_values=part.values,
+            returns=part.returns,
         )
 
 

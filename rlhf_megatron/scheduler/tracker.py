@@ -80,7 +80,7 @@ class Tracker:
 
     def batch(self, batch: TrainBatch, metrics: dict[str, float]) -> None:
         """Metrics of this step's batch and of what the stages say about it."""
-        self._metrics |= batch_metrics(batch, int(metrics["policy/version"]) - 1) | metrics
+        self._metrics |= batch_metrics(batch) | metrics
         if self._board:
             text = "\n\n".join(
                 f"`{batch.prompts[i]}` → `{batch.responses[i]}` (label `{batch.labels[i]}`, reward"

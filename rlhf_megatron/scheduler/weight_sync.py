@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Protocol
 
 from rlhf_megatron.resharding.sender import SendReport
 from rlhf_megatron.rollout.engine import EngineError
@@ -11,6 +12,15 @@ from rlhf_megatron.rollout.fleet import EngineFleet
 from rlhf_megatron.runtime.worker_group import WorkerGroup
 
 NAMES_SHOWN = 5
+
+
+class Sync(Protocol):
+    """What the loop ends a step with, unless the step left the policy as it was."""
+
+    version: int  # of the policy: how many times this was called
+
+    def __call__(self) -> dict[str, float]:
+        """Returns metrics, among them the new version."""
 
 
 class WeightSync:

@@ -1,0 +1,55 @@
+"""From rewards, log-probs and values to what multiplies the importance ratio and what the critic learns."""
+
+from __future__ import annotations
+
+from rlhf_megatron.algorithms.advantages.base import AdvantageInputs
+from rlhf_megatron.algorithms.kl_in_reward import KLController, mean_kl, token_rewards
+from rlhf_megatron.algorithms.losses.kl import kl_estimate
+from rlhf_megatron.config.schema import AlgorithmConfig
+from rlhf_megatron.data.batch import AnnotatedBatch, TrainBatch, gain
+from rlhf_megatron.scheduler.batch_metrics import valid_samples
+from rlhf_megatron.scheduler.plugins import Plugins
+
+
+class AdvantageStage:
+    """Callable: a step's batch -> (the batch with advantages, metrics). Call it once a step, in order.
+
+    Its state is `kl`, the controller of the KL term in the reward: the weight of a step is made from the KL of the
+    steps before it.
+    """
+
+    def __init__(self, config: AlgorithmConfig, plugins: Plugins) -> None:
+        control = config.kl_ctrl
+        self.plugins = plugins
+        self.kl_penalty = config.kl_penalty
+        self.kl: KLController | None = None
+        if config.use_kl_in_reward:
+            self.kl = KLController(control.type, control.kl_coef, control.target_kl, control.horizon)
+
+    def __call__(self, batch: AnnotatedBatch) -> tuple[TrainBatch, dict[str, float]]:
+        is_valid = valid_samples(batch)
+        kl, metrics = None, {}
+        kl_coef = 0.0
+        if self.kl is not None:
+            assert batch.old_log_probs is not None and batch.ref_log_probs is not None, "KL needs both log-probs"
+            kl, kl_coef = kl_estimate(batch.old_log_probs, batch.ref_log_probs, self.kl_penalty), self.kl.coef
+            mean = mean_kl(kl, is_valid, batch.response_mask, batch.offsets)
+            self.kl.update(mean.per_response, mean.num_samples)
+            metrics = {"actor/reward_kl_penalty": mean.per_token, "actor/reward_kl_penalty_coeff": kl_coef}
+        rewards = None
+        if kl is not None or self.plugins.needs_token_rewards:
+            rewards = token_rewards(batch.rewards, is_valid, batch.response_mask, batch.offsets, kl, kl_coef)
+        outputs = self.plugins.estimator(
+            AdvantageInputs(
+                rewards_B=batch.rewards,
+                group_ids_B=batch.group_ids,
+                is_valid_B=is_valid,
+                response_mask_T=batch.response_mask,
+                offsets=batch.offsets,
+                token_rewards_T=rewards,
+                values_T=batch.values,
+            ),
+            self.plugins.estimator_params,
+        )
+        train = gain(TrainBatch, batch, advantages=outputs.advantages_T, returns=outputs.returns_T)
+        return train, metrics | outputs.metrics

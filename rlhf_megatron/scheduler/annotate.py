@@ -1,0 +1,46 @@
+"""What the models on the hosts say about a step's samples before the update: log-probs, entropies, values."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.data.batch import AnnotatedBatch, ScoredBatch, TokenBatch, gain
+from rlhf_megatron.runtime.worker_group import WorkerGroup
+from rlhf_megatron.scheduler.plugins import Plugins
+
+
+def annotate(group: WorkerGroup, config: RunConfig, plugins: Plugins, scored: ScoredBatch) -> AnnotatedBatch:
+    """Columns of the actor and, where estimator and loss need them, of the critic and the reference.
+
+    All calls are made before the first result is awaited: pools of their own work at the same time. In one pool they
+    run in the order actor, critic, reference.
+    """
+    tokens = TokenBatch(scored.offsets, scored.token_ids, scored.response_mask)
+    budget = config.actor.ppo_max_token_len_per_gpu
+
+    def log_probs(role: str, token_budget: int, with_entropy: bool) -> Future[Any]:
+        return group.scatter(
+            f"{role}.log_probs",
+            tokens,
+            token_budget=token_budget,
+            temperature=config.rollout.temperature,
+            with_entropy=with_entropy,
+        )
+
+    actor = log_probs("actor", budget, with_entropy=True)
+    critic = reference = None
+    if plugins.needs_values:
+        critic = group.scatter("critic.values", tokens, token_budget=config.critic.ppo_max_token_len_per_gpu or budget)
+    if plugins.needs_reference:
+        reference = log_probs("reference", config.reference.max_token_len_per_gpu or budget, with_entropy=False)
+    by_actor = actor.result()
+    return gain(
+        AnnotatedBatch,
+        scored,
+        old_log_probs=by_actor.log_probs,
+        entropies=by_actor.entropies,
+        values=critic.result().values if critic else None,
+        ref_log_probs=reference.result().log_probs if reference else None,
+    )
