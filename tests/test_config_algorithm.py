@@ -1,0 +1,74 @@
+"""Rules of the section `algorithm`: one message for each mistake, none for what may stand together."""
+
+# ruff: noqa: E501  (tables of messages)
+
+from pathlib import Path
+
+import pytest
+from config_samples import VALID
+
+from rlhf_megatron.algorithms import kl_in_reward
+from rlhf_megatron.config.algorithm_rules import MAX_ERROR
+from rlhf_megatron.config.load import read_run_config
+from rlhf_megatron.config.validate import validate
+
+KL = "algorithm.use_kl_in_reward=true"
+ADAPTIVE = "algorithm.kl_ctrl.type=adaptive"
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(VALID)
+    return path
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [KL],  # also with the group estimator of the sample run: its rewards become sums of token rewards
+        [KL, "algorithm.kl_penalty=abs", "algorithm.kl_ctrl.kl_coef=0.1"],
+        [KL, ADAPTIVE, "algorithm.kl_ctrl.target_kl=6", "algorithm.kl_ctrl.horizon=103"],
+        [KL, "actor.use_kl_loss=true"],  # both at once
+    ],
+)
+def test_what_may_stand_together(run_file: Path, overrides: list[str]) -> None:
+    assert validate(read_run_config(run_file, overrides)) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["algorithm.kl_ctrl.kl_coef=0.001"], "algorithm.kl_ctrl.kl_coef (0.001) would be ignored because algorithm.use_kl_in_reward is false; remove it, or set it to true."),
+        (["algorithm.kl_penalty=k3"], "algorithm.kl_penalty (k3) would be ignored because algorithm.use_kl_in_reward is false"),
+        (["algorithm.kl_ctrl.target_kl=6"], "algorithm.kl_ctrl.target_kl (6.0) would be ignored because algorithm.use_kl_in_reward is false"),
+        ([KL, "algorithm.kl_ctrl.target_kl=6"], "algorithm.kl_ctrl.target_kl (6.0) would be ignored because algorithm.kl_ctrl.type is fixed; remove it, or set that to adaptive."),
+        ([KL, "algorithm.kl_ctrl.horizon=6"], "algorithm.kl_ctrl.horizon (6) would be ignored because algorithm.kl_ctrl.type is fixed"),
+        ([KL, "algorithm.kl_ctrl.kl_coef=0"], "algorithm.kl_ctrl.kl_coef (0) must be above 0 with algorithm.use_kl_in_reward, or the reference is run for nothing"),
+        ([KL, ADAPTIVE, "algorithm.kl_ctrl.kl_coef=0"], "algorithm.kl_ctrl.kl_coef (0) must be above 0"),
+        ([KL, ADAPTIVE, "algorithm.kl_ctrl.horizon=102"], "algorithm.kl_ctrl.horizon (102 samples) must be above 0.2 x the samples of a step (data.train_batch_size x rollout.n = 32 x 16 = 512), or one step can turn the sign of the KL term; use 5120."),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_problem(run_file: Path, overrides: list[str], expected: str) -> None:
+    found = validate(read_run_config(run_file, overrides))
+    assert len(found) == 1 and found[0].startswith(expected), found
+
+
+def test_the_command_line_may_switch_off_what_a_file_sets_up(run_file: Path) -> None:
+    with run_file.open("a") as file:
+        file.write("algorithm: {use_kl_in_reward: true, kl_ctrl: {type: adaptive, target_kl: 3, horizon: 9999}}\n")
+    assert validate(read_run_config(run_file)) == []
+    assert validate(read_run_config(run_file, ["algorithm.use_kl_in_reward=false"])) == []
+    assert validate(read_run_config(run_file, ["algorithm.kl_ctrl.type=fixed"])) == []
+
+
+def test_the_rule_of_the_horizon_is_that_of_the_controller() -> None:
+    assert MAX_ERROR == kl_in_reward.MAX_ERROR
+    for horizon, is_good in ((103, True), (102, False)):
+        controller = kl_in_reward.KLController("adaptive", 0.1, 1.0, horizon)
+        try:
+            controller.update(0.0, 512)
+        except ValueError:
+            assert not is_good
+        else:
+            assert is_good and controller.coef > 0
