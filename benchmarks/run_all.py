@@ -50,6 +50,10 @@ def log_prob_rows(result: Mapping[str, Any]) -> list[Row]:
     return [Row(text, result["chunked_over_naive"][key]) for key, text in names.items()]
 
 
+def gae_rows(result: Mapping[str, Any]) -> list[Row]:
+    return [Row(f"against the {name} loop, CPU time", ratio, 1.0) for name, ratio in result["ratio"].items()]
+
+
 def update_rows(result: Mapping[str, Any]) -> list[Row]:
     return [Row(f"{name}, CPU time", ratio, 1.0) for name, ratio in result["ratio"].items()]
 
@@ -68,6 +72,7 @@ BENCHMARKS = {
         "benchmarks.bench_local_engine", "local_engine", "transformers' batched generate", engine_rows
     ),
     "log_prob": Benchmark("benchmarks.bench_log_prob", "log_prob", "float32 logits, log_softmax", log_prob_rows),
+    "gae": Benchmark("benchmarks.bench_gae", "gae", "Python loop; loop over padded columns", gae_rows),
     "actor_update": Benchmark(
         "benchmarks.bench_actor_update", "actor_update", "a plain transformers + torch loop", update_rows
     ),
