@@ -4,8 +4,8 @@
 
 `plain`: a Python loop over samples and tokens. `padded`: samples as the rows of a padded matrix, a loop over its
 columns from the last to the first (what trainers of this kind do); padding and unpadding are part of it, as ours packs
-and unpacks. All three take the same columns and must agree before anything is timed; whitening is in none of them. Lengths
-are lognormal with a median of a quarter of the longest. One thread; wall and CPU time. Writes
+and unpacks. All three take the same columns and must agree before anything is timed; whitening is in none of them.
+Lengths are lognormal with a median of a quarter of the longest. One thread; wall and CPU time. Writes
 benchmarks/results/gae.json.
 """
 
