@@ -1,6 +1,9 @@
-"""A program for tests/test_runtime_torchrun.py: hosts with a toy role, and a controller that runs one scenario.
+"""A program for the tests of the torchrun launcher: hosts with toy roles, and a controller that runs one scenario.
 
-python -m runtime_toy launch SCENARIO NUM_RANKS TP PP DIRECTORY     (in tests/)
+python -m runtime_toy launch SCENARIO POOLS DIRECTORY     (in tests/)
+
+POOLS: ranks, tp and pp of the actor's pool, as "4,1,2"; with one for the critic "2,2,1+2,1,1". The actor's pool has the
+role "toy"; the critic's, or the actor's where there is none, the role "critic".
 """
 
 import json
@@ -16,12 +19,15 @@ import torch.distributed as dist
 from rlhf_megatron.data.batch import LogProbs, TokenBatch, gain
 from rlhf_megatron.data.plan import ReplicaPlan
 from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.runtime.failures import HostError
 from rlhf_megatron.runtime.pool import Pool
-from rlhf_megatron.runtime.remote import RemoteGroup
+from rlhf_megatron.runtime.pools import ACTOR, CRITIC, PoolSpec
+from rlhf_megatron.runtime.routed import RoutedGroups
 from rlhf_megatron.runtime.torchrun import Deadlines, launch_single_node, run_controller, run_host
 from rlhf_megatron.workers.contract import UpdateResult
 
 CALL_TIMEOUT_S = 2.0
+MEET_TIMEOUT_S = 40.0
 
 
 class Toy:
@@ -41,15 +47,27 @@ class Toy:
         return gain(LogProbs, batch, log_probs=batch.token_ids * scale)
 
     def update(self, batch: TokenBatch, plan: ReplicaPlan) -> UpdateResult:
-        """The loss is the sum of this replica's tokens; the norm, the sum over all ranks of the rank's number."""
+        """The loss is the sum of this replica's tokens; the norm, the sum over the pool's ranks of 1 + their number."""
         self.num_calls += 1
-        norm = torch.tensor(float(self.pool.rank))
+        norm = torch.tensor(1.0 + self.pool.rank)
         dist.all_reduce(norm)
         return UpdateResult({"loss": float(batch.token_ids.sum())}, float(norm), lr=0.5, is_skipped=False)
 
     def place(self, note: str) -> str:
         self.num_calls += 1
-        return f"{self.pool.where} {note} {self.num_calls}"
+        return f"{self.pool.where} {note} {self.num_calls} of rank {os.environ['RANK']}"
+
+    def meet(self, mine: str, other: str) -> int:
+        """Returns when the ranks of another call are in it as well: that of `other`, which waits for `mine`."""
+        self.num_calls += 1
+        (self.directory / f"{mine}{self.pool.rank}").touch()
+        deadline = time.monotonic() + MEET_TIMEOUT_S
+        while not (self.directory / f"{other}0").exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{mine} is here alone.")
+            time.sleep(0.02)
+        dist.barrier()
+        return self.num_calls
 
     def fail_on(self, rank: int) -> None:
         if self.pool.rank == rank:
@@ -69,7 +87,7 @@ class Toy:
         dist.barrier()
 
     def close(self) -> None:
-        (self.directory / f"closed{self.pool.rank}").touch()
+        (self.directory / f"closed{os.environ['RANK']}").touch()
 
 
 def batch_of(num_samples: int) -> TokenBatch:
@@ -80,28 +98,69 @@ def batch_of(num_samples: int) -> TokenBatch:
     return TokenBatch(offsets=offsets, token_ids=tokens, response_mask=torch.ones_like(tokens, dtype=torch.bool))
 
 
-def run_scenario(name: str, group: RemoteGroup, directory: Path) -> int:
-    if name == "values":
-        batch = batch_of(7)
-        futures = [group.scatter("toy.log_probs", batch, token_budget=12, scale=scale) for scale in (0.5, 2.0)]
-        update = group.scatter("toy.update", batch, token_budget=12)
-        places = group.broadcast("toy.place", note="x")
-        single = group.scatter("toy.log_probs", batch_of(1), token_budget=12, scale=1.0)
-        statuses = group.statuses()
-        result = {
-            "log_probs": [future.result().log_probs.tolist() for future in futures],
-            "update": [update.result().sums["loss"], update.result().grad_norm],
-            "places": places.result(),
-            "single": single.result().log_probs.tolist(),
-            "statuses": [s.where for s in statuses.values() if s is not None],
-        }
-        (directory / "result.json").write_text(json.dumps(result))
+def values(group: RoutedGroups) -> dict[str, object]:
+    batch = batch_of(7)
+    futures = [group.scatter("toy.log_probs", batch, token_budget=12, scale=scale) for scale in (0.5, 2.0)]
+    update = group.scatter("toy.update", batch, token_budget=12)
+    places = group.broadcast("toy.place", note="x")
+    single = group.scatter("toy.log_probs", batch_of(1), token_budget=12, scale=1.0)
+    statuses = group.statuses()
+    return {
+        "log_probs": [future.result().log_probs.tolist() for future in futures],
+        "update": [update.result().sums["loss"], update.result().grad_norm],
+        "places": places.result(),
+        "single": single.result().log_probs.tolist(),
+        "statuses": [s.where for s in statuses.values() if s is not None],
+    }
+
+
+def two_pools(group: RoutedGroups) -> dict[str, object]:
+    batch = batch_of(7)
+    met = [group.broadcast("toy.meet", mine="a", other="b"), group.broadcast("critic.meet", mine="b", other="a")]
+    updates = [group.scatter(f"{role}.update", batch, token_budget=12) for role in ("toy", "critic")]
+    log_probs = group.scatter("critic.log_probs", batch, token_budget=12, scale=3.0)
+    places = [group.broadcast(f"{role}.place", note="x") for role in ("toy", "critic")]
+    statuses = group.statuses()
+    return {
+        "met": [future.result() for future in met],
+        "log_probs": log_probs.result().log_probs.tolist(),
+        "updates": [[future.result().sums["loss"], future.result().grad_norm] for future in updates],
+        "places": [place for future in places for place in future.result()],
+        "statuses": [s.where for s in statuses.values() if s is not None],
+        "layout": str(group.layout),
+        "layouts": {name: str(layout) for name, layout in group.layouts.items()},
+    }
+
+
+def kill_the_critic(group: RoutedGroups) -> dict[str, object]:
+    """While the actor's pool is in a call that would not end."""
+    pending = group.broadcast("toy.hang", sleeper=0, stopped=-1)
+    lost = group.broadcast("critic.kill_on", rank=1)
+    start = time.monotonic()
+    errors = []
+    for future in (pending, lost):
+        try:
+            future.result()
+        except HostError as error:
+            errors.append(error)
+    assert len(errors) == 2 and errors[0] is errors[1], "one error, on both pools"
+    assert time.monotonic() - start < 20, "promptly"
+    raise errors[0]
+
+
+def run_scenario(name: str, group: RoutedGroups, directory: Path) -> int:
+    if name in ("values", "two_pools"):
+        (directory / "result.json").write_text(json.dumps(values(group) if name == "values" else two_pools(group)))
+    elif name == "kill_the_critic":
+        kill_the_critic(group)
     elif name == "raise":
         group.broadcast("toy.fail_on", rank=1).result()
     elif name == "kill":
         group.broadcast("toy.kill_on", rank=1).result()
     elif name == "hang":
         group.broadcast("toy.hang", sleeper=1, stopped=2).result()
+    elif name == "late_critic":
+        group.broadcast("critic.hang", sleeper=1, stopped=-1).result()
     elif name == "exit7":
         return 7
     elif name == "busy":  # rank 0 in a collective, rank 1 asleep
@@ -114,25 +173,34 @@ def run_scenario(name: str, group: RemoteGroup, directory: Path) -> int:
     return 0
 
 
-def main(command: str, scenario: str, num_ranks: str, tp: str, pp: str, directory: str) -> int:
-    arguments = [scenario, num_ranks, tp, pp, directory]
-    layout = Layout(int(num_ranks), int(tp), int(pp))
-    place = Path(directory)
-    deadlines = Deadlines(startup_s=60, call_s=CALL_TIMEOUT_S if scenario == "hang" else 60)
+def pools_of_text(text: str) -> tuple[PoolSpec, ...]:
+    layouts = [Layout(*map(int, pool.split(","))) for pool in text.split("+")]
+    first_ranks = (0, layouts[0].world_size)
+    named = zip((ACTOR, CRITIC), layouts, first_ranks, strict=False)
+    return tuple(PoolSpec(name, layout, first) for name, layout, first in named)
+
+
+def main(command: str, scenario: str, pools_text: str, directory: str) -> int:
+    arguments = [scenario, pools_text, directory]
+    pools, place = pools_of_text(pools_text), Path(directory)
+    deadlines = Deadlines(startup_s=60, call_s=CALL_TIMEOUT_S if scenario in ("hang", "late_critic") else 60)
     if command == "launch":
-        launch_single_node(["host", *arguments], int(num_ranks), module="runtime_toy")
+        launch_single_node(["host", *arguments], pools[-1].end, module="runtime_toy")
     if command == "host":
         (place / f"host{os.environ['RANK']}.pid").write_text(str(os.getpid()))
 
         def build_roles(pool: Pool) -> dict[str, object]:
-            if scenario == "build" and pool.rank == 1:
+            if scenario == "build" and pool.rank == 1 and pool.name == pools[-1].name:
                 raise ValueError("no weights in model.path.")
-            return {"toy": Toy(pool, place)}
+            if scenario == "build" and len(pools) > 1 and pool.name == ACTOR:
+                time.sleep(600)  # a large model
+            names = {"toy": ACTOR, "critic": pools[-1].name}
+            return {role: Toy(pool, place) for role, name in names.items() if name == pool.name}
 
-        return run_host(build_roles, layout, ["-m", "runtime_toy", "controller", *arguments], place / "logs", deadlines)
+        return run_host(build_roles, pools, ["-m", "runtime_toy", "controller", *arguments], place / "logs", deadlines)
     (place / "controller.pid").write_text(str(os.getpid()))
     try:
-        return run_controller(lambda group: run_scenario(scenario, group, place), layout, deadlines)
+        return run_controller(lambda group: run_scenario(scenario, group, place), pools, deadlines)
     except (ValueError, RuntimeError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 3

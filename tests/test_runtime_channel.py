@@ -16,6 +16,7 @@ from rlhf_megatron.runtime.channel import AuthenticationError, Channel, FrameErr
 from rlhf_megatron.runtime.failures import HostError
 from rlhf_megatron.runtime.host import Activity
 from rlhf_megatron.runtime.messages import Call, Leave, Ping, Reply
+from rlhf_megatron.runtime.pools import PoolSpec
 from rlhf_megatron.runtime.registration import gather_hosts, listen, register_host
 from rlhf_megatron.runtime.service import Service
 
@@ -117,7 +118,7 @@ def test_secret_file_must_be_private(tmp_path: Path) -> None:
 
 
 def test_hosts_register_and_intruders_do_not_hold_them_up() -> None:
-    layout = Layout(world_size=2, pp=2)
+    pools = (PoolSpec("actor", Layout(world_size=2, pp=2), 0), PoolSpec("critic", Layout(world_size=1), 2))
     listener = listen("127.0.0.1")
     port = listener.getsockname()[1]
     assert listener.getsockname()[0] == "127.0.0.1"
@@ -127,25 +128,32 @@ def test_hosts_register_and_intruders_do_not_hold_them_up() -> None:
     def arrive() -> None:
         with pytest.raises(AuthenticationError):
             register_host("127.0.0.1", port, OTHER, 0, "actor", timeout_s=5)
-        hosts.append(register_host("127.0.0.1", port, SECRET, 1, "critic", timeout_s=5))  # another pool
+        hosts.append(register_host("127.0.0.1", port, SECRET, 1, "judge", timeout_s=5))  # of another job
+        hosts.append(register_host("127.0.0.1", port, SECRET, 1, "critic", timeout_s=5))  # it has one rank
+        hosts.append(register_host("127.0.0.1", port, SECRET, 0, "critic", timeout_s=5))
         hosts.append(register_host("127.0.0.1", port, SECRET, 1, "actor", timeout_s=5))
         hosts.append(register_host("127.0.0.1", port, SECRET, 0, "actor", timeout_s=5))
 
     thread = threading.Thread(target=arrive)
     thread.start()
-    links = gather_hosts(listener, SECRET, layout, "actor", timeout_s=10)
+    links = gather_hosts(listener, SECRET, pools, timeout_s=10)
     thread.join(10)
-    assert [link.where for link in links] == ["[actor dp0 pp0 tp0]", "[actor dp0 pp1 tp0]"]
-    assert [link.pid for link in links] == [os.getpid()] * 2
-    with pytest.raises(EOFError):
-        hosts[0].receive()
+    assert {name: [link.where for link in found] for name, found in links.items()} == {
+        "actor": ["[actor dp0 pp0 tp0]", "[actor dp0 pp1 tp0]"],
+        "critic": ["[critic dp0 pp0 tp0]"],
+    }
+    assert [link.pid for found in links.values() for link in found] == [os.getpid()] * 3
+    for refused in hosts[:2]:
+        with pytest.raises(EOFError):
+            refused.receive()
     intruder.close()
 
 
 def test_missing_hosts_are_named() -> None:
     started = time.monotonic()
-    with pytest.raises(HostError, match=r"\[actor dp0 pp0 tp0\], \[actor dp0 pp0 tp1\] did not register within 0.3 s"):
-        gather_hosts(listen("127.0.0.1"), SECRET, Layout(2, tp=2), "actor", timeout_s=0.3)
+    pools = (PoolSpec("actor", Layout(1), 0), PoolSpec("critic", Layout(1), 1))
+    with pytest.raises(HostError, match=r"\[actor dp0 pp0 tp0\], \[critic dp0 pp0 tp0\] did not register within 0.3 s"):
+        gather_hosts(listen("127.0.0.1"), SECRET, pools, timeout_s=0.3)
     assert time.monotonic() - started < 5
 
 

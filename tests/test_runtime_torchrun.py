@@ -4,103 +4,41 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from runtime_tools import Start, toy_runs
 
 pytestmark = pytest.mark.dist
-TESTS = Path(__file__).parent
-TIMEOUT_S = 120.0
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-@dataclass
-class Run:
-    """A started toy run; `agent` is the torchrun process."""
-
-    directory: Path
-    agent: subprocess.Popen[bytes]
-
-    def pids(self) -> dict[str, int]:
-        return {path.stem: int(path.read_text() or 0) for path in self.directory.glob("*.pid")}
-
-    def wait(self) -> int:
-        return self.agent.wait(TIMEOUT_S)
-
-    def wait_for(self, name: str) -> None:
-        deadline = time.monotonic() + TIMEOUT_S
-        while not (self.directory / name).exists():
-            assert self.agent.poll() is None and time.monotonic() < deadline, self.console()
-            time.sleep(0.05)
-
-    def console(self) -> str:
-        return (self.directory / "console").read_text()
-
-    def log(self, rank: int) -> str:
-        return (self.directory / "logs" / f"rank{rank}.log").read_text()
-
-    def assert_no_orphans(self, num_processes: int, within_s: float = 10.0) -> None:
-        pids = self.pids()
-        assert len(pids) == num_processes, pids
-        deadline = time.monotonic() + within_s
-        while left := [name for name, pid in pids.items() if is_alive(pid)]:
-            assert time.monotonic() < deadline, f"{left} still run after {within_s} s"
-            time.sleep(0.05)
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[object]:
-    runs: list[Run] = []
-
-    def launch(scenario: str, num_ranks: int, tp: int = 1, pp: int = 1) -> Run:
-        command = [sys.executable, "-m", "runtime_toy", "launch", scenario, str(num_ranks), str(tp), str(pp)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        with open(tmp_path / "console", "wb") as console:
-            agent = subprocess.Popen(
-                [*command, str(tmp_path)], cwd=TESTS, env=environment, stdout=console, stderr=subprocess.STDOUT
-            )
-        runs.append(Run(tmp_path, agent))
-        return runs[-1]
-
-    yield launch
-    for run in runs:
-        run.agent.kill()
-        run.agent.wait()
-        for pid in run.pids().values():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+def start(tmp_path: Path) -> Iterator[Start]:
+    with toy_runs(tmp_path) as begin:
+        yield begin
 
 
 @pytest.mark.parametrize(("num_ranks", "tp", "pp"), [(1, 1, 1), (2, 2, 1), (4, 1, 2)])
-def test_values_and_order(start, num_ranks: int, tp: int, pp: int) -> None:
-    run = start("values", num_ranks, tp, pp)
+def test_values_and_order(start: Start, num_ranks: int, tp: int, pp: int) -> None:
+    run = start("values", f"{num_ranks},{tp},{pp}")
     assert run.wait() == 0, run.console()
     result = json.loads((run.directory / "result.json").read_text())
     tokens = [i for i in range(7) for _ in range(i + 1)]
     assert result["log_probs"] == [[0.5 * t for t in tokens], [2.0 * t for t in tokens]]
     assert result["single"] == [0.0]  # one sample of one token of value 0: other replicas had a no-op sample
-    assert result["update"] == [0 + 2 + 6 + 12 + 20 + 30 + 42, sum(range(num_ranks))]
+    assert result["update"] == [0 + 2 + 6 + 12 + 20 + 30 + 42, sum(range(num_ranks + 1))]
     if num_ranks == 4:  # dp varies faster than pp; each rank had run three calls before
         names = ["dp0 pp0 tp0", "dp1 pp0 tp0", "dp0 pp1 tp0", "dp1 pp1 tp0"]
-        assert result["places"] == [f"[actor {name}] x 4" for name in names]
+        assert result["places"] == [f"[actor {name}] x 4 of rank {rank}" for rank, name in enumerate(names)]
         assert result["statuses"] == [f"[actor {name}]" for name in names]
     assert all((run.directory / f"closed{rank}").exists() for rank in range(num_ranks))
     run.assert_no_orphans(num_ranks + 1)
 
 
-def test_an_exception_on_one_rank_ends_the_run_with_its_coordinates(start) -> None:
-    run = start("raise", 2, tp=2)
+def test_an_exception_on_one_rank_ends_the_run_with_its_coordinates(start: Start) -> None:
+    run = start("raise", "2,2,1")
     assert run.wait() == 3
     console = run.console()
     assert "RemoteError: [actor dp0 pp0 tp1] toy.fail_on: RuntimeError: tensor w1 is missing." in console
@@ -109,25 +47,25 @@ def test_an_exception_on_one_rank_ends_the_run_with_its_coordinates(start) -> No
     run.assert_no_orphans(3)
 
 
-def test_what_a_user_can_fix_arrives_as_a_value_error_without_traceback(start) -> None:
-    run = start("build", 2, pp=2)
+def test_what_a_user_can_fix_arrives_as_a_value_error_without_traceback(start: Start) -> None:
+    run = start("build", "2,1,2")
     assert run.wait() == 3
     assert "RemoteValueError: [actor dp0 pp1 tp0] building roles: no weights in model.path." in run.console()
     assert "Traceback" not in run.console()
     run.assert_no_orphans(3)
 
 
-def test_a_killed_rank_is_named(start) -> None:
-    run = start("kill", 2, tp=2)
+def test_a_killed_rank_is_named(start: Start) -> None:
+    run = start("kill", "2,2,1")
     assert run.wait() != 0
     assert "HostLostError: [actor dp0 pp0 tp1] (process " in run.console()
     assert "died during toy.kill_on" in run.console()
     run.assert_no_orphans(3)
 
 
-def test_hung_and_stopped_ranks_are_reported_and_ended(start) -> None:
+def test_hung_and_stopped_ranks_are_reported_and_ended(start: Start) -> None:
     """Rank 0 waits in a collective, rank 1 sleeps, rank 2's process is stopped."""
-    run = start("hang", 3, tp=3)
+    run = start("hang", "3,3,1")
     assert run.wait() != 0
     lines = run.console().splitlines()
     header = "HostTimeoutError: toy.hang was not finished within 2 s (trainer.stage_timeout_s). The hosts:"
@@ -140,8 +78,8 @@ def test_hung_and_stopped_ranks_are_reported_and_ended(start) -> None:
     run.assert_no_orphans(4)
 
 
-def test_the_controllers_exit_code_is_the_runs(start) -> None:
-    run = start("exit7", 2)
+def test_the_controllers_exit_code_is_the_runs(start: Start) -> None:
+    run = start("exit7", "2,1,1")
     assert run.wait() == 7, run.console()
     run.assert_no_orphans(3)
 
@@ -155,8 +93,8 @@ def test_the_controllers_exit_code_is_the_runs(start) -> None:
         ("host0", signal.SIGKILL, 137),
     ],
 )
-def test_no_orphans_whoever_ends(start, victim: str, number: signal.Signals, code: int) -> None:
-    run = start("busy", 2)
+def test_no_orphans_whoever_ends(start: Start, victim: str, number: signal.Signals, code: int) -> None:
+    run = start("busy", "2,1,1")
     run.wait_for("ready")
     time.sleep(0.5)  # until the hosts are inside of the call
     os.kill(run.agent.pid if victim == "agent" else run.pids()[victim], number)
@@ -164,8 +102,8 @@ def test_no_orphans_whoever_ends(start, victim: str, number: signal.Signals, cod
     run.assert_no_orphans(3)
 
 
-def test_the_secret_stays_secret_and_nothing_listens(start) -> None:
-    run = start("busy", 2)
+def test_the_secret_stays_secret_and_nothing_listens(start: Start) -> None:
+    run = start("busy", "2,1,1")
     run.wait_for("ready")
     secret = next(
         entry.partition(b"=")[2]

@@ -57,10 +57,10 @@ def _check(args: argparse.Namespace, config: RunConfig) -> None:
     check_run(config, None if args.replay_from is None else Path(args.replay_from), args.replay)
 
 
-def _layout(config: RunConfig):  # type: ignore[no-untyped-def]
-    from rlhf_megatron.parallel.layout import layout_of
+def _pools(config: RunConfig):  # type: ignore[no-untyped-def]
+    from rlhf_megatron.runtime.pools import pools_of
 
-    return layout_of(config.actor.megatron, config.trainer.nnodes * config.trainer.n_gpus_per_node)
+    return pools_of(config)
 
 
 def _run_name(args: argparse.Namespace, config: RunConfig) -> str:
@@ -120,7 +120,7 @@ def _host(args: argparse.Namespace, config: RunConfig, resolved: str) -> int:
         os.environ[CONTROLLER_ENV] = str(run_dir)
     return run_host(
         _lazy_roles(config),
-        _layout(config),
+        _pools(config),
         ["-m", "rlhf_megatron", *_arguments(args)],
         run_dir / "logs",
         _deadlines(config),
@@ -149,4 +149,4 @@ def _lazy_roles(config: RunConfig):  # type: ignore[no-untyped-def]
 def _control(args: argparse.Namespace, config: RunConfig, run_dir: Path) -> int:
     from rlhf_megatron.runtime.torchrun import run_controller
 
-    return run_controller(lambda group: _run(args, config, run_dir, lambda: group), _layout(config), _deadlines(config))
+    return run_controller(lambda group: _run(args, config, run_dir, lambda: group), _pools(config), _deadlines(config))

@@ -29,14 +29,19 @@ def world_size(config: RunConfig) -> int:
 
 def actor_ranks(config: RunConfig) -> int:
     """Ranks of the actor's pool, the first of the job."""
-    return world_size(config) - config.critic.num_ranks
+    return world_size(config) - critic_ranks(config)
+
+
+def critic_ranks(config: RunConfig) -> int:
+    """Ranks of the critic's pool, the last of the job; 0 where there is no critic, or it is in the actor's pool."""
+    return config.critic.num_ranks if has_critic(config) else 0
 
 
 def megatron_sections(config: RunConfig) -> Iterator[tuple[str, MegatronConfig, int]]:
     """(key, section, ranks) of each pool's layout."""
     yield "actor.megatron", config.actor.megatron, actor_ranks(config)
-    if config.critic.num_ranks > 0:
-        yield "critic.megatron", config.critic.megatron, config.critic.num_ranks
+    if critic_ranks(config) > 0:
+        yield "critic.megatron", config.critic.megatron, critic_ranks(config)
 
 
 def has_critic(config: RunConfig) -> bool:
@@ -66,8 +71,9 @@ def layout(loaded: Loaded) -> Iterator[Problem]:
             " to 1 or use runtime: torchrun.",
             ("trainer.runtime", GPUS, NODES),
         )
-    if c.critic.num_ranks:
-        yield from _actor_pool(c)
+    if critic_ranks(c) > 0:
+        if c.trainer.runtime != "inline":  # else critic_rules say it
+            yield from _actor_pool(c)
         return
     if world % ranks:
         near = _near_multiples(world, ranks)
@@ -82,7 +88,7 @@ def layout(loaded: Loaded) -> Iterator[Problem]:
 
 def _actor_pool(c: RunConfig) -> Iterator[Problem]:
     """What a critic's pool leaves for the actor's."""
-    left, ranks, taken = actor_ranks(c), model_parallel_size(c), c.critic.num_ranks
+    left, ranks, taken = actor_ranks(c), model_parallel_size(c), critic_ranks(c)
     if left < ranks or left % ranks:
         yield Problem(
             f"critic.num_ranks ({taken}) leaves {left} of trainer.nnodes x n_gpus_per_node ({world_size(c)}) ranks for"

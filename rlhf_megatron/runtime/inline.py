@@ -26,6 +26,7 @@ class InlineGroup:
         self, build_roles: BuildRoles, pool: str = "actor", backend: str = "gloo", collective_timeout_s: float = 1800.0
     ) -> None:
         self.layout = Layout(world_size=1)
+        self.layouts = {pool: self.layout}
         joined = join_pool(pool, self.layout, 0, dist.HashStore(), backend, collective_timeout_s)
         self._host: Host | None = Host(joined, Activity(joined.where))
         try:

@@ -9,12 +9,13 @@ import queue
 import socket
 import threading
 import time
+from collections.abc import Mapping, Sequence
 
-from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.runtime.channel import AuthenticationError, Channel, FrameError, accept, connect
 from rlhf_megatron.runtime.failures import HostError
 from rlhf_megatron.runtime.messages import Register
 from rlhf_megatron.runtime.pool import where
+from rlhf_megatron.runtime.pools import PoolSpec
 from rlhf_megatron.runtime.processes import machine_id
 from rlhf_megatron.runtime.remote import HostLink
 
@@ -51,50 +52,66 @@ def register_host(host: str, port: int, secret: bytes, rank: int, pool: str, tim
     return channel
 
 
-def gather_hosts(listener: socket.socket, secret: bytes, layout: Layout, pool: str, timeout_s: float) -> list[HostLink]:
-    """Wait until every rank of the pool has registered; closes `listener`. Links in rank order.
+def gather_hosts(
+    listener: socket.socket, secret: bytes, pools: Sequence[PoolSpec], timeout_s: float
+) -> dict[str, list[HostLink]]:
+    """Wait until every rank of all pools has registered; closes `listener`. By pool, links in rank order.
 
     Peers without the secret are refused and logged. Raises HostError naming the ranks missing after `timeout_s`.
     """
-    arrived: queue.SimpleQueue[HostLink] = queue.SimpleQueue()
-    links: dict[int, HostLink] = {}
+    arrived: queue.SimpleQueue[tuple[str, HostLink]] = queue.SimpleQueue()
+    places = [(pool.name, rank) for pool in pools for rank in range(pool.layout.world_size)]
+    links: dict[tuple[str, int], HostLink] = {}
     deadline = time.monotonic() + timeout_s
+    by_name = {pool.name: pool for pool in pools}
     with listener:
-        threading.Thread(target=_accept_hosts, args=(listener, secret, layout, pool, arrived), daemon=True).start()
-        while len(links) < layout.world_size:
+        threading.Thread(target=_accept_hosts, args=(listener, secret, by_name, arrived), daemon=True).start()
+        while len(links) < len(places):
             try:
-                link = arrived.get(timeout=max(0.0, deadline - time.monotonic()))
+                name, link = arrived.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                missing = ", ".join(where(pool, layout, r) for r in range(layout.world_size) if r not in links)
-                raise HostError(f"{missing} did not register within {timeout_s:g} s; see their logs.") from None
-            if link.rank in links:
-                logger.warning("rank %d registered twice; the second is refused", link.rank)
+                missing = [where(n, by_name[n].layout, r) for n, r in places if (n, r) not in links]
+                raise HostError(
+                    f"{', '.join(missing)} did not register within {timeout_s:g} s; see their logs."
+                ) from None
+            if (name, link.rank) in links:
+                logger.warning("%s registered twice; the second is refused", link.where)
                 link.channel.close()
             else:
-                links[link.rank] = link
+                links[name, link.rank] = link
         listener.shutdown(socket.SHUT_RDWR)
-    return [links[rank] for rank in range(layout.world_size)]
+    return {pool.name: [links[pool.name, rank] for rank in range(pool.layout.world_size)] for pool in pools}
 
 
 def _accept_hosts(
-    listener: socket.socket, secret: bytes, layout: Layout, pool: str, arrived: queue.SimpleQueue[HostLink]
+    listener: socket.socket,
+    secret: bytes,
+    pools: Mapping[str, PoolSpec],
+    arrived: queue.SimpleQueue[tuple[str, HostLink]],
 ) -> None:
     with contextlib.suppress(OSError):  # the listener was closed: all are here
         while True:
             sock, address = listener.accept()
-            threading.Thread(target=_greet, args=(sock, address[0], secret, layout, pool, arrived), daemon=True).start()
+            threading.Thread(target=_greet, args=(sock, address[0], secret, pools, arrived), daemon=True).start()
 
 
 def _greet(
-    sock: socket.socket, address: str, secret: bytes, layout: Layout, pool: str, arrived: queue.SimpleQueue[HostLink]
+    sock: socket.socket,
+    address: str,
+    secret: bytes,
+    pools: Mapping[str, PoolSpec],
+    arrived: queue.SimpleQueue[tuple[str, HostLink]],
 ) -> None:
     try:
         channel = accept(sock, secret, HANDSHAKE_TIMEOUT_S)
         message = channel.receive()
-        if not isinstance(message, Register) or message.pool != pool or message.rank not in range(layout.world_size):
-            raise FrameError(f"{message} does not belong to the pool {pool!r} of {layout.world_size} ranks.")
+        pool = pools.get(message.pool) if isinstance(message, Register) else None
+        if pool is None or message.rank not in range(pool.layout.world_size):
+            known = ", ".join(map(str, pools.values()))
+            raise FrameError(f"{message} belongs to none of the pools {known}.")
     except (AuthenticationError, FrameError, EOFError) as error:
         logger.warning("refused a connection from %s: %s", address, error)
         sock.close()
         return
-    arrived.put(HostLink(message.rank, where(pool, layout, message.rank), channel, message.pid, message.machine))
+    name = where(pool.name, pool.layout, message.rank)
+    arrived.put((pool.name, HostLink(message.rank, name, channel, message.pid, message.machine)))

@@ -63,6 +63,8 @@ class _Pending:
 class RemoteGroup:
     """Calls to all hosts of a pool. Any failure ends the group: hosts are told to leave, then killed where possible.
 
+    Groups that are tied (see `tie`) end together.
+
     `links`: one a rank, in rank order, authenticated and registered.
     """
 
@@ -81,6 +83,8 @@ class RemoteGroup:
         self._next_ping = 1
         self._statuses: dict[int, dict[int, Status]] = {}  # ping id -> rank -> status
         self._is_closing = False
+        self._others: Sequence[RemoteGroup] = ()  # tied to this one
+        self._failure_elsewhere: HostError | None = None  # of one of them
         self._built = self._expect(BUILD, _Pending("building roles", Future(), lambda values: None, startup_timeout_s))
         self._readers = [threading.Thread(target=self._read, args=(link,), daemon=True) for link in links]
         self._monitor_thread = threading.Thread(target=self._monitor, daemon=True)
@@ -107,16 +111,31 @@ class RemoteGroup:
 
     def statuses(self, timeout_s: float = STATUS_TIMEOUT_S) -> dict[str, Status | None]:
         """What each host is doing, by coordinates; None where it did not say within `timeout_s`."""
+        return statuses_of([self], timeout_s)
+
+    def ping(self) -> int:
+        """Ask every host what it is doing. Returns what `answers` takes."""
         with self._changed:
             ping_id, self._next_ping = self._next_ping, self._next_ping + 1
-            answers = self._statuses[ping_id] = {}
+            self._statuses[ping_id] = {}
         for link in self._links:
             with contextlib.suppress(ConnectionError):  # it is then missing from the answers
                 link.channel.send(Ping(ping_id), lock_timeout_s=0.5)
+        return ping_id
+
+    def answers(self, ping_id: int, timeout_s: float) -> dict[str, Status | None]:
+        """What they said within `timeout_s`, by coordinates. Once for each ping."""
         with self._changed:
+            answers = self._statuses[ping_id]
             self._changed.wait_for(lambda: len(answers) == len(self._links), timeout_s)
             del self._statuses[ping_id]
         return {link.where: answers.get(link.rank) for link in self._links}
+
+    def fail_with(self, error: HostError) -> None:
+        """Another group that this one is tied to has failed: this one ends in the same way. Safe to call twice."""
+        with self._changed:
+            self._failure_elsewhere = self._failure_elsewhere or error
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Tell all hosts to leave and wait for them; kill what stays and can be reached. Safe to call twice."""
@@ -131,6 +150,14 @@ class RemoteGroup:
             self._fail_pending(HostError("the group was closed."))
         for reader in self._readers:  # a thread that frees a tensor while the interpreter shuts down aborts the process
             reader.join(timeout=ABORT_GRACE_S)
+
+    def _tie(self, others: Sequence[RemoteGroup]) -> None:
+        with self._changed:
+            self._others = others
+            failure = self.failure
+        if failure is not None:  # it was faster
+            for other in others:
+                other.fail_with(failure)
 
     def _submit(self, method: str, calls: Sequence[Call], finish: Callable[[dict[int, Any]], Any]) -> Future[Any]:
         future: Future[Any] = Future()
@@ -223,15 +250,20 @@ class RemoteGroup:
                     self._changed.wait(self._seconds_to_next_event())
                     continue
             if error is None and late is not None:
-                error = timeout_error(late.method, late.timeout_s, self.statuses())
+                error = timeout_error(late.method, late.timeout_s, statuses_of([self, *self._others], STATUS_TIMEOUT_S))
             assert error is not None
             with self._changed:
                 self.failure = error
+                others = self._others
+            for other in others:
+                other.fail_with(error)
             self._fail_pending(error)
             self._end_hosts("another host failed", ABORT_GRACE_S)
             return
 
     def _find_failure(self) -> HostError | None:
+        if self._failure_elsewhere is not None:
+            return self._failure_elsewhere
         head = next(iter(self._pending.values()), None)
         if lost := [link for link in self._links if not link.is_open]:
             doing = f" during {head.method}" if head else ""
@@ -282,3 +314,19 @@ class RemoteGroup:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(link.pid, signal.SIGKILL)
             link.channel.close()
+
+
+def tie(groups: Sequence[RemoteGroup]) -> None:
+    """Make groups one job: when one fails all fail with its error, and a report of what hosts do names those of all."""
+    for group in groups:
+        group._tie([other for other in groups if other is not group])
+
+
+def statuses_of(groups: Sequence[RemoteGroup], timeout_s: float) -> dict[str, Status | None]:
+    """What each host of all groups is doing, by coordinates; None where it did not say within `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    pings = [group.ping() for group in groups]
+    found: dict[str, Status | None] = {}
+    for group, ping in zip(groups, pings, strict=True):
+        found |= group.answers(ping, max(0.0, deadline - time.monotonic()))
+    return found

@@ -4,6 +4,9 @@
                    |-- host 1                       Control channel: controller <-> every host.
                    `-- host 2 ...                   Rendezvous store: in the agent of node 0; addresses and exit codes.
 
+The first ranks are the actor's pool; the critic's, where it has one, are the last (`runtime.pools`). Each pool is a
+torch world of its own, and one ends with the other.
+
 When the controller exits with code c, so does every host. When a host dies the controller says which and exits; then
 the other hosts leave. The secret of the control channel comes from the environment or a file (`runtime.channel`);
 without either it is drawn here and passed through the rendezvous store, which torch does not authenticate: run several
@@ -33,12 +36,13 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from rlhf_megatron.config.errors import ConfigError
-from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.runtime import channel, registration
 from rlhf_megatron.runtime.host import Activity, BuildRoles
-from rlhf_megatron.runtime.pool import join_pool, where
+from rlhf_megatron.runtime.pool import Pool, join_pool, where
+from rlhf_megatron.runtime.pools import PoolSpec, pool_of_rank
 from rlhf_megatron.runtime.processes import die_with_parent, on_signals, redirect_output
 from rlhf_megatron.runtime.remote import RemoteGroup
+from rlhf_megatron.runtime.routed import RoutedGroups
 from rlhf_megatron.runtime.service import Service, serve
 
 logger = logging.getLogger(__name__)
@@ -78,26 +82,25 @@ def is_under_torchrun() -> bool:
 
 def run_host(
     build_roles: BuildRoles,
-    layout: Layout,
+    pools: Sequence[PoolSpec],
     controller_arguments: Sequence[str],
     log_dir: Path,
     deadlines: Deadlines,
     backend: str = "gloo",
-    pool: str = "actor",
     settings: Sequence[str] = (),
 ) -> int:
-    """The life of a rank under torchrun. Returns the exit code of the process: the controller's.
+    """The life of a rank under torchrun, in the pool that has it. Returns the process's exit code: the controller's.
 
     Rank 0 starts the controller as `python controller_arguments`; that program calls `run_controller`. From then on
     this process writes to log_dir/rank<N>.log. `backend`: of the pool's process group. `settings`: "key: value" lines
     that all ranks must have alike. Call it before CUDA is used.
 
-    Raises ValueError when torchrun's number of ranks is not the layout's, ConfigError when settings differ.
+    Raises ValueError when torchrun's number of ranks is not that of `pools`, ConfigError when settings differ.
     """
     rank = int(os.environ["RANK"])
-    if (world_size := int(os.environ["WORLD_SIZE"])) != layout.world_size:
+    if (world_size := int(os.environ["WORLD_SIZE"])) != pools[-1].end:
         raise ValueError(
-            f"torchrun started {world_size} ranks but the layout {layout} needs {layout.world_size}; "
+            f"torchrun started {world_size} ranks, but {' and '.join(map(str, pools))} need {pools[-1].end}; "
             "change NNODES x NPROC_PER_NODE, or trainer.nnodes x trainer.n_gpus_per_node."
         )
     die_with_parent(signal.SIGTERM if rank == 0 else signal.SIGKILL)
@@ -111,7 +114,9 @@ def run_host(
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # also in the middle of a collective
         on_signals([signal.SIGTERM], _leave_after_the_controller)
         exit_code = _exit_code_from(store)
-    name = where(pool, layout, rank)
+    pool = pool_of_rank(pools, rank)
+    pool_rank = rank - pool.first_rank
+    name = where(pool.name, pool.layout, pool_rank)
     host, _, port = store.get(_ADDRESS).decode().rpartition(":")  # rank 0 has made the run directory when this is set
     secret = secret or bytes(store.get(_SECRET))
     console = redirect_output(log_dir / f"rank{rank}.log")
@@ -119,20 +124,24 @@ def run_host(
         level=logging.INFO, format=f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s", force=True
     )
     try:
-        control = registration.register_host(host, int(port), secret, rank, pool, deadlines.startup_s)
+        control = registration.register_host(host, int(port), secret, pool_rank, pool.name, deadlines.startup_s)
     except ConnectionError as error:
         logger.exception("cannot reach the controller")
         os.write(console, f"{name} cannot reach the controller: {error}\n".encode())
         return 1
     activity = Activity(name)
     service = Service(control, activity, exit_code)
-    pool_store = _rendezvous_store(f"pool/{pool}", deadlines.startup_s)
+    pool_store = _rendezvous_store(f"pool/{pool.name}", deadlines.startup_s)
     timeout_s = deadlines.call_s + COLLECTIVE_SLACK_S
-    serve(service, activity, lambda: join_pool(pool, layout, rank, pool_store, backend, timeout_s), build_roles)
+
+    def join() -> Pool:
+        return join_pool(pool.name, pool.layout, pool_rank, pool_store, backend, timeout_s)
+
+    serve(service, activity, join, build_roles)
     return exit_code()
 
 
-def run_controller(run: Callable[[RemoteGroup], int], layout: Layout, deadlines: Deadlines, pool: str = "actor") -> int:
+def run_controller(run: Callable[[RoutedGroups], int], pools: Sequence[PoolSpec], deadlines: Deadlines) -> int:
     """The life of the controller that `run_host` started: wait for the hosts, `run`, end the hosts. Returns its code.
 
     Raises what `run` raises; HostError, also a ValueError where a user can fix it, for what goes wrong on hosts;
@@ -143,7 +152,7 @@ def run_controller(run: Callable[[RemoteGroup], int], layout: Layout, deadlines:
     os.environ.pop(channel.SECRET_ENV)
     listener = socket.socket(fileno=int(os.environ.pop(_LISTENER_ENV)))
     die_with_parent(signal.SIGTERM, parent=int(os.environ.pop(_PARENT_ENV)))
-    group: RemoteGroup | None = None
+    group: RoutedGroups | None = None
 
     def stop(number: int, frame: FrameType | None) -> None:
         for other in (signal.SIGTERM, signal.SIGINT):
@@ -158,8 +167,13 @@ def run_controller(run: Callable[[RemoteGroup], int], layout: Layout, deadlines:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
     try:
-        links = registration.gather_hosts(listener, secret, layout, pool, deadlines.startup_s)
-        group = RemoteGroup(layout, links, deadlines.startup_s, deadlines.call_s)
+        links = registration.gather_hosts(listener, secret, pools, deadlines.startup_s)
+        group = RoutedGroups(
+            {
+                pool.name: RemoteGroup(pool.layout, links[pool.name], deadlines.startup_s, deadlines.call_s)
+                for pool in pools
+            }
+        )
         group.wait_until_built()
         return run(group)
     finally:

@@ -1,7 +1,8 @@
-"""The controller's only view of a pool of ranks: two verbs, both returning futures."""
+"""The controller's only view of the ranks: two verbs, both returning futures."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -12,11 +13,18 @@ from rlhf_megatron.parallel.layout import Layout
 class WorkerGroup(Protocol):
     """`method` is "role.method", e.g. "actor.update" or "reference.log_probs", or "host.method".
 
-    Calls run one after the other, in the order in which they were made. After a call that failed the hosts are ended
-    and every later call fails with the same error (see `runtime.failures`).
+    Calls to roles of one pool run one after the other, in the order in which they were made; those to roles of
+    different pools run at the same time. After a call that failed all hosts are ended and every later call fails with
+    the same error (see `runtime.failures`).
     """
 
-    layout: Layout
+    @property
+    def layout(self) -> Layout:
+        """Of the actor's pool."""
+
+    @property
+    def layouts(self) -> Mapping[str, Layout]:
+        """By pool: "actor" and, where the critic has ranks of its own, "critic"."""
 
     def scatter(self, method: str, batch: TokenBatch, *, token_budget: int, **arguments: Any) -> Future[Any]:
         """Split `batch` by data-parallel replica (balanced), call everywhere, and put the results together in order.
@@ -26,7 +34,7 @@ class WorkerGroup(Protocol):
         """
 
     def broadcast(self, method: str, **arguments: Any) -> Future[list[Any]]:
-        """The same call on every rank. One result a rank, in rank order."""
+        """The same call on every rank of the role's pool ("host": the actor's). One result a rank, in rank order."""
 
     def close(self) -> None:
         """End all hosts. Safe to call twice."""

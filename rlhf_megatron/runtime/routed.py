@@ -1,0 +1,67 @@
+"""A WorkerGroup over the pools of a job: each call goes to the pool that has the role, and they end together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from rlhf_megatron.data.batch import TokenBatch
+from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.runtime.failures import HostError
+from rlhf_megatron.runtime.messages import Status
+from rlhf_megatron.runtime.pools import pool_of_role
+from rlhf_megatron.runtime.remote import STATUS_TIMEOUT_S, RemoteGroup, statuses_of, tie
+
+
+class RoutedGroups:
+    """`groups`: by pool, the actor's first. Calls to one pool keep their order; those to different pools overlap.
+
+    "critic.update" goes to the critic's pool where there is one; every role that is no pool's name is in the first.
+    When one pool fails the others end too, and all pending and later calls fail with what went wrong there.
+    """
+
+    def __init__(self, groups: Mapping[str, RemoteGroup]) -> None:
+        self._groups = dict(groups)
+        tie(list(self._groups.values()))
+
+    @property
+    def layout(self) -> Layout:
+        """Of the first pool, the actor's."""
+        return next(iter(self._groups.values())).layout
+
+    @property
+    def layouts(self) -> Mapping[str, Layout]:
+        """By pool."""
+        return {name: group.layout for name, group in self._groups.items()}
+
+    @property
+    def failure(self) -> HostError | None:
+        """What ended the job; None while all is well."""
+        return next((group.failure for group in self._groups.values() if group.failure is not None), None)
+
+    def wait_until_built(self) -> None:
+        """Returns when the roles of all pools stand. Raises as `RemoteGroup.wait_until_built`."""
+        for group in self._groups.values():
+            group.wait_until_built()
+
+    def scatter(self, method: str, batch: TokenBatch, *, token_budget: int, **arguments: Any) -> Future[Any]:
+        """See `WorkerGroup`."""
+        return self._group(method).scatter(method, batch, token_budget=token_budget, **arguments)
+
+    def broadcast(self, method: str, **arguments: Any) -> Future[list[Any]]:
+        """See `WorkerGroup`: every rank of the role's pool."""
+        return self._group(method).broadcast(method, **arguments)
+
+    def statuses(self, timeout_s: float = STATUS_TIMEOUT_S) -> dict[str, Status | None]:
+        """What each host of all pools is doing, by coordinates; None where it did not say within `timeout_s`."""
+        return statuses_of(list(self._groups.values()), timeout_s)
+
+    def close(self) -> None:
+        """End all hosts, those of the pools at the same time. Safe to call twice."""
+        with ThreadPoolExecutor(len(self._groups)) as threads:
+            for done in [threads.submit(group.close) for group in self._groups.values()]:
+                done.result()
+
+    def _group(self, method: str) -> RemoteGroup:
+        return self._groups[pool_of_role(list(self._groups), method.partition(".")[0])]
