@@ -18,33 +18,13 @@ from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.rewards import RewardResult, RewardSample
 from rlhf_megatron.rollout.engine import GeneratedSample, GenerateRequest
 from rlhf_megatron.scheduler.curve import draw_curve
-from rlhf_megatron.scheduler.evaluation import EvaluationResult, summarize, wilson_interval
+from rlhf_megatron.scheduler.evaluation import EvaluationResult, EvaluationSet
 from rlhf_megatron.scheduler.plugins import Plugins
 from rlhf_megatron.scheduler.recorder import RecordedStart, Recorder
 from rlhf_megatron.scheduler.run import summary
 from rlhf_megatron.scheduler.run_dir import fresh_run_dir, write_json
 from rlhf_megatron.scheduler.stages import RunData, Stages
 from rlhf_megatron.scheduler.tracker import Tracker, throughput
-
-
-@pytest.mark.parametrize(
-    ("right", "count", "low", "high"),
-    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
-)
-def test_the_interval_is_that_of_newcombe_1998_table_1(right: int, count: int, low: float, high: float) -> None:
-    assert wilson_interval(right / count, count) == pytest.approx((low, high), abs=5e-5)
-    mirrored = wilson_interval(1 - right / count, count)
-    assert mirrored == pytest.approx((1 - high, 1 - low), abs=5e-5)
-
-
-def test_the_interval_of_nothing_is_everything() -> None:
-    assert wilson_interval(0.0, 0) == (0.0, 1.0)
-
-
-def test_summarize() -> None:
-    result = summarize([1.0, 0.0, 0.5, 0.5], [2, 4, 6], [("p", "r", "l", 1.0)])
-    assert (result.accuracy, result.num_items, result.mean_response_length) == (0.5, 4, 4.0)
-    assert (result.low, result.high) == pytest.approx((0.15004, 0.84996), abs=1e-5)  # 2 of 4
 
 
 class CannedFleet:
@@ -67,7 +47,7 @@ def test_an_item_counts_once_however_many_samples_it_has() -> None:
     """Items with 2, 1 and 0 right answers of 2 samples: scores 1, 0.5, 0."""
     held_out = PromptBatch(((0,), (1,), (2,)), ("0", "1", "2"), ("12", "3", "4"), ("s",) * 3, (0, 1, 2), ("",) * 3)
     fleet = CannedFleet([["12", "12"], ["3", "999"], ["5", "6"]])
-    data = RunData(None, held_out, fleet.tokenizer, (14,))
+    data = RunData(None, (EvaluationSet("s", held_out),), fleet.tokenizer, (14,))
 
     def reward(samples: Sequence[RewardSample]) -> list[RewardResult]:
         return [RewardResult(float(sample.response == sample.label)) for sample in samples]

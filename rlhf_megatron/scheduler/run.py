@@ -28,7 +28,7 @@ from rlhf_megatron.rollout.fleet import EngineFleet
 from rlhf_megatron.runtime.worker_group import WorkerGroup
 from rlhf_megatron.scheduler.curve import draw_curve
 from rlhf_megatron.scheduler.engines import MIB, engine_dtype, start_engines, transfer_bytes
-from rlhf_megatron.scheduler.evaluation import EvaluationResult
+from rlhf_megatron.scheduler.evaluation import EvaluationResult, EvaluationSet
 from rlhf_megatron.scheduler.loop import run
 from rlhf_megatron.scheduler.plugins import load_plugins
 from rlhf_megatron.scheduler.recorder import RecordedStart, Recorder
@@ -134,7 +134,7 @@ def run_data(config: RunConfig, sets: PromptSets, tokenizer: Tokenizer) -> RunDa
     stops = [*tokenizer.eos_token_ids, *(tokenizer.token_id(text) for text in config.rollout.stop)]
     return RunData(
         stream=PromptStream(sets.train, config.data.train_batch_size, config.data.shuffle, seed),
-        held_out=prompt_batch(sets.held_out),
+        held_out=(EvaluationSet("held_out", prompt_batch(sets.held_out)),) if sets.held_out else (),
         tokenizer=tokenizer,
         stop_token_ids=tuple(dict.fromkeys(stops)),
     )

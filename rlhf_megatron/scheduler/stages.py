@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,18 +22,16 @@ from rlhf_megatron.data.batch import (
 from rlhf_megatron.data.prompts import PromptStream
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.rewards.base import RewardSample
-from rlhf_megatron.rollout.engine import SamplingParams
+from rlhf_megatron.rollout.engine import GeneratedSample, SamplingParams
 from rlhf_megatron.rollout.fleet import EngineFleet
 from rlhf_megatron.runtime.worker_group import WorkerGroup
 from rlhf_megatron.scheduler.batch_metrics import response_lengths, valid_samples
-from rlhf_megatron.scheduler.evaluation import EvaluationResult, summarize
+from rlhf_megatron.scheduler.evaluation import EvaluationResult, EvaluationSet, evaluate, first_items
 from rlhf_megatron.scheduler.generation import build_requests, collect
 from rlhf_megatron.scheduler.mini_batches import mini_batches
 from rlhf_megatron.scheduler.mismatch_check import MismatchCheck
 from rlhf_megatron.scheduler.plugins import Plugins
 from rlhf_megatron.scheduler.recorder import Recorder
-
-EXAMPLES_KEPT = 8
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class RunData:
     """What the controller reads prompts and text with."""
 
     stream: PromptStream | None  # None in a replay
-    held_out: PromptBatch
+    held_out: tuple[EvaluationSet, ...]
     tokenizer: Tokenizer
     stop_token_ids: tuple[int, ...]
 
@@ -162,45 +160,26 @@ class Stages:
         return self._step_metrics
 
     def evaluate(self, is_final: bool = True) -> EvaluationResult | None:
-        """Held-out accuracy with `rollout.val_kwargs`; all items at the ends of a run, `test_samples` between.
+        """Held-out accuracy with `rollout.val_kwargs`; all items at the ends of a run, `test_samples` a set between.
 
         None where the run has no held-out items.
         """
-        if not len(self.data.held_out):
+        if not self.data.held_out:
             return None
         limit = None if is_final else self.config.trainer.test_samples
         sampling = self.config.rollout.val_kwargs
         return self.accuracy(limit, sampling.temperature, sampling.n)
 
     def accuracy(self, num_items: int | None, temperature: float, num_samples: int) -> EvaluationResult:
-        """Mean score of the first `num_items` held-out items (None: all)."""
-        assert self.fleet is not None
-        prompts = head(self.data.held_out, num_items)
+        """Mean score of the first `num_items` held-out items of each set (None: all)."""
         params = self._sampling(temperature)
-        groups = self.fleet.generate(build_requests(prompts, num_samples, params, self.config.trainer.seed, -1))
-        rows = [(i, sample) for i, group in enumerate(groups) for sample in group]
-        texts = [self.data.tokenizer.decode(sample.token_ids) for _, sample in rows]
-        results = self.plugins.reward(
-            [
-                RewardSample(
-                    prompts.prompts[i],
-                    text,
-                    prompts.labels[i],
-                    prompts.sources[i],
-                    sample.finish_reason,
-                    len(sample.token_ids),
-                    prompts.extras[i],
-                )
-                for (i, sample), text in zip(rows, texts, strict=True)
-            ]
-        )
-        scores = [result.score for result in results]
-        item_scores = [sum(scores[k : k + num_samples]) / num_samples for k in range(0, len(scores), num_samples)]
-        examples = [
-            (prompts.prompts[i], text, prompts.labels[i], score)
-            for (i, _), text, score in list(zip(rows, texts, scores, strict=True))[:EXAMPLES_KEPT]
-        ]
-        return summarize(item_scores, [len(sample.token_ids) for _, sample in rows], examples)
+
+        def generate(prompts: PromptBatch) -> Sequence[Sequence[GeneratedSample]]:
+            assert self.fleet is not None
+            return self.fleet.generate(build_requests(prompts, num_samples, params, self.config.trainer.seed, -1))
+
+        sets = first_items(self.data.held_out, num_items)
+        return evaluate(sets, generate, self.data.tokenizer.decode, self.plugins.reward)
 
     def _sampling(self, temperature: float) -> SamplingParams:
         return SamplingParams(self.config.data.max_response_length, temperature, self.data.stop_token_ids)
@@ -223,18 +202,6 @@ def reward_samples(rollout: RolloutBatch) -> list[RewardSample]:
     return [RewardSample(*values) for values in zip(*columns, lengths, rollout.extras, strict=True)]
 
 
-def head(prompts: PromptBatch, count: int | None) -> PromptBatch:
-    """The first `count` prompts (None: all)."""
-    return PromptBatch(
-        prompts.prompt_ids[:count],
-        prompts.prompts[:count],
-        prompts.labels[:count],
-        prompts.sources[:count],
-        prompts.group_ids[:count],
-        prompts.extras[:count],
-    )
-
-
 class ReplayStages(Stages):
     """The same trainer over recorded rollouts: no engine, nothing is generated or evaluated."""
 
@@ -247,13 +214,13 @@ class ReplayStages(Stages):
         tokenizer: Tokenizer,
         weight_sync: Callable[[], dict[str, float]],
     ) -> None:
-        data = RunData(None, PromptBatch((), (), (), (), (), ()), tokenizer, ())
+        data = RunData(None, (), tokenizer, ())
         super().__init__(config, group, None, data, plugins, weight_sync, None)
         self.source = recorder
 
     def next_prompts(self, step: int) -> PromptBatch:
         self._step_metrics = {}
-        return self.data.held_out
+        return PromptBatch((), (), (), (), (), ())
 
     def generate(self, step: int, prompts: PromptBatch) -> RolloutBatch:
         return self.source.read(step)

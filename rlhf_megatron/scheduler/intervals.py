@@ -1,0 +1,54 @@
+"""95 % intervals of a mean over items. An item is what counts: its samples are answers to one question."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import sqrt
+
+Z95 = 1.959963984540054
+T95 = {1: 12.706204736432095, 2: 4.302652729911275, 3: 3.182446305284263, 4: 2.7764451051977987}
+
+
+def wilson_interval(mean: float, count: float, z: float = Z95) -> tuple[float, float]:
+    """95 % score interval of a proportion (Wilson 1927). `count` independent items, `mean` in [0, 1]."""
+    if count == 0:
+        return 0.0, 1.0
+    square = z * z
+    centre = (mean + square / (2 * count)) / (1 + square / count)
+    half = z / (1 + square / count) * sqrt(mean * (1 - mean) / count + square / (4 * count * count))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def t95(degrees: int) -> float:
+    """97.5 % quantile of Student's t: exact up to 4 degrees of freedom, to 3e-4 above (Abramowitz & Stegun 26.7.5)."""
+    if degrees in T95:
+        return T95[degrees]
+    z, n = Z95, degrees
+    return (
+        z
+        + (z**3 + z) / (4 * n)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
+        + (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / (92160 * n**4)
+    )
+
+
+def interval_over_items(items: Sequence[Sequence[float]]) -> tuple[float, float] | None:
+    """95 % interval of the mean over `items`, each the scores of its samples. Every item has at least one.
+
+    One 0/1 sample an item: Wilson's. Several 0/1 samples: Wilson's with the effective number of independent answers
+    mean (1 - mean) / (variance of the mean over items), which lies between the number of items and that of samples,
+    and Student's t in place of the normal (Korn & Graubard 1998). Other scores: mean +- t * standard error over items.
+    None where one item alone has graded scores: it says nothing of other items.
+    """
+    count, means = len(items), [sum(scores) / len(scores) for scores in items]
+    mean = sum(means) / count
+    variance = sum((m - mean) ** 2 for m in means) / (count - 1) / count if count > 1 else 0.0  # of the mean
+    if any(score not in (0.0, 1.0) for scores in items for score in scores):
+        half = t95(count - 1) * sqrt(variance) if count > 1 else 0.0
+        return (mean - half, mean + half) if count > 1 else None
+    num_samples = sum(map(len, items))
+    if num_samples == count or count == 1:
+        return wilson_interval(mean, count)
+    effective = mean * (1 - mean) / variance if variance else num_samples
+    return wilson_interval(mean, min(max(effective, count), num_samples), t95(count - 1))
