@@ -61,16 +61,22 @@ def summary(seed: int, before: float, after: float) -> dict[str, object]:
 
 
 def test_seeds_above_the_bars() -> None:
-    result = quickstart_seeds.evaluate([summary(1, 0.3, 0.9), summary(2, 0.5, 0.9), summary(3, 0.4, 0.9)])
+    result = quickstart_seeds.evaluate(
+        [summary(1, 0.3, 0.9), summary(2, 0.5, 0.9), summary(3, 0.4, 0.9)], quickstart_seeds.Bars(0.25, 0.85)
+    )
     # Gains 0.6, 0.4, 0.5: mean 0.5, deviation 0.1, half width 4.303 x 0.1 / sqrt(3).
     assert result["problems"] == [] and result["mean_gain"] == 0.5
     assert result["mean_gain_interval_95"] == pytest.approx([0.5 - 0.24843, 0.5 + 0.24843], abs=1e-4)
 
 
 def test_seeds_below_the_bars_are_named() -> None:
-    result = quickstart_seeds.evaluate([summary(1, 0.7, 0.86), summary(2, 0.6, 0.84)])
+    """Gains 0.16 and 0.24: half width 12.706 x 0.0566 / sqrt(2)."""
+    result = quickstart_seeds.evaluate(
+        [summary(1, 0.7, 0.86), summary(2, 0.6, 0.84)], quickstart_seeds.Bars(0.25, 0.85)
+    )
     assert result["problems"] == [
         "mean gain 0.200 is below 0.25",
+        "the interval of the mean gain [-0.308, 0.708] has 0",
         "seed 2: final accuracy 0.840 is below 0.85",
     ]
 
