@@ -59,7 +59,8 @@ def held(world: World, case: Case) -> dict[str, int]:
     """Bytes of the tensors that this rank of a real actor holds, counted by their storage."""
     from rlhf_megatron.checkpoint.random_init import random_source
     from rlhf_megatron.workers import data_parallel
-    from rlhf_megatron.workers.actor import MegatronActor, Phase
+    from rlhf_megatron.workers.actor import MegatronActor
+    from rlhf_megatron.workers.trained_model import Phase
 
     hf_config, optim = HF_CONFIGS[case.model], OptimConfig()
     data_parallel.BUCKET_SIZE = case.bucket_size
@@ -74,9 +75,9 @@ def held(world: World, case: Case) -> dict[str, int]:
         )
     finally:
         data_parallel.BUCKET_SIZE = None
-    parameters = [parameter for chunk in actor.chunks for parameter in chunk.parameters()]
+    parameters = [parameter for chunk in actor.trained.chunks for parameter in chunk.parameters()]
     model_storages = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-    adams = [part.optimizer for part in actor.optimizer.megatron.chained_optimizers]
+    adams = [part.optimizer for part in actor.trained.optimizer.megatron.chained_optimizers]
     trained = [parameter for adam in adams for group in adam.param_groups for parameter in group["params"]]
     moments = [s[name] for adam in adams for s in adam.state.values() for name in ("exp_avg", "exp_avg_sq")]
     return {

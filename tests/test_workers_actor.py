@@ -93,8 +93,8 @@ def test_three_steps_equal_transformers(dist_pool: DistPool, case: Case, layout:
     )
     tp, copies = layout.get("tp", 1), layout.get("dp", 1) * layout.get("cp", 1)
     log_probs, entropies = gathered_log_probs(results)
-    bound = BAR * max(1e-6, (case.single[0].log_probs - case.exact[0].log_probs).abs().max().item())
-    assert (log_probs - case.exact[0].log_probs).abs().max().item() <= bound
+    bound = BAR * max(1e-6, (case.single[0].predicted - case.exact[0].predicted).abs().max().item())
+    assert (log_probs - case.exact[0].predicted).abs().max().item() <= bound
     assert (entropies - case.entropies).abs().max().item() <= bound
 
     exact, single = case.exact[-1], case.single[-1]
@@ -121,7 +121,7 @@ def test_metrics_of_an_update_are_averages_over_all_response_tokens(
         train, **layout, name=case.name, state=case.state, batch=case.batch, loss="policy", num_steps=1
     )
     sums, mask, batch = summed(results, 0).sums, case.batch.response_mask, case.batch
-    log_probs = case.exact[0].log_probs[mask]
+    log_probs = case.exact[0].predicted[mask]
     log_ratio = log_probs - batch.old_log_probs[mask]
     k3 = (batch.ref_log_probs[mask] - log_probs).exp() - (batch.ref_log_probs[mask] - log_probs) - 1
     ratio, advantages = log_ratio.exp(), batch.advantages[mask]

@@ -226,7 +226,8 @@ def test_loss_and_gradient_do_not_depend_on_the_token_budget(dist_pool: DistPool
 def schedules(world: World, state: dict[str, Tensor], batch: MiniBatch) -> list[tuple[float, float, float]]:
     """(lr, weight decay of matrices, weight decay of norms) at each step of a warm-up phase, then of a fresh one."""
 
-    from rlhf_megatron.workers.actor import MegatronActor, Phase
+    from rlhf_megatron.workers.actor import MegatronActor
+    from rlhf_megatron.workers.trained_model import Phase
 
     warm = OptimConfig(lr=1e-3, lr_warmup_steps=2, lr_decay_style="linear", weight_decay=0.1, weight_decay_end=0.3)
     phases = {"warmup": Phase(warm, 4), "rl": Phase(OptimConfig(lr=5e-4, weight_decay=0.2), 10)}
@@ -238,10 +239,12 @@ def schedules(world: World, state: dict[str, Tensor], batch: MiniBatch) -> list[
             actor.reset_optimizer("rl")
         for _ in range(count):
             result = actor.update(shard, plan, 1.0, "sft")
-            groups = actor.optimizer.megatron.param_groups
+            groups = actor.trained.optimizer.megatron.param_groups
             decay = {p.dim() > 1: group["weight_decay"] for group in groups for p in group["params"]}
             seen.append((result.lr, decay[True], decay[False]))
-    moments = [s["step"].item() for s in actor.optimizer.megatron.chained_optimizers[0].optimizer.state.values()]
+    moments = [
+        s["step"].item() for s in actor.trained.optimizer.megatron.chained_optimizers[0].optimizer.state.values()
+    ]
     assert set(moments) == {1.0}, "the fresh optimizer has counted the warm-up's steps"
     return seen
 
@@ -317,7 +320,7 @@ def masters_and_exports(
     parameters = named_parameters(actor.model.chunks)
     after_step = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     exported = {rule.megatron_name: tensor for rule, tensor in actor.export()}
-    held = [entry for entry in held_parameters(actor.optimizer.megatron) if entry.main is not None]
+    held = [entry for entry in held_parameters(actor.trained.optimizer.megatron) if entry.main is not None]
     names = {id(parameter): name for name, parameter in parameters.items()}
 
     def flat(entry: Any) -> Tensor:
@@ -332,7 +335,7 @@ def masters_and_exports(
         "exported": {name: tensor.clone() for name, tensor in exported.items()},
     }
     actor.reset_optimizer("rl")
-    fresh = [entry for entry in held_parameters(actor.optimizer.megatron) if entry.main is not None]
+    fresh = [entry for entry in held_parameters(actor.trained.optimizer.megatron) if entry.main is not None]
     result["is_kept"] = all(torch.equal(e.main, m) for e, m in zip(fresh, masters, strict=True))
     result["is_fresh"] = all(not value.any() for entry in fresh for value in entry.state.values())
     return result

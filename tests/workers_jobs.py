@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,10 @@ import workers_reference as reference
 from torch import Tensor
 
 from rlhf_megatron.config.schema import ActorConfig, MegatronConfig, OptimConfig, PolicyLossConfig
-from rlhf_megatron.data.batch import LogProbs, MiniBatch
+from rlhf_megatron.data.batch import Batch, LogProbs, MiniBatch
 from rlhf_megatron.data.plan import ReplicaPlan, plan_replicas, take
 from rlhf_megatron.models.families.base import table_for
-from rlhf_megatron.models.table import Rule, join
+from rlhf_megatron.models.table import Head, Rule, join
 from rlhf_megatron.parallel.world import World
 from rlhf_megatron.workers.contract import UpdateResult
 
@@ -53,6 +54,10 @@ class StateSource:
 
     state: dict[str, Tensor]
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.state)
+
     def hf_tensors(self, rule: Rule) -> tuple[Tensor, ...]:
         return tuple(self.state[tensor.name] for tensor in rule.hf)
 
@@ -68,10 +73,10 @@ class RankResult:
     plan: ReplicaPlan
 
 
-def with_megatron(world: World, settings: dict[str, Any], config: ActorConfig = CONFIG) -> ActorConfig:
-    """`config` for the layout of `world`, with settings of MegatronConfig that are no part of a layout."""
+def megatron_of(world: World, settings: dict[str, Any]) -> MegatronConfig:
+    """The layout of `world`, and settings that are no part of a layout."""
     layout = world.layout
-    megatron = MegatronConfig(
+    return MegatronConfig(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
@@ -79,7 +84,6 @@ def with_megatron(world: World, settings: dict[str, Any], config: ActorConfig = 
         sequence_parallel=layout.sequence_parallel,
         **settings,
     )
-    return replace(config, megatron=megatron)
 
 
 def make_actor(
@@ -94,10 +98,11 @@ def make_actor(
 ) -> Any:
     """`bucket_size`: parameters of a gradient bucket, for small models to have several."""
     from rlhf_megatron.workers import data_parallel
-    from rlhf_megatron.workers.actor import MegatronActor, Phase
+    from rlhf_megatron.workers.actor import MegatronActor
+    from rlhf_megatron.workers.trained_model import Phase
 
     phases = {"rl": Phase(config.optim, num_steps)}
-    config = with_megatron(world, megatron or {}, config)
+    config = replace(config, megatron=megatron_of(world, megatron or {}))
     data_parallel.BUCKET_SIZE = bucket_size
     try:
         return MegatronActor(reference.HF_CONFIGS[name], StateSource(state), world, dtype, config, phases)
@@ -105,7 +110,7 @@ def make_actor(
         data_parallel.BUCKET_SIZE = None
 
 
-def share(world: World, batch: MiniBatch, token_budget: int) -> tuple[MiniBatch, ReplicaPlan]:
+def share(world: World, batch: Batch, token_budget: int) -> tuple[Batch, ReplicaPlan]:
     layout = world.layout
     plan = plan_replicas(
         batch.lengths.tolist(),
@@ -118,17 +123,17 @@ def share(world: World, batch: MiniBatch, token_budget: int) -> tuple[MiniBatch,
     return take(batch, plan), plan
 
 
-def shards(actor: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def shards(worker: Any, head: Head = "vocabulary") -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """(gradients, weights) of this rank. All ranks: a distributed optimizer's gradients are put together."""
     from rlhf_megatron.checkpoint.load_model import named_parameters
     from rlhf_megatron.workers.optimizer_state import held_parameters
 
-    table = table_for(actor.model.hf_config, actor.world.layout.tp)  # as the local layers call them
-    names = {own.megatron_name: rule.megatron_name for own, rule in zip(actor.table, table, strict=True)}
-    weights = {rule.megatron_name: shard.clone() for rule, shard in actor.export()}
-    parameters = named_parameters(actor.model.chunks)
+    table = table_for(worker.model.hf_config, worker.world.layout.tp, head=head)  # as the local layers call them
+    names = {own.megatron_name: rule.megatron_name for own, rule in zip(worker.trained.table, table, strict=True)}
+    weights = {rule.megatron_name: shard.clone() for rule, shard in worker.export()}
+    parameters = named_parameters(worker.model.chunks)
     grads = {id(parameter): parameter.main_grad.clone() for parameter in parameters.values()}
-    for held in held_parameters(actor.optimizer.megatron):
+    for held in held_parameters(worker.trained.optimizer.megatron):
         if held.span is not None:
             whole = torch.zeros_like(grads[id(held.model)]).flatten()
             if held.main is not None and held.main.grad is not None:
@@ -169,10 +174,12 @@ def train(
     return RankResult(log_probs, updates, grads, weights, plan)
 
 
-def whole(results: list[RankResult], name: str, tp: int, copies: int, kind: str) -> dict[str, Tensor]:
+def whole(
+    results: Sequence[Any], name: str, tp: int, copies: int, kind: str, head: Head = "vocabulary"
+) -> dict[str, Tensor]:
     """HF name -> full tensor, from the first of `copies` (dp x cp) sets of shards. `kind`: "grads" or "weights"."""
     full = {}
-    for rule in table_for(reference.HF_CONFIGS[name], tp):
+    for rule in table_for(reference.HF_CONFIGS[name], tp, head=head):
         holders = [getattr(r, kind) for r in results if rule.megatron_name in getattr(r, kind)]
         assert len(holders) == tp * copies, f"{rule.megatron_name} is on {len(holders)} ranks"
         tensor = join(rule.split, [holder[rule.megatron_name] for holder in holders[:tp]])
@@ -180,7 +187,7 @@ def whole(results: list[RankResult], name: str, tp: int, copies: int, kind: str)
     return full
 
 
-def summed(results: list[RankResult], step: int) -> UpdateResult:
+def summed(results: Sequence[Any], step: int) -> UpdateResult:
     """The update of all replicas."""
     leaders = [r.updates[step] for r in results if r.updates[step] is not None]
     assert len({u.grad_norm for u in leaders}) == 1, "replicas report different gradient norms"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlhf_megatron.data.batch import MiniBatch
+from benchmarks.parity.value_reference import ValueModel, token_values, value_losses
+from rlhf_megatron.data.batch import MiniBatch, TokenBatch, ValueMiniBatch
 
 VOCAB = 131  # odd: tensor parallelism must pad it
 COMMON: dict[str, Any] = {
@@ -32,6 +34,7 @@ TEMPERATURE = 0.8
 LR, EPS, WEIGHT_DECAY, BETAS, CLIP = 2e-4, 1e-5, 0.1, (0.9, 0.95), 1.0
 CLIP_LOW, CLIP_HIGH, CLIP_C = 0.2, 0.28, 3.0
 KL_COEF, ENTROPY_COEFF = 0.05, 0.01
+VALUE_CLIP = 0.5
 STEPS = 3
 
 
@@ -111,12 +114,37 @@ def policy_token_loss(log_probs: Tensor, entropies: Tensor, batch: MiniBatch) ->
     return dual + KL_COEF * k3 - ENTROPY_COEFF * entropies
 
 
+def make_value_model(name: str) -> ValueModel:
+    """The decoder of `make_model` with a random value head. float32."""
+    causal = make_model(name)
+    generator = torch.Generator().manual_seed(5)
+    weight = 0.2 * torch.randn(1, COMMON["hidden_size"], generator=generator)
+    return ValueModel(causal, weight, torch.tensor([0.3]))
+
+
+def make_value_batch(values: Tensor) -> ValueMiniBatch:
+    """The samples of `make_batch` with random returns, and old values that are `values` and noise: some are clipped."""
+    batch = make_batch()
+    generator = torch.Generator().manual_seed(4)
+    noise, returns = torch.randn(2, values.numel(), generator=generator) * batch.response_mask
+    columns = {"old_values": values.float() + 0.6 * noise, "returns": returns}
+    return ValueMiniBatch(
+        batch.offsets, batch.token_ids, batch.response_mask, batch.loss_weights, batch.metric_weights, **columns
+    )
+
+
+def all_values(model: torch.nn.Module, batch: TokenBatch) -> Tensor:
+    """[T], of all samples."""
+    columns = {name: getattr(batch, name) for name in ("offsets", "token_ids", "response_mask")}
+    return token_values(model, columns, range(len(batch)))
+
+
 @dataclass
 class Step:
     """What stood after one optimizer step."""
 
     loss: float
-    log_probs: Tensor  # [T], before the step
+    predicted: Tensor  # [T], log-probs or values before the step
     grads: dict[str, Tensor]  # by HF name, after clipping
     grad_norm: float
     weights: dict[str, Tensor]  # by HF name, after the step
@@ -124,6 +152,26 @@ class Step:
 
 def run_steps(model: torch.nn.Module, batch: MiniBatch, loss: str) -> list[Step]:
     """STEPS steps of AdamW on one mini-batch. `loss`: "policy" or "sft"."""
+
+    def forward() -> tuple[Tensor, Tensor]:
+        log_probs, entropies = token_log_probs(model, batch)
+        return log_probs, policy_token_loss(log_probs, entropies, batch) if loss == "policy" else -log_probs
+
+    return _steps(model, forward, batch.loss_weights)
+
+
+def run_value_steps(model: torch.nn.Module, batch: ValueMiniBatch) -> list[Step]:
+    """STEPS steps of AdamW on one mini-batch with the value loss."""
+
+    def forward() -> tuple[Tensor, Tensor]:
+        values = all_values(model, batch)
+        return values, value_losses(values, batch.old_values, batch.returns, VALUE_CLIP)
+
+    return _steps(model, forward, batch.loss_weights)
+
+
+def _steps(model: torch.nn.Module, forward: Callable[[], tuple[Tensor, Tensor]], loss_weights: Tensor) -> list[Step]:
+    """`forward`: -> (what the model predicts [T], loss [T])."""
     parameters = dict(model.named_parameters())
     groups = [
         {"params": [p for p in parameters.values() if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
@@ -133,15 +181,14 @@ def run_steps(model: torch.nn.Module, batch: MiniBatch, loss: str) -> list[Step]
     steps = []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        log_probs, entropies = token_log_probs(model, batch)
-        per_token = policy_token_loss(log_probs, entropies, batch) if loss == "policy" else -log_probs
-        value = (per_token * batch.loss_weights.to(per_token.dtype)).sum()
+        predicted, per_token = forward()
+        value = (per_token * loss_weights.to(per_token.dtype)).sum()
         value.backward()
         grad_norm = torch.nn.utils.clip_grad_norm_(parameters.values(), CLIP)
         grads = {key: p.grad.clone() for key, p in parameters.items()}
         optimizer.step()
         weights = {key: p.detach().clone() for key, p in parameters.items()}
-        steps.append(Step(float(value.detach()), log_probs.detach(), grads, float(grad_norm), weights))
+        steps.append(Step(float(value.detach()), predicted.detach(), grads, float(grad_norm), weights))
     return steps
 
 

@@ -95,7 +95,8 @@ def _small_buckets() -> Iterator[None]:
 def _make_actor(
     world: World, hf_config: dict[str, Any], state: dict[str, Tensor], config: ActorConfig, num_steps: int
 ) -> Any:
-    from rlhf_megatron.workers.actor import MegatronActor, Phase
+    from rlhf_megatron.workers.actor import MegatronActor
+    from rlhf_megatron.workers.trained_model import Phase
 
     phases = {"rl": Phase(config.optim, num_steps)}
     actor = MegatronActor(hf_config, StateSource(state), world, torch.float32, config, phases)
@@ -163,16 +164,16 @@ def actor_config(recipe: Recipe, cut: Cut, megatron: MegatronConfig) -> ActorCon
 def _watch_gradients(actor: Any, world: World) -> dict[str, Tensor]:
     """Filled when the first optimizer step starts, on the ranks of the first copy of the model."""
     seen: dict[str, Tensor] = {}
-    step = actor.optimizer.step
+    step = actor.trained.optimizer.step
 
     def watched() -> Any:
-        actor.optimizer.step = step
+        actor.trained.optimizer.step = step
         gradients = _reduced_gradients(actor.model.chunks, world)
         if world.coordinates.dp == world.coordinates.cp == 0:
             seen.update(gradients)
         return step()
 
-    actor.optimizer.step = watched
+    actor.trained.optimizer.step = watched
     return seen
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -47,14 +47,14 @@ class HFReader:
         """All tensors of the directory."""
         return tuple(self._file_of)
 
-    def check(self, table: Sequence[Rule], strict: bool = False) -> None:
+    def check(self, table: Sequence[Rule], strict: bool = False, ignored: Collection[str] = ()) -> None:
         """Raises one ValueError that lists the missing and mis-shaped tensors, and broken files.
 
-        Tensors that the table does not know are a warning, or an error when `strict`.
+        Tensors that neither the table nor `ignored` knows are a warning, or an error when `strict`.
         """
         wanted = [hf for rule in table for hf in rule.hf]
         problems = [problem for hf in wanted if (problem := self._problem(hf)) is not None]
-        unexpected = sorted(set(self._file_of) - {hf.name for hf in wanted})
+        unexpected = sorted(set(self._file_of) - {hf.name for hf in wanted} - set(ignored))
         if unexpected and strict:
             problems.append(f"not part of this model: {_listing(unexpected)}")
         elif unexpected:
@@ -66,6 +66,10 @@ class HFReader:
                 f"{self.directory} does not fit its config.json: {_listing(problems, '; ')}."
                 " Fetch the directory again, or correct config.json."
             )
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor of `names`; nothing is read but the header of its file. Raises ValueError."""
+        return self._slice(name)[0]
 
     def dtype_of(self, rule: Rule) -> str:
         """Nothing is read but the header of the file. Raises ValueError."""

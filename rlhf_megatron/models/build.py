@@ -15,8 +15,8 @@ from rlhf_megatron.config.schema import MegatronConfig
 from rlhf_megatron.models.attention import PackedAttention
 from rlhf_megatron.models.backend import layer_spec, resolve_impl
 from rlhf_megatron.models.families.base import family_for, padded_vocab_size
-from rlhf_megatron.models.head import expose_hidden_states
-from rlhf_megatron.models.table import Impl
+from rlhf_megatron.models.head import expose_hidden_states, put_value_head
+from rlhf_megatron.models.table import Head, Impl
 from rlhf_megatron.models.transformer_config import make_transformer_config
 from rlhf_megatron.parallel.prepare import prepare_megatron
 from rlhf_megatron.parallel.world import World
@@ -36,14 +36,20 @@ class MegatronModel:
 
 
 def build_model(
-    hf_config: Mapping[str, Any], world: World, dtype: torch.dtype, megatron: MegatronConfig | None = None
+    hf_config: Mapping[str, Any],
+    world: World,
+    dtype: torch.dtype,
+    megatron: MegatronConfig | None = None,
+    head: Head = "vocabulary",
 ) -> MegatronModel:
     """A model on `world.device`, its parameters not initialised: load weights next. Called on all ranks of a replica.
 
     `world.layout` has the parallel sizes; of `megatron` recompute_* and transformer_impl are read.
 
-    The last chunk of the last stage returns hidden states [1, T, h] (see `head_weight`); every chunk takes packed
-    documents: `chunk(token_ids [1, T], position_ids [1, T], None, packed_seq_params=packed_documents(...))`.
+    Every chunk takes packed documents:
+    `chunk(token_ids [1, T], position_ids [1, T], None, packed_seq_params=packed_documents(...))`. The last one of the
+    last stage returns hidden states [1, T, h], of which `head_weight` makes log-probs; or `value_head` values, where
+    `head` is "value": then there is no output layer.
 
     Raises ValueError for an architecture, layout or setting that is not supported.
     """
@@ -52,13 +58,16 @@ def build_model(
     impl = resolve_impl(megatron.transformer_impl, world.device)
     family = family_for(hf_config)
     gpt_arguments = family.gpt_arguments(hf_config)
+    if head == "value":
+        gpt_arguments["share_embeddings_and_output_weights"] = False  # there is no output layer to share them with
     arguments = family.transformer_arguments(hf_config)
     has_mlp_bias = arguments["add_bias_linear"] and gpt_arguments["unbiased"] != "mlp"
     config = make_transformer_config(arguments, world, dtype, megatron, impl, has_mlp_bias)
     vocab_size = int(hf_config["vocab_size"])
     padded = padded_vocab_size(vocab_size, world.layout.tp)
+    chunks = range(world.layout.vpp)
     return MegatronModel(
-        chunks=[_build_chunk(config, impl, world, padded, gpt_arguments, index) for index in range(world.layout.vpp)],
+        chunks=[_build_chunk(config, impl, world, padded, gpt_arguments, head, index) for index in chunks],
         transformer_config=config,
         hf_config=hf_config,
         impl=impl,
@@ -69,7 +78,13 @@ def build_model(
 
 
 def _build_chunk(
-    config: TransformerConfig, impl: Impl, world: World, padded_vocab: int, gpt_arguments: Mapping[str, Any], index: int
+    config: TransformerConfig,
+    impl: Impl,
+    world: World,
+    padded_vocab: int,
+    gpt_arguments: Mapping[str, Any],
+    head: Head,
+    index: int,
 ) -> torch.nn.Module:
     """The `index`-th chunk of this rank: virtual stage index x pp + the rank's own stage."""
     arguments = dict(gpt_arguments)
@@ -92,6 +107,8 @@ def _build_chunk(
     for module in model.modules():
         if isinstance(module, PackedAttention):
             module.rotary = rotary
-    if has_head:
+    if has_head and head == "value":
+        put_value_head(model, world.tp_group)
+    elif has_head:
         expose_hidden_states(model)
     return model.to(world.device)

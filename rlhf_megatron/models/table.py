@@ -19,6 +19,9 @@ Split = Literal["replicated", "rows", "columns", "gated_rows"]
 Owner = Literal["embedding", "layer", "head"]
 """Which pipeline stage has the tensor: the first, the one of its layer, the last."""
 
+Head = Literal["vocabulary", "value"]
+"""What stands behind the final norm: the output layer of a policy, or the value head of a critic."""
+
 Impl = Literal["local", "transformer_engine"]
 """Whose names the modules of a Megatron model have. Tables, and files on disk, are made under the "local" ones."""
 
@@ -56,6 +59,30 @@ class Rule:
     layer: int | None  # global layer number for owner "layer"
     fusion_group: str  # tensors that an engine loads together: one bucket must hold the whole group
     num_blocks: int | None = None  # indivisible blocks along the split dimension (KV groups); None: as its size divides
+
+
+def plain_rule(name: str, tensor: HFTensor, split: Split, layer: int | None, num_blocks: int | None = None) -> Rule:
+    """One Megatron tensor that is one Hugging Face tensor as it is. `layer` None: it stands on the last stage."""
+    return Rule(
+        megatron_name=name,
+        megatron_shape=tensor.shape,
+        hf=(tensor,),
+        to_megatron=_same,
+        to_hf=_same_tuple,
+        split=split,
+        owner="head" if layer is None else "layer",
+        layer=layer,
+        fusion_group=tensor.name,
+        num_blocks=num_blocks,
+    )
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _same_tuple(tensor: Tensor) -> tuple[Tensor, ...]:
+    return (tensor,)
 
 
 def with_names_of(impl: Impl, table: Iterable[Rule]) -> tuple[Rule, ...]:

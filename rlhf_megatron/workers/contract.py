@@ -1,4 +1,4 @@
-"""What every trainer backend offers on one rank. The Megatron actor is the first; another backend is another file.
+"""What every trainer backend offers on one rank. Those on Megatron are the first; another backend is other files.
 
 All methods are called on every rank of the pool at once (plain SPMD). Batches arrive already broadcast to all ranks of
 a replica; results are returned on the leader (last pipeline stage, cp 0, tp 0) and are None elsewhere.
@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from rlhf_megatron.data.batch import LogProbs, MiniBatch, TokenBatch
+from rlhf_megatron.data.batch import LogProbs, MiniBatch, TokenBatch, ValueMiniBatch, Values
 from rlhf_megatron.data.plan import ReplicaPlan
 from rlhf_megatron.models.table import Rule
 
@@ -28,13 +28,8 @@ class UpdateResult:
     is_skipped: bool  # a non-finite gradient norm: no parameter was changed, on no rank
 
 
-class ForwardWorker(Protocol):
-    """A frozen model: the reference."""
-
-    def log_probs(
-        self, batch: TokenBatch, plan: ReplicaPlan, temperature: float, with_entropy: bool = False
-    ) -> LogProbs | None:
-        """log p(token | before) at `response_mask`, of the distribution softmax(logits / temperature)."""
+class Worker(Protocol):
+    """A model, whatever is asked of it."""
 
     def export(self) -> Iterator[tuple[Rule, Tensor]]:
         """This rank's shards with their table rules, in table order: views, not copies.
@@ -49,13 +44,8 @@ class ForwardWorker(Protocol):
         """Undo `offload`."""
 
 
-class TrainWorker(ForwardWorker, Protocol):
-    """A model that learns: the actor."""
-
-    def update(
-        self, batch: MiniBatch, plan: ReplicaPlan, temperature: float, loss: str = "policy"
-    ) -> UpdateResult | None:
-        """Forward and backward over the micro-batches and one optimizer step. `loss`: "policy" or "sft"."""
+class TrainedWorker(Worker, Protocol):
+    """A model that learns."""
 
     def reset_optimizer(self, phase: str) -> None:
         """Fresh optimizer and schedules: phase "warmup" or "rl"."""
@@ -65,3 +55,37 @@ class TrainWorker(ForwardWorker, Protocol):
 
     def load(self, directory: Path) -> None:
         """Undo `save`. Raises ValueError naming the tensor that is missing or has another shape."""
+
+
+class ForwardWorker(Worker, Protocol):
+    """A frozen policy: the reference."""
+
+    def log_probs(
+        self, batch: TokenBatch, plan: ReplicaPlan, temperature: float, with_entropy: bool = False
+    ) -> LogProbs | None:
+        """log p(token | before) at `response_mask`, of the distribution softmax(logits / temperature)."""
+
+
+class TrainWorker(ForwardWorker, TrainedWorker, Protocol):
+    """A policy that learns: the actor."""
+
+    def update(
+        self, batch: MiniBatch, plan: ReplicaPlan, temperature: float, loss: str = "policy"
+    ) -> UpdateResult | None:
+        """Forward and backward over the micro-batches and one optimizer step. `loss`: "policy" or "sft"."""
+
+
+class ValueWorker(TrainedWorker, Protocol):
+    """A value model that learns: the critic."""
+
+    def values(self, batch: TokenBatch, plan: ReplicaPlan) -> Values | None:
+        """The value of the state before each token at `response_mask`, from the same rows as log-probs."""
+
+    def update(self, batch: ValueMiniBatch, plan: ReplicaPlan) -> UpdateResult | None:
+        """As `TrainWorker.update`, with the value loss. Sums: critic/vf_loss, critic/vf_clipfrac, critic/vpred_mean."""
+
+    def load_hf(self, directory: Path) -> None:
+        """Become the model of a Hugging Face directory of the same architecture, with a fresh optimizer.
+
+        Its value head is taken over; where it has none, the head gets its first weights again. Raises ValueError.
+        """

@@ -1,8 +1,8 @@
-"""The forward-only pass that actor and reference share, and the one place where rows become log-probs."""
+"""The forward-only pass that all models share, and the one place where rows become log-probs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -55,20 +55,13 @@ def forward_log_probs(
     plan: ReplicaPlan,
 ) -> LogProbs | None:
     """Log-probs (and entropies) at response tokens, on the leader; None elsewhere. All ranks of a replica."""
-    packed = pack(batch, plan, world.layout, world.coordinates.cp, device=world.device)
 
-    def on_rows(hidden_RH: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+    def of_rows(hidden_RH: Tensor, micro: MicroBatch) -> Tensor:
         log_probs_R, entropies_R = rows_log_probs(hidden_RH, micro)
-        return log_probs_R, log_probs_R[None] if entropies_R is None else torch.stack([log_probs_R, entropies_R])
+        return log_probs_R[None] if entropies_R is None else torch.stack([log_probs_R, entropies_R])
 
-    with torch.no_grad():
-        rows = run_micro_batches(chunks, world, packed, on_rows, forward_only=True)
-    if not world.is_last_stage or world.coordinates.tp != 0:
-        return None
-    num_columns = 2 if rows_log_probs.with_entropy else 1
-    columns = torch.stack([packed.unpack([part[column] for part in rows]) for column in range(num_columns)])
-    columns = sum_over_cp(columns, world)
-    if not world.is_leader:
+    columns = forward_columns(chunks, world, batch, plan, of_rows)
+    if columns is None:
         return None
     return LogProbs(
         offsets=batch.offsets,
@@ -77,6 +70,32 @@ def forward_log_probs(
         log_probs=columns[0],
         entropies=columns[1] if rows_log_probs.with_entropy else None,
     )
+
+
+def forward_columns(
+    chunks: Sequence[nn.Module],
+    world: World,
+    batch: TokenBatch,
+    plan: ReplicaPlan,
+    of_rows: Callable[[Tensor, MicroBatch], Tensor],
+) -> Tensor | None:
+    """Token columns [C, T] float32 on the CPU, on the leader; None elsewhere. All ranks of a replica.
+
+    `of_rows`: (hidden_RH, micro-batch) -> [C, R], on the last stage. Zero outside of the batch's response mask.
+    """
+    packed = pack(batch, plan, world.layout, world.coordinates.cp, device=world.device)
+
+    def on_rows(hidden_RH: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        columns_CR = of_rows(hidden_RH, micro)
+        return columns_CR[0], columns_CR
+
+    with torch.no_grad():
+        rows = run_micro_batches(chunks, world, packed, on_rows, forward_only=True)
+    if not world.is_last_stage or world.coordinates.tp != 0:
+        return None
+    columns = [packed.unpack(column) for column in zip(*rows, strict=True)]
+    totals = sum_over_cp(torch.stack(columns), world)
+    return totals if world.is_leader else None
 
 
 def sum_over_cp(values: Tensor, world: World) -> Tensor:

@@ -30,11 +30,15 @@ class RowLoss:
         self, log_probs_R: Tensor, entropies_R: Tensor | None, columns: Columns
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """(the rows' share of the loss, with grad; their share of each metric)."""
-        terms = self.function(log_probs_R, entropies_R, columns)
-        value = (terms.token_loss_T * columns["loss_weights"]).sum()
-        weights_R = columns["metric_weights"]
-        shares = torch.stack(list(terms.metrics.values())) @ weights_R
-        return value, {"actor/loss": value.detach(), **dict(zip(terms.metrics, shares, strict=True))}
+        value, shares = weighted(self.function(log_probs_R, entropies_R, columns), columns)
+        return value, {"actor/loss": value.detach(), **shares}
+
+
+def weighted(terms: PolicyLossOutputs, columns: Columns) -> tuple[Tensor, dict[str, Tensor]]:
+    """(the rows' share of the loss, with grad; their share of each metric): sums with the weights of the columns."""
+    value = (terms.token_loss_T * columns["loss_weights"]).sum()
+    shares = torch.stack(list(terms.metrics.values())) @ columns["metric_weights"]
+    return value, dict(zip(terms.metrics, shares, strict=True))
 
 
 def make_row_losses(config: ActorConfig) -> dict[str, RowLoss]:

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rlhf_megatron.config.schema import MegatronConfig
 from rlhf_megatron.models.build import build_model
+from rlhf_megatron.models.table import Head
 from rlhf_megatron.parallel.layout import Layout, layout_of
 from rlhf_megatron.parallel.world import World, create_world, destroy_world
 from rlhf_megatron.workers.data_parallel import wrap
@@ -50,21 +51,27 @@ class StageMemory:
 
 
 def plan_memory(
-    hf_config: Mapping[str, Any], megatron: MegatronConfig, num_ranks: int, dtype: torch.dtype
+    hf_config: Mapping[str, Any],
+    megatron: MegatronConfig,
+    num_ranks: int,
+    dtype: torch.dtype,
+    head: Head = "vocabulary",
 ) -> tuple[StageMemory, ...]:
     """One entry a pipeline stage. Call it in a process without process groups; it leaves none behind.
+
+    `num_ranks`: of the pool. `head`: "vocabulary" for an actor, "value" for a critic.
 
     Raises ValueError for a model or layout that is not supported.
     """
     layout = layout_of(megatron, num_ranks)
-    return tuple(_plan_stage(hf_config, megatron, layout, stage, dtype) for stage in range(layout.pp))
+    return tuple(_plan_stage(hf_config, megatron, layout, stage, dtype, head) for stage in range(layout.pp))
 
 
 def _plan_stage(
-    hf_config: Mapping[str, Any], megatron: MegatronConfig, layout: Layout, stage: int, dtype: torch.dtype
+    hf_config: Mapping[str, Any], megatron: MegatronConfig, layout: Layout, stage: int, dtype: torch.dtype, head: Head
 ) -> StageMemory:
     with _fake_world(layout, layout.rank(dp=0, pp=stage, tp=0)) as world:
-        model = build_model(hf_config, world, dtype, megatron)
+        model = build_model(hf_config, world, dtype, megatron, head)
         plain = [parameter for chunk in model.chunks for parameter in chunk.parameters()]
         reference = sum(map(_num_bytes, plain))
         chunks = wrap(model.chunks, model.transformer_config, megatron, world)

@@ -169,7 +169,7 @@ def check_offload(device: torch.device, dtype: torch.dtype, use_distributed_opti
         shard, plan = share(batch)
         actor.update(shard, plan, 1.0, "sft")  # moments that are not zero
         log_probs = actor.log_probs(shard, plan, 1.0).log_probs
-        tensors = [tensor for _, tensor in actor.export()] + actor.optimizer.state_tensors()
+        tensors = [tensor for _, tensor in actor.export()] + actor.trained.optimizer.state_tensors()
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         kept = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
         del tensors
@@ -179,7 +179,7 @@ def check_offload(device: torch.device, dtype: torch.dtype, use_distributed_opti
         # A view of a parameter buffer stays where it is and loses its storage: of it only the bytes freed tell.
         is_away = use_distributed_optimizer or all(tensor.device.type == "cpu" for _, tensor in actor.export())
         actor.onload()
-        tensors = [tensor for _, tensor in actor.export()] + actor.optimizer.state_tensors()
+        tensors = [tensor for _, tensor in actor.export()] + actor.trained.optimizer.state_tensors()
         assert all(tensor.device.type == device.type for tensor in tensors)
         assert all(torch.equal(now.cpu(), then) for now, then in zip(tensors, kept, strict=True))
         assert torch.equal(actor.log_probs(shard, plan, 1.0).log_probs, log_probs)
@@ -244,7 +244,8 @@ def one_rank_actor(
     from rlhf_megatron.config.schema import ActorConfig, MegatronConfig, OptimConfig
     from rlhf_megatron.parallel.layout import Layout
     from rlhf_megatron.parallel.world import create_world, destroy_world
-    from rlhf_megatron.workers.actor import MegatronActor, Phase
+    from rlhf_megatron.workers.actor import MegatronActor
+    from rlhf_megatron.workers.trained_model import Phase
 
     world = create_world(Layout(1), device)
     try:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.config.model_rules import unsupported
-from rlhf_megatron.models.table import Impl, Rule, with_names_of
+from rlhf_megatron.models.table import Head, HFTensor, Impl, Rule, plain_rule, with_names_of
 from rlhf_megatron.registry import Registry
 
 HFConfig = Mapping[str, Any]
@@ -35,6 +35,13 @@ class Family:
     """(hf_config, padded_vocab_size) -> the weight table, in the order in which a forward pass meets the tensors."""
 
 
+OUTPUT_LAYER = "output_layer"
+"""Megatron's name of the module behind the final norm, whichever head it is."""
+
+VALUE_HEAD = "score"
+"""The value head's name in Hugging Face layout, as in transformers' ...ForTokenClassification with one label."""
+
+
 families: Registry[Family] = Registry("model family")
 
 
@@ -47,10 +54,26 @@ def family_for(hf_config: HFConfig) -> Family:
     return families.get(str(hf_config["model_type"])).build
 
 
-def table_for(hf_config: HFConfig, tp_size: int = 1, impl: Impl = "local") -> tuple[Rule, ...]:
-    """The weight table of a model whose vocabulary is padded for `tp_size` ranks, its modules named as `impl` does."""
+def table_for(
+    hf_config: HFConfig, tp_size: int = 1, impl: Impl = "local", head: Head = "vocabulary"
+) -> tuple[Rule, ...]:
+    """The weight table of a model whose vocabulary is padded for `tp_size` ranks, its modules named as `impl` does.
+
+    `head` "value": a critic's, which has a value head in place of the output layer, tied or not.
+    """
     table = family_for(hf_config).table(hf_config, padded_vocab_size(int(hf_config["vocab_size"]), tp_size))
+    if head == "value":
+        body = [rule for rule in table if not rule.megatron_name.startswith(f"{OUTPUT_LAYER}.")]
+        table = (*body, *_value_head_rules(require_int(hf_config, "hidden_size")))
     return with_names_of(impl, table)
+
+
+def _value_head_rules(hidden_size: int) -> tuple[Rule, ...]:
+    shapes = {"weight": (1, hidden_size), "bias": (1,)}
+    return tuple(
+        plain_rule(f"{OUTPUT_LAYER}.{kind}", HFTensor(f"{VALUE_HEAD}.{kind}", shape), "replicated", None)
+        for kind, shape in shapes.items()
+    )
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:

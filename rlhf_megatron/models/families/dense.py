@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlhf_megatron.config.rope import Rotary, read_rotary
 from rlhf_megatron.models.families.base import Family, HFConfig, refuse_unsupported, require_int
-from rlhf_megatron.models.table import HFTensor, Owner, Part, Rule, Split
+from rlhf_megatron.models.table import HFTensor, Owner, Part, Rule, Split, plain_rule
 
 Kind = Literal["weight", "bias"]
 
@@ -130,7 +130,7 @@ def _table(model: DenseModel, padded_vocab_size: int) -> tuple[Rule, ...]:
     for layer in range(model.num_layers):
         rules += _layer_rules(model, layer)
     final_norm = HFTensor("model.norm.weight", (hidden,))
-    rules.append(_plain_rule("decoder.final_layernorm.weight", final_norm, "replicated", None))
+    rules.append(plain_rule("decoder.final_layernorm.weight", final_norm, "replicated", None))
     if not model.is_tied:
         rules.append(_vocab_rule("output_layer.weight", HFTensor("lm_head.weight", vocab_shape), padded, "head"))
     return tuple(rules)
@@ -142,7 +142,7 @@ def _layer_rules(model: DenseModel, layer: int) -> list[Rule]:
 
     def plain(megatron_name: str, hf_name: str, shape: tuple[int, ...], split: Split, num_blocks: int | None) -> Rule:
         tensor = HFTensor(f"{theirs}.{hf_name}", shape)
-        return _plain_rule(f"{ours}.{megatron_name}", tensor, split, layer, num_blocks)
+        return plain_rule(f"{ours}.{megatron_name}", tensor, split, layer, num_blocks)
 
     qk_norms, qkv_bias, proj_bias, gate_up_bias, down_bias = [], [], [], [], []
     if model.has_qk_norm:
@@ -172,21 +172,6 @@ def _layer_rules(model: DenseModel, layer: int) -> list[Rule]:
         plain("mlp.linear_fc2.weight", "mlp.down_proj.weight", down, "columns", None),
         *down_bias,
     ]
-
-
-def _plain_rule(name: str, tensor: HFTensor, split: Split, layer: int | None, num_blocks: int | None = None) -> Rule:
-    return Rule(
-        megatron_name=name,
-        megatron_shape=tensor.shape,
-        hf=(tensor,),
-        to_megatron=_same,
-        to_hf=_same_tuple,
-        split=split,
-        owner="head" if layer is None else "layer",
-        layer=layer,
-        fusion_group=tensor.name,
-        num_blocks=num_blocks,
-    )
 
 
 def _vocab_rule(name: str, tensor: HFTensor, padded_vocab_size: int, owner: Owner) -> Rule:
@@ -235,14 +220,6 @@ def _gate_up_rule(model: DenseModel, layer: int, kind: Kind) -> Rule:
         layer=layer,
         fusion_group=f"{theirs}.gate_up",
     )
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _same_tuple(tensor: Tensor) -> tuple[Tensor, ...]:
-    return (tensor,)
 
 
 def _concatenate(*tensors: Tensor) -> Tensor:

@@ -1,0 +1,82 @@
+"""A critic in Hugging Face layout: transformers' ...ForTokenClassification with one label, whose head is `score`.
+
+One starts from such a directory, from a ...ForSequenceClassification (a reward model; its head has no bias), or from
+any causal language model, whose output layer is left out and which gets a fresh head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from rlhf_megatron.checkpoint.hf_reader import HFReader
+from rlhf_megatron.checkpoint.random_init import RandomSource
+from rlhf_megatron.checkpoint.source import WeightSource
+from rlhf_megatron.models.families.base import VALUE_HEAD, HFConfig, table_for
+from rlhf_megatron.models.table import Rule
+
+WEIGHT, BIAS = f"{VALUE_HEAD}.weight", f"{VALUE_HEAD}.bias"
+_NOT_OF_A_CRITIC = ("lm_head.weight",)
+
+
+@runtime_checkable
+class NamedTensors(Protocol):
+    """A source that knows which tensors it has, and so may have a value head."""
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+
+@dataclass(frozen=True)
+class ValueSource:
+    """The tensors of `body`, and those of a value head that it lacks."""
+
+    body: WeightSource
+    own: frozenset[str]  # tensors of the head that the body has
+    first: RandomSource
+
+    def hf_tensors(self, rule: Rule) -> tuple[Tensor, ...]:
+        name = rule.hf[0].name
+        if name not in (WEIGHT, BIAS) or name in self.own:
+            return self.body.hf_tensors(rule)
+        return self.first.hf_tensors(rule)
+
+    def dtype_of(self, rule: Rule) -> str:
+        return self.body.dtype_of(rule) if rule.hf[0].name in self.own else self.first.dtype_of(rule)
+
+
+def with_value_head(body: WeightSource, std: float, seed: int) -> ValueSource:
+    """`body` with its own value head, or with a first one: weights normal with deviation `std`, bias 0.
+
+    A head without a bias gets the bias 0. First weights depend on `seed` only, not on the layout.
+    """
+    names = body.names if isinstance(body, NamedTensors) else ()
+    return ValueSource(body, frozenset(names) & {WEIGHT, BIAS}, RandomSource(seed, std))
+
+
+def read_value_model(directory: Path, hf_config: HFConfig) -> HFReader:
+    """The weights of a directory with or without a value head, checked against a critic of `hf_config`.
+
+    Raises ValueError for missing and mis-shaped tensors, and for a head of more than one label.
+    """
+    reader = HFReader(directory)
+    own = set(reader.names) & {WEIGHT, BIAS}
+    if WEIGHT in own and (num_labels := reader.shape_of(WEIGHT)[0]) != 1:
+        raise ValueError(
+            f"{directory} has a head of {num_labels} labels ({WEIGHT}); a critic needs one value a token: give a model"
+            " with num_labels 1, or one without a head."
+        )
+    lacking = {WEIGHT, BIAS} - own
+    table = [rule for rule in table_for(hf_config, head="value") if rule.hf[0].name not in lacking]
+    reader.check(table, ignored=_NOT_OF_A_CRITIC)
+    return reader
+
+
+def value_model_config(hf_config: HFConfig) -> dict[str, Any]:
+    """config.json of an exported critic: that of its body, as a token classifier of one label."""
+    architectures = [f"{name.split('For')[0]}ForTokenClassification" for name in hf_config.get("architectures") or ()]
+    head = {"id2label": {"0": "VALUE"}, "label2id": {"VALUE": 0}, "classifier_dropout": 0.0}
+    return {**hf_config, **({"architectures": architectures} if architectures else {}), **head}

@@ -1,0 +1,119 @@
+"""The value model on one rank: values, updates, export, checkpoints. A `contract.ValueWorker` on Megatron-Core."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron.algorithms.losses.value_loss import value_loss
+from rlhf_megatron.checkpoint.source import WeightSource
+from rlhf_megatron.checkpoint.value_model import read_value_model, value_model_config, with_value_head
+from rlhf_megatron.config.schema import CriticConfig, MegatronConfig
+from rlhf_megatron.data.batch import TokenBatch, ValueMiniBatch, Values
+from rlhf_megatron.data.plan import ReplicaPlan
+from rlhf_megatron.models.families.base import HFConfig
+from rlhf_megatron.models.head import value_head
+from rlhf_megatron.models.table import Rule
+from rlhf_megatron.parallel.world import World
+from rlhf_megatron.workers.contract import UpdateResult
+from rlhf_megatron.workers.forward import forward_columns
+from rlhf_megatron.workers.losses import weighted
+from rlhf_megatron.workers.pack import MicroBatch, pack, token_columns
+from rlhf_megatron.workers.trained_model import Phase, TrainedModel
+
+COLUMNS = token_columns(ValueMiniBatch)
+
+
+class MegatronCritic:
+    """Made on all ranks of the pool at once, each with the same arguments but `world`.
+
+    `weights`: with or without a value head (see `checkpoint.value_model`). `megatron`: the layout of the pool that it
+    is in, which may be the actor's. `phases`: name -> optimizer and length ("rl"); the first one is entered at once.
+    `seed`: of the value head's first weights.
+
+    Raises ValueError for an architecture, layout or schedule that is not supported.
+    """
+
+    def __init__(
+        self,
+        hf_config: HFConfig,
+        weights: WeightSource,
+        world: World,
+        dtype: torch.dtype,
+        config: CriticConfig,
+        megatron: MegatronConfig,
+        phases: Mapping[str, Phase],
+        seed: int,
+    ) -> None:
+        self.world = world
+        self.dtype = dtype
+        self.config = config
+        self.seed = seed
+        weights = with_value_head(weights, config.value_head_init_std, seed)
+        self.trained = TrainedModel(hf_config, weights, world, dtype, megatron, phases, head="value")
+        self.model = self.trained.model
+
+    @property
+    def exported_config(self) -> dict[str, Any]:
+        """config.json of what `export` gives, which is a ...ForTokenClassification."""
+        return value_model_config(self.model.hf_config)
+
+    def values(self, batch: TokenBatch, plan: ReplicaPlan) -> Values | None:
+        """See `contract.ValueWorker`."""
+
+        def of_rows(hidden_RH: Tensor, micro: MicroBatch) -> Tensor:
+            return self._row_values(hidden_RH)[None]
+
+        columns = forward_columns(self.trained.chunks, self.world, batch, plan, of_rows)
+        if columns is None:
+            return None
+        return Values(batch.offsets, batch.token_ids, batch.response_mask, values=columns[0])
+
+    def update(self, batch: ValueMiniBatch, plan: ReplicaPlan) -> UpdateResult | None:
+        """See `contract.ValueWorker`."""
+        world = self.world
+        packed = pack(batch, plan, world.layout, world.coordinates.cp, COLUMNS, world.device)
+
+        def of_rows(hidden_RH: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+            old_R, returns_R = micro.columns["old_values"], micro.columns["returns"]
+            terms = value_loss(self._row_values(hidden_RH), old_R, returns_R, self.config.cliprange_value)
+            return weighted(terms, micro.columns)
+
+        return self.trained.update(packed, of_rows)
+
+    def load_hf(self, directory: Path) -> None:
+        """See `contract.ValueWorker`."""
+        body = read_value_model(directory, self.model.hf_config)
+        self.trained.start_again(with_value_head(body, self.config.value_head_init_std, self.seed))
+
+    def reset_optimizer(self, phase: str) -> None:
+        """See `contract.TrainedWorker`."""
+        self.trained.reset_optimizer(phase)
+
+    def export(self) -> Iterator[tuple[Rule, Tensor]]:
+        """See `contract.Worker`."""
+        return self.trained.export()
+
+    def offload(self) -> None:
+        """See `contract.Worker`."""
+        self.trained.offload()
+
+    def onload(self) -> None:
+        """See `contract.Worker`."""
+        self.trained.onload()
+
+    def save(self, directory: Path) -> None:
+        """See `contract.TrainedWorker`."""
+        self.trained.save(directory)
+
+    def load(self, directory: Path) -> None:
+        """See `contract.TrainedWorker`."""
+        self.trained.load(directory)
+
+    def _row_values(self, hidden_RH: Tensor) -> Tensor:
+        """[R] float32. Last stage, all tp ranks."""
+        return value_head(self.model.chunks[-1]).values(hidden_RH)

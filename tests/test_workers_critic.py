@@ -1,0 +1,164 @@
+"""The critic against plain transformers: values, gradients and weights after three steps, under every layout."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import workers_reference as reference
+from dist_pool import DistPool
+from torch import Tensor
+from workers_critic_jobs import CriticResult, train_critic
+from workers_jobs import OVERLAPPED, SHARDED, summed, whole
+
+from rlhf_megatron.data.batch import ValueMiniBatch
+from rlhf_megatron.data.plan import restore
+
+pytestmark = pytest.mark.dist
+BAR = 3.0  # times the error that transformers in float32 has against float64
+HEAD = ("output_layer.weight", "output_layer.bias")
+LAYOUTS: list[tuple[str, dict[str, Any]]] = [  # axes of dist_pool, and settings of MegatronConfig that are none
+    ("llama", {}),
+    ("llama", {"tp": 2}),
+    ("qwen3_tied", {"pp": 2}),
+    ("llama", {"cp": 2, "megatron": SHARDED}),
+    ("qwen3_tied", {"dp": 2, "megatron": OVERLAPPED, "bucket_size": 20_000}),
+    ("qwen3_tied", {"tp": 2, "sequence_parallel": True, "megatron": {"transformer_impl": "transformer_engine"}}),
+    ("llama", {"pp": 2, "vpp": 2, "megatron": {"recompute_granularity": "selective"}}),
+    ("qwen3_tied", {"tp": 2, "pp": 2, "vpp": 2, "sequence_parallel": True, "megatron": OVERLAPPED}),
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, a mini-batch, and the same steps in transformers at two precisions."""
+
+    name: str
+    state: dict[str, Tensor]
+    batch: ValueMiniBatch
+    exact: list[reference.Step]  # float64
+    single: list[reference.Step]  # float32
+
+
+@pytest.fixture(scope="module")
+def cases() -> dict[str, Case]:
+    return {name: make_case(name) for name in reference.HF_CONFIGS}
+
+
+def make_case(name: str) -> Case:
+    model = reference.make_value_model(name)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    with torch.no_grad():
+        batch = reference.make_value_batch(reference.all_values(model, reference.make_batch()))
+    single = reference.run_value_steps(model, batch)
+    return Case(name, state, batch, reference.run_value_steps(reference.make_value_model(name).double(), batch), single)
+
+
+def label(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    axes = [f"{axis}{size}" for axis, size in value.items() if axis not in ("megatron", "bucket_size")]
+    return " ".join([*axes, *map(str, value.get("megatron", {}))]) or "one rank"
+
+
+def run(dist_pool: DistPool, case: Case, layout: dict[str, Any], **options: Any) -> list[CriticResult]:
+    return dist_pool.run(
+        train_critic, name=case.name, state=case.state, batch=case.batch, timeout_s=300, **layout, **options
+    )
+
+
+def moved(weights: dict[str, Tensor], state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The update: weights after minus weights before."""
+    return {key: weights[key].double() - state[key].double() for key in weights}
+
+
+def errors(case: Case, results: list[CriticResult], layout: dict[str, Any]) -> dict[str, float]:
+    """Quantity -> error against float64, in units of what transformers in float32 has; the worst tensor of each.
+
+    By tensor: where weights are near 1, the rounding of their type hides all else. A tensor that float32 has nearly
+    exact counts with the median error.
+    """
+    tp, copies = layout.get("tp", 1), layout.get("dp", 1) * layout.get("cp", 1)
+    exact, single = case.exact[-1], case.single[-1]
+
+    def worst(values: dict[str, Tensor], truth: dict[str, Tensor], single: dict[str, Tensor]) -> float:
+        units = {key: reference.relative_error(single[key], truth[key]) for key in truth}
+        floor = statistics.median(units.values())
+        return max(reference.relative_error(values[key], truth[key]) / max(units[key], floor) for key in truth)
+
+    leaders = [result for result in results if result.values is not None]
+    values = restore([leader.values for leader in leaders], [leader.plan for leader in leaders]).values
+    truth = case.exact[0].predicted
+    unit = max(1e-6, (case.single[0].predicted - truth).abs().max().item())
+    weights, start = whole(results, case.name, tp, copies, "weights", "value"), case.state
+    return {
+        "values": (values - truth).abs().max().item() / unit,
+        "grads": worst(whole(results, case.name, tp, copies, "grads", "value"), exact.grads, single.grads),
+        "updates": worst(moved(weights, start), moved(exact.weights, start), moved(single.weights, start)),
+    }
+
+
+@pytest.mark.parametrize("name, layout", LAYOUTS, ids=label)
+def test_three_steps_equal_transformers(
+    dist_pool: DistPool, cases: dict[str, Case], name: str, layout: dict[str, Any]
+) -> None:
+    case = cases[name]
+    results = run(dist_pool, case, layout)
+    found = errors(case, results, layout)
+    print(found)
+    assert max(found.values()) <= BAR, found
+    for step in range(reference.STEPS):
+        result = summed(results, step)
+        assert result.grad_norm == pytest.approx(case.exact[step].grad_norm, rel=1e-4)
+        assert result.sums["critic/vf_loss"] == pytest.approx(case.exact[step].loss, rel=1e-5)
+        assert (result.lr, result.is_skipped) == (reference.LR, False)
+    holders = [result for result in results if HEAD[0] in result.weights]
+    assert len(holders) == len(results) // layout.get("pp", 1), "the head is on all ranks of the last stage, only"
+    for holder in holders:
+        assert all(torch.equal(holder.weights[part], holders[0].weights[part]) for part in HEAD)
+        assert not holder.weights[HEAD[0]].equal(case.state["score.weight"])
+
+
+def test_metrics_of_an_update_are_averages_over_all_response_tokens(
+    dist_pool: DistPool, cases: dict[str, Case]
+) -> None:
+    """Summed over replicas, context-parallel ranks and micro-batches, against the same averages taken in one piece."""
+    case = cases["llama"]
+    results = run(dist_pool, case, {"dp": 2, "cp": 2}, num_steps=1)
+    mask, batch = case.batch.response_mask, case.batch
+    values, old, returns = case.exact[0].predicted[mask], batch.old_values[mask], batch.returns[mask]
+    clipped = old + (values - old).clamp(-reference.VALUE_CLIP, reference.VALUE_CLIP)
+    is_clipped = (clipped - returns).abs() > (values - returns).abs()
+    assert 0.1 < float(is_clipped.double().mean()) < 0.9, "the case must clip some tokens and spare some"
+    assert summed(results, 0).sums == pytest.approx(
+        {
+            "critic/vf_loss": case.exact[0].loss,
+            "critic/vf_clipfrac": float(is_clipped.double().mean()),
+            "critic/vpred_mean": float(values.mean()),
+        },
+        abs=2e-6,
+    )
+
+
+SEQUENCE_SPLIT = {"tp": 2, "sequence_parallel": True}
+
+
+@pytest.mark.parametrize(
+    "mistake, layout, quantity",
+    [
+        ("head_summed_over_tp", SEQUENCE_SPLIT, "grads"),
+        ("body_summed_over_tp", SEQUENCE_SPLIT, "grads"),
+        ("head_not_summed_over_cp", {"cp": 2}, "grads"),
+        ("value_after_the_token", {}, "grads"),
+    ],
+    ids=label,
+)
+def test_a_planted_mistake_is_over_the_bar(
+    dist_pool: DistPool, cases: dict[str, Case], mistake: str, layout: dict[str, Any], quantity: str
+) -> None:
+    case = cases["llama"]
+    found = errors(case, run(dist_pool, case, layout, mistake=mistake), layout)
+    assert found[quantity] > 100 * BAR, found

@@ -1,0 +1,146 @@
+"""What runs on every rank in the tests of the critic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import workers_reference as reference
+from torch import Tensor
+from workers_jobs import OPTIM, StateSource, megatron_of, shards, share
+
+from rlhf_megatron.config.schema import CriticConfig
+from rlhf_megatron.data.batch import ValueMiniBatch, Values
+from rlhf_megatron.data.plan import ReplicaPlan
+from rlhf_megatron.parallel.world import World
+from rlhf_megatron.workers.contract import UpdateResult
+
+CONFIG = CriticConfig(optim=OPTIM, cliprange_value=reference.VALUE_CLIP, value_head_init_std=0.1)
+SEED = 11
+
+
+@dataclass(frozen=True)
+class CriticResult:
+    """What a rank hands back. Values and updates on leaders only; shards by Megatron name."""
+
+    values: Values | None
+    updates: list[UpdateResult | None]
+    grads: dict[str, Tensor]  # after the last step, clipped; put together over replicas
+    weights: dict[str, Tensor]
+    plan: ReplicaPlan
+
+
+def make_critic(
+    world: World,
+    name: str,
+    source: Any,
+    dtype: torch.dtype = torch.float32,
+    config: CriticConfig = CONFIG,
+    megatron: dict[str, Any] | None = None,
+    bucket_size: int | None = None,
+) -> Any:
+    """`source`: of weights. `bucket_size`: parameters of a gradient bucket, for small models to have several."""
+    from rlhf_megatron.workers import data_parallel
+    from rlhf_megatron.workers.critic import MegatronCritic
+    from rlhf_megatron.workers.trained_model import Phase
+
+    phases, settings = {"rl": Phase(config.optim, 100)}, megatron_of(world, megatron or {})
+    data_parallel.BUCKET_SIZE = bucket_size
+    try:
+        return MegatronCritic(reference.HF_CONFIGS[name], source, world, dtype, config, settings, phases, SEED)
+    finally:
+        data_parallel.BUCKET_SIZE = None
+
+
+def train_critic(
+    world: World,
+    name: str,
+    state: dict[str, Tensor],
+    batch: ValueMiniBatch,
+    num_steps: int = reference.STEPS,
+    directory: Path | None = None,
+    is_loading: bool = False,
+    dtype: torch.dtype = torch.float32,
+    megatron: dict[str, Any] | None = None,
+    bucket_size: int | None = None,
+    mistake: str | None = None,
+) -> CriticResult:
+    """Values, then optimizer steps on one mini-batch. `directory`: load from it first, or save to it at the end."""
+    with pytest.MonkeyPatch.context() as patch:
+        if mistake is not None:
+            MISTAKES[mistake](patch)
+        critic = make_critic(world, name, StateSource(state), dtype, megatron=megatron, bucket_size=bucket_size)
+        if directory is not None and is_loading:
+            critic.load(directory)
+        shard, plan = share(world, batch, 40)
+        values = critic.values(shard, plan)
+        updates = [critic.update(shard, plan) for _ in range(num_steps)]
+        grads, weights = shards(critic, "value")
+        if directory is not None and not is_loading:
+            critic.save(directory)
+        return CriticResult(values, updates, grads, weights, plan)
+
+
+def head_summed_over_tp(patch: pytest.MonkeyPatch) -> None:
+    """The head is marked as the norms are, though each tp rank has its whole gradient already."""
+    from rlhf_megatron.models.head import ValueHead
+
+    init = ValueHead.__init__
+
+    def __init__(self: Any, *arguments: Any) -> None:
+        init(self, *arguments)
+        self.weight.sequence_parallel = self.bias.sequence_parallel = True
+
+    patch.setattr(ValueHead, "__init__", __init__)
+
+
+def body_summed_over_tp(patch: pytest.MonkeyPatch) -> None:
+    """The hidden states' gradient is summed over tp on its way back, though it is complete on each rank."""
+    from rlhf_megatron.models import head
+
+    gather = head.gather_from_sequence_parallel_region
+
+    def summing(hidden: Tensor, tensor_parallel_output_grad: bool, group: Any) -> Tensor:
+        return gather(hidden, tensor_parallel_output_grad=True, group=group)
+
+    patch.setattr(head, "gather_from_sequence_parallel_region", summing)
+
+
+def head_not_summed_over_cp(patch: pytest.MonkeyPatch) -> None:
+    """Each context-parallel rank trains the head on its own rows."""
+    from rlhf_megatron.models.head import ValueHead
+
+    values = ValueHead.values
+
+    def of_the_first(self: Any, hidden_RH: Tensor) -> Tensor:
+        result = values(self, hidden_RH)
+        is_first = torch.distributed.get_rank() == 0
+        return result if is_first else values(_Frozen(self), hidden_RH)
+
+    patch.setattr(ValueHead, "values", of_the_first)
+
+
+class _Frozen:
+    def __init__(self, head: Any) -> None:
+        self.weight, self.bias = head.weight.detach(), head.bias.detach()
+
+
+def value_after_the_token(patch: pytest.MonkeyPatch) -> None:
+    """The returns of a token are held against the value of the state behind it."""
+    from rlhf_megatron.workers import critic
+
+    pack = critic.pack
+
+    def shifted(batch: ValueMiniBatch, *arguments: Any) -> Any:
+        moved = ValueMiniBatch(**{**vars(batch), "returns": batch.returns.roll(1)})
+        return pack(moved, *arguments)
+
+    patch.setattr(critic, "pack", shifted)
+
+
+MISTAKES = {
+    f.__name__: f for f in (head_summed_over_tp, body_summed_over_tp, head_not_summed_over_cp, value_after_the_token)
+}
