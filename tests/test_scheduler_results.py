@@ -74,7 +74,7 @@ def track_a_step(tracker: Tracker, step: int) -> None:
         for name in ("generate", "update", "sync", "sync"):
             with tracker.stage(name):
                 time.sleep(0.02 if name == "sync" else 0)
-        said = {"policy/version": step + 1.0, "rollout/num_samples": 3.0, "actor/num_epochs": 2.0}
+        said = {"policy/version": step + 1.0, "policy/lag": 0.5, "rollout/num_samples": 3.0, "actor/num_epochs": 2.0}
         tracker.batch(to_train(scored()), {**said, "training/rollout_log_probs_diff_max": step * 1e-6})
 
 
@@ -99,7 +99,7 @@ def test_rows_of_metrics_jsonl(tmp_path: Path) -> None:
     ]
     assert found[1]["val/accuracy"] == 0.25 and found[1]["val/num_items"] == 40 and "timing_s/evaluate" in found[1]
     assert found[2]["critic/rewards/mean"] == 0.75 and found[2]["policy/version"] == 2
-    assert found[2]["policy/lag"] == pytest.approx((0 + 0 - 1) / 3)  # version 1 trained on samples of 1, 1, 2
+    assert found[2]["policy/lag"] == 0.5
     assert {key for key in found[2] if key.startswith("timing_s/")} == {
         *("timing_s/generate", "timing_s/update", "timing_s/sync", "timing_s/step")
     }
@@ -108,7 +108,7 @@ def test_rows_of_metrics_jsonl(tmp_path: Path) -> None:
     assert seconds == sorted(seconds)
     assert tracker.rewards == [(1, 0.75), (2, 0.75)] and tracker.evaluations == [(0, RESULT)]
     assert tracker.first_mismatch == 1e-6  # of the first step
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "samples.jsonl", "trace.json"]
 
 
 def test_a_step_that_failed_is_not_written(tmp_path: Path) -> None:

@@ -24,15 +24,15 @@ def mismatch_statistics(
     """
     rollout_N = rollout_log_probs_T[response_mask_T].to(torch.float64)
     trainer_N = old_log_probs_T[response_mask_T].to(torch.float64)
-    log_ratio_N = _log_ratio(rollout_N, trainer_N)
+    log_ratio_N = log_ratio(rollout_N, trainer_N)
     diff_N = log_ratio_N.abs().sort().values
     probs_diff_N = (trainer_N.exp() - rollout_N.exp()).abs()
     clamped_N = log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     has_tokens = diff_N.numel() > 0
     return {
-        "training/rollout_log_probs_diff_max": _percentile(diff_N, 1.0),
-        "training/rollout_log_probs_diff_p50": _percentile(diff_N, 0.5),
-        "training/rollout_log_probs_diff_p99": _percentile(diff_N, 0.99),
+        "training/rollout_log_probs_diff_max": percentile(diff_N, 1.0),
+        "training/rollout_log_probs_diff_p50": percentile(diff_N, 0.5),
+        "training/rollout_log_probs_diff_p99": percentile(diff_N, 0.99),
         "training/rollout_log_probs_diff_mean": diff_N.mean().item() if has_tokens else 0.0,
         "training/rollout_kl": (clamped_N.expm1() - clamped_N).mean().item() if has_tokens else 0.0,
         "training/rollout_probs_diff_valid": float(has_tokens),
@@ -44,16 +44,17 @@ def mismatch_statistics(
 
 def worst_tokens(rollout_log_probs_T: Tensor, old_log_probs_T: Tensor, response_mask_T: Tensor, count: int) -> Tensor:
     """[K] int64 positions in [0, T) of the at most `count` response tokens that differ most, the worst first."""
-    diff_T = _log_ratio(rollout_log_probs_T.to(torch.float64), old_log_probs_T.to(torch.float64)).abs()
+    diff_T = log_ratio(rollout_log_probs_T.to(torch.float64), old_log_probs_T.to(torch.float64)).abs()
     diff_T = diff_T.masked_fill(~response_mask_T, -1.0)
     return diff_T.topk(min(count, int(response_mask_T.sum()))).indices
 
 
-def _log_ratio(rollout: Tensor, trainer: Tensor) -> Tensor:
+def log_ratio(rollout: Tensor, trainer: Tensor) -> Tensor:
+    """trainer - rollout; infinite where that is not a number."""
     return (trainer - rollout).nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
 
 
-def _percentile(sorted_N: Tensor, share: float) -> float:
+def percentile(sorted_N: Tensor, share: float) -> float:
     """Nearest rank: the smallest entry that at least `share` of all entries do not exceed. 0 without entries."""
     count = sorted_N.numel()
     return sorted_N[max(math.ceil(share * count), 1) - 1].item() if count else 0.0

@@ -46,8 +46,15 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens. An id that is no token shows as U+FFFD."""
+        return self._text(token_ids, skip_special_tokens=True)
+
+    def spell(self, token_ids: Sequence[int]) -> str:
+        """Text in which special tokens stand by their names: for people."""
+        return self._text(token_ids, skip_special_tokens=False)
+
+    def _text(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         pieces = _split(token_ids, self._known_ids)
-        return UNKNOWN.join(self._backend.decode(piece, skip_special_tokens=True) for piece in pieces)
+        return UNKNOWN.join(self._backend.decode(piece, skip_special_tokens=skip_special_tokens) for piece in pieces)
 
     def token_id(self, text: str) -> int:
         """The id of a text that is one token (a stop string). Raises ValueError when it is more or none."""

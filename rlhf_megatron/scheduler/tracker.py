@@ -1,49 +1,53 @@
-"""What a run shows and writes: stage times, metrics.jsonl, TensorBoard, console, summary.json. Decides nothing."""
+"""What a run shows and writes: it times stages, reads metrics off batches and tells the loggers. Decides nothing."""
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from rlhf_megatron.data.batch import TrainBatch
 from rlhf_megatron.scheduler.batch_metrics import batch_metrics
-from rlhf_megatron.scheduler.console import ConsoleView
+from rlhf_megatron.scheduler.distributions import distributions
 from rlhf_megatron.scheduler.evaluation import EvaluationResult
+from rlhf_megatron.scheduler.loggers import LOGGERS, BatchView
+from rlhf_megatron.scheduler.mismatch_record import mismatch_record
+from rlhf_megatron.scheduler.run_facts import RunFacts
+from rlhf_megatron.scheduler.samples import samples_of
+from rlhf_megatron.scheduler.trace import STAGES, STEPS, Trace
+
+NOTHING_KNOWN = RunFacts()
 
 
 class Tracker:
-    """Owned by the controller. Use as a context manager: files are closed on every way out."""
+    """Owned by the controller. Use as a context manager: files are closed on every way out.
 
-    def __init__(self, run_dir: Path, loggers: tuple[str, ...], total_steps: int) -> None:
+    With the logger "jsonl" there is a trace.json too. Its event "track" is the time that the tracker itself took.
+    """
+
+    def __init__(
+        self, run_dir: Path, loggers: tuple[str, ...], total_steps: int, facts: RunFacts = NOTHING_KNOWN
+    ) -> None:
         self.run_dir = run_dir
+        self.facts = facts
         self.rewards: list[tuple[int, float]] = []  # step, mean reward
         self.evaluations: list[tuple[int, EvaluationResult]] = []
         self.first_mismatch: float | None = None  # largest |log-prob difference|, engine against trainer, at step 1
+        self.trace = Trace(run_dir / "trace.json" if "jsonl" in loggers else None, facts.name)
         self._start = time.monotonic()
         self._times: dict[str, float] = {}
         self._metrics: dict[str, float] = {}
-        self._file = (run_dir / "metrics.jsonl").open("a") if "jsonl" in loggers else None
-        self._console = ConsoleView(total_steps) if "console" in loggers else None
-        self._board = None
-        if "tensorboard" in loggers:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(run_dir / "tensorboard"))
+        self._batch: TrainBatch | None = None
+        self._loggers = [LOGGERS.get(name).build(run_dir, total_steps, facts) for name in dict.fromkeys(loggers)]
 
     def __enter__(self) -> Tracker:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        if self._console:
-            self._console.close()
-        if self._file:
-            self._file.close()
-        if self._board:
-            self._board.close()
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        for logger in self._loggers:
+            logger.close(is_failed=kind is not None)
+        self.trace.close()
 
     @property
     def seconds(self) -> float:
@@ -53,41 +57,53 @@ class Tracker:
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Times a stage; the same stage entered twice in a step adds up."""
-        if self._console:
-            self._console.stage(name)
+        self.waiting(name)
         start = time.monotonic()
         try:
             yield
         finally:
-            self._times[name] = self._times.get(name, 0.0) + time.monotonic() - start
+            end = time.monotonic()
+            self._times[name] = self._times.get(name, 0.0) + end - start
+            self.trace.add(name, STAGES, "stage", start, end)
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
         """One turn of the loop; its metrics are written when it ends without an exception."""
-        self._times, self._metrics = {}, {}
+        self._times, self._metrics, self._batch = {}, {}, None
+        self.trace.step = step
         start = time.monotonic()
         yield
-        seconds = time.monotonic() - start
-        metrics = {**self._metrics, **{f"timing_s/{k}": v for k, v in self._times.items()}, "timing_s/step": seconds}
+        end = time.monotonic()
+        self.trace.add(f"step {step}", STEPS, "step", start, end)
+        with self.trace.span("track", STAGES, "stage"):
+            self._write_step(step, end - start)
+        self._times, self._batch = {}, None
+
+    def _write_step(self, step: int, seconds: float) -> None:
+        metrics = {f"timing_s/{name}": value for name, value in self._times.items()} | {"timing_s/step": seconds}
+        if self._batch is not None:
+            self._show_batch(step, self._batch)
+            metrics = batch_metrics(self._batch) | self._metrics | metrics
         metrics |= throughput(metrics)
         if self.first_mismatch is None:
             self.first_mismatch = metrics.get("training/rollout_log_probs_diff_max")
         self.rewards.append((step, metrics["critic/rewards/mean"]))
         self.write(step, "step", metrics)
-        if self._console:
-            self._console.row(step, metrics)
-        self._times = {}
+
+    def _show_batch(self, step: int, batch: TrainBatch) -> None:
+        spell = self.facts.spell
+        view = BatchView(
+            samples=tuple(samples_of(step, batch, self.facts.samples_kept, self.facts.seed)),
+            mismatch=mismatch_record(step, batch, spell) if spell else None,
+            distributions=distributions(batch),
+        )
+        for logger in self._loggers:
+            logger.batch(step, view)
 
     def batch(self, batch: TrainBatch, metrics: dict[str, float]) -> None:
-        """Metrics of this step's batch and of what the stages say about it."""
-        self._metrics |= batch_metrics(batch) | metrics
-        if self._board:
-            text = "\n\n".join(
-                f"`{batch.prompts[i]}` → `{batch.responses[i]}` (label `{batch.labels[i]}`, reward"
-                f" {batch.rewards[i].item():g}, {batch.finish_reasons[i]})"
-                for i in range(min(4, len(batch)))
-            )
-            self._board.add_text("samples", text, int(metrics["policy/version"]) - 1)
+        """This step's batch and what the stages say about it."""
+        self._batch = batch
+        self._metrics |= metrics
 
     def evaluation(self, step: int, result: EvaluationResult | None) -> None:
         """None: the run has no held-out items."""
@@ -103,39 +119,27 @@ class Tracker:
         }
         values |= {f"timing_s/{k}": v for k, v in self._times.items() if k == "evaluate"}
         self.write(step, "evaluation", values)
-        if self._console:
-            self._console.note(
-                f"step {step}: held-out accuracy {result.accuracy:.3f}"
-                f" [{result.low:.3f}, {result.high:.3f}] on {result.num_items} items"
-            )
 
     def waiting(self, text: str) -> None:
-        """What the run waits for now; overwritten by the next."""
-        if self._console:
-            self._console.stage(text)
+        """What the run does or waits for now; overwritten by the next."""
+        for logger in self._loggers:
+            logger.stage(text)
 
     def note(self, text: str) -> None:
         """A line for the person who watches."""
-        if self._console:
-            self._console.note(text)
+        for logger in self._loggers:
+            logger.note(text)
 
     def warmup(self, step: int, metrics: dict[str, float]) -> None:
         self.write(step, "warmup", metrics)
-        if self._console:
-            self._console.warmup(step, metrics)
 
-    def write(self, step: int, kind: str, metrics: dict[str, float]) -> None:
-        """One line of metrics.jsonl: {"kind", "step", "seconds", metric: value ...}; the same to TensorBoard."""
-        row: dict[str, Any] = {"kind": kind, "step": step, "seconds": round(self.seconds, 3), **metrics}
-        if self._file:
-            self._file.write(json.dumps(row) + "\n")
-            self._file.flush()
-        if self._board:
-            for key, value in metrics.items():
-                self._board.add_scalar(key, value, step)
+    def write(self, step: int, kind: str, metrics: Mapping[str, float]) -> None:
+        """A row of metrics to all loggers; metric names and units: `metric_names`."""
+        for logger in self._loggers:
+            logger.row(kind, step, self.seconds, metrics)
 
 
-def throughput(metrics: dict[str, float]) -> dict[str, float]:
+def throughput(metrics: Mapping[str, float]) -> dict[str, float]:
     """Tokens per second of the whole step and of its two large stages."""
     tokens = metrics["perf/total_num_tokens"]
     rates = {"perf/tokens_per_s": tokens / max(1e-9, metrics["timing_s/step"])}

@@ -1,0 +1,109 @@
+"""Engine against trainer in one step, as a line of mismatch.jsonl: histograms by group, and the worst tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron.algorithms.mismatch import worst_tokens
+from rlhf_megatron.algorithms.mismatch_histogram import EDGES, Spread, differences, spread
+from rlhf_megatron.data.batch import TrainBatch
+
+NUM_WORST, OVERSAMPLING = 10, 10
+CONTEXT_TOKENS, CONTEXT_CHARACTERS = 48, 80
+
+
+@dataclass(frozen=True)
+class MismatchGroup:
+    """The response tokens of the samples of one policy version that ended for one reason."""
+
+    policy_version: int
+    finish_reason: str
+    spread: Spread
+
+
+@dataclass(frozen=True)
+class WorstToken:
+    """One of the tokens that differ most."""
+
+    token: str
+    token_id: int
+    position: int  # among the response tokens of its sample, from 0
+    trainer: float  # log-prob
+    engine: float  # log-prob
+    difference: float  # nats; infinite where one of them is not a number
+    context: str  # the text before it
+    sample_id: int
+    policy_version: int
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class MismatchRecord:
+    """Of one step."""
+
+    step: int
+    groups: tuple[MismatchGroup, ...]
+    worst: tuple[WorstToken, ...]  # the worst first
+
+    def row(self) -> dict[str, object]:
+        """As it stands in mismatch.jsonl."""
+        return {
+            "step": self.step,
+            "edges": list(EDGES),
+            "groups": [
+                {"policy_version": g.policy_version, "finish_reason": g.finish_reason, **vars(g.spread)}
+                for g in self.groups
+            ],
+            "worst": [vars(token) for token in self.worst],
+        }
+
+
+def mismatch_record(step: int, batch: TrainBatch, spell: Callable[[Sequence[int]], str]) -> MismatchRecord | None:
+    """None where the trainer's log-probs or all response tokens are missing. `spell`: token ids as text."""
+    if batch.old_log_probs is None or not bool(batch.response_mask.any()):
+        return None
+    differences_T = differences(batch.rollout_log_probs, batch.old_log_probs)
+    owners_T = torch.repeat_interleave(torch.arange(len(batch)), batch.lengths)
+    keys = list(zip(batch.policy_versions.tolist(), batch.finish_reasons, strict=True))
+    groups = []
+    for key in sorted(set(keys)):
+        is_in_B = torch.tensor([k == key for k in keys])
+        chosen = differences_T[is_in_B[owners_T] & batch.response_mask]
+        if chosen.numel():
+            groups.append(MismatchGroup(*key, spread(chosen)))
+    worst = [_worst_token(batch, differences_T, t, int(owners_T[t]), spell) for t in _worst_places(batch, owners_T)]
+    return MismatchRecord(step, tuple(groups), tuple(worst))
+
+
+def _worst_places(batch: TrainBatch, owners_T: Tensor) -> list[int]:
+    """The samples of a group often begin alike: a token is taken once, however many have it after the same text."""
+    assert batch.old_log_probs is not None
+    places = worst_tokens(batch.rollout_log_probs, batch.old_log_probs, batch.response_mask, NUM_WORST * OVERSAMPLING)
+    found: dict[tuple[int, ...], int] = {}
+    for t in places.tolist():
+        found.setdefault(tuple(batch.token_ids[batch.offsets[owners_T[t]] : t + 1].tolist()), t)
+    return list(found.values())[:NUM_WORST]
+
+
+def _worst_token(
+    batch: TrainBatch, differences_T: Tensor, t: int, sample: int, spell: Callable[[Sequence[int]], str]
+) -> WorstToken:
+    assert batch.old_log_probs is not None
+    start = int(batch.offsets[sample])
+    before = batch.token_ids[max(start, t - CONTEXT_TOKENS) : t].tolist()
+    return WorstToken(
+        token=spell([int(batch.token_ids[t])]),
+        token_id=int(batch.token_ids[t]),
+        position=int(batch.response_mask[start:t].sum()),
+        trainer=batch.old_log_probs[t].item(),
+        engine=batch.rollout_log_probs[t].item(),
+        difference=differences_T[t].item(),
+        context=spell(before)[-CONTEXT_CHARACTERS:],
+        sample_id=int(batch.sample_ids[sample]),
+        policy_version=int(batch.policy_versions[sample]),
+        finish_reason=batch.finish_reasons[sample],
+    )

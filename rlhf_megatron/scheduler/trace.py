@@ -1,0 +1,90 @@
+"""When what ran: trace.json in the trace event format of Chrome's and Perfetto's viewers.
+
+An array, one event a line, each with a comma behind it; both viewers take a file whose closing bracket is missing.
+Times are wall-clock microseconds. A track is a "thread" of the one process: 0 whole steps, 1 stages, then others.
+Format: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rlhf_megatron.scheduler.line_file import cut_after
+
+PROCESS = 1
+STEPS, STAGES = "steps", "stages"
+OPENING, ENDING = b"[\n", b"]\n"
+_CLOSING_EVENT = {"name": "process_labels", "ph": "M", "pid": PROCESS, "tid": 0, "args": {"labels": "closed"}}
+
+
+class Trace:
+    """Threads may share it. Without a path nothing is written."""
+
+    def __init__(self, path: Path | None, process_name: str) -> None:
+        self.step = 0  # set by the tracker: the step that new events belong to
+        self._lock = threading.Lock()
+        self._tracks: dict[str, int] = {}
+        self._wall_clock = time.time() - time.monotonic()
+        self._file = None
+        if path is None:
+            return
+        if path.exists():
+            _reopen(path)
+        self._file = path.open("ab")
+        if not self._file.tell():
+            self._file.write(OPENING)
+        self._write({"name": "process_name", "ph": "M", "pid": PROCESS, "args": {"name": process_name}})
+        for track in (STEPS, STAGES):
+            self._track(track)
+
+    @contextmanager
+    def span(self, name: str, track: str, category: str, **arguments: Any) -> Iterator[None]:
+        """What the block takes, as an event; also when it ends by an exception."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.add(name, track, category, start, time.monotonic(), **arguments)
+
+    def add(self, name: str, track: str, category: str, start: float, end: float, **arguments: Any) -> None:
+        """An event from `start` to `end`, as `time.monotonic` counts. Ignored once closed."""
+        first, last = (round((self._wall_clock + moment) * 1e6) for moment in (start, end))
+        with self._lock:
+            if self._file is None:
+                return
+            event = {"name": name, "cat": category, "ph": "X", "ts": first, "dur": last - first, "pid": PROCESS}
+            self._write({**event, "tid": self._track(track), "args": {"step": self.step, **arguments}})
+
+    def close(self) -> None:
+        with self._lock:
+            if self._file is not None:
+                self._file.write(json.dumps(_CLOSING_EVENT).encode() + b"\n" + ENDING)
+                self._file.close()
+                self._file = None
+
+    def _track(self, name: str) -> int:
+        """Its number. A new one gets a name, and its place below the others."""
+        if name not in self._tracks:
+            number = self._tracks[name] = len(self._tracks)
+            for what, arguments in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": number})):
+                self._write({"name": what, "ph": "M", "pid": PROCESS, "tid": number, "args": arguments})
+        return self._tracks[name]
+
+    def _write(self, event: dict[str, Any]) -> None:
+        assert self._file is not None
+        self._file.write(json.dumps(event).encode() + b",\n")
+        self._file.flush()
+
+
+def _reopen(path: Path) -> None:
+    """Takes off a closing bracket with the event before it, or a line that a former process left unfinished."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    while lines and not (lines[-1].endswith(b",\n") or lines == [OPENING]):
+        lines.pop()
+    cut_after(path, sum(map(len, lines)))
