@@ -41,8 +41,12 @@ def make_critic(
     config: CriticConfig = CONFIG,
     megatron: dict[str, Any] | None = None,
     bucket_size: int | None = None,
+    hf_config: dict[str, Any] | None = None,
 ) -> Any:
-    """`source`: of weights. `bucket_size`: parameters of a gradient bucket, for small models to have several."""
+    """`source`: of weights. `hf_config`: in place of that of `name`.
+
+    `bucket_size`: parameters of a gradient bucket, for small models to have several.
+    """
     from rlhf_megatron.workers import data_parallel
     from rlhf_megatron.workers.critic import MegatronCritic
     from rlhf_megatron.workers.trained_model import Phase
@@ -50,7 +54,9 @@ def make_critic(
     phases, settings = {"rl": Phase(config.optim, 100)}, megatron_of(world, megatron or {})
     data_parallel.BUCKET_SIZE = bucket_size
     try:
-        return MegatronCritic(reference.HF_CONFIGS[name], source, world, dtype, config, settings, phases, SEED)
+        return MegatronCritic(
+            hf_config or reference.HF_CONFIGS[name], source, world, dtype, config, settings, phases, SEED
+        )
     finally:
         data_parallel.BUCKET_SIZE = None
 

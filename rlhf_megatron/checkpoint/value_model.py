@@ -39,13 +39,14 @@ class ValueSource:
     first: RandomSource
 
     def hf_tensors(self, rule: Rule) -> tuple[Tensor, ...]:
-        name = rule.hf[0].name
-        if name not in (WEIGHT, BIAS) or name in self.own:
-            return self.body.hf_tensors(rule)
-        return self.first.hf_tensors(rule)
+        return self._source_of(rule).hf_tensors(rule)
 
     def dtype_of(self, rule: Rule) -> str:
-        return self.body.dtype_of(rule) if rule.hf[0].name in self.own else self.first.dtype_of(rule)
+        return self._source_of(rule).dtype_of(rule)
+
+    def _source_of(self, rule: Rule) -> WeightSource:
+        is_lacking = rule.hf[0].name in {WEIGHT, BIAS} - self.own
+        return self.first if is_lacking else self.body
 
 
 def with_value_head(body: WeightSource, std: float, seed: int) -> ValueSource:
