@@ -13,7 +13,7 @@ LAYERS = [
     ("models",),
     ("checkpoint", "workers"),
     ("resharding",),
-    ("rollout",),
+    ("rollout", "reward_service"),
     ("runtime",),
     ("scheduler",),
     ("cli",),

@@ -3,7 +3,7 @@
 import pytest
 
 from rlhf_megatron.rewards import REWARDS, RewardResult, RewardSample, is_masked
-from rlhf_megatron.rewards.base import masked
+from rlhf_megatron.rewards.base import BadResultError, masked
 from rlhf_megatron.rewards.exact_match import ExactMatchParams, exact_match
 
 
@@ -86,14 +86,22 @@ def test_wrong_params(params: dict[str, object], problem: str) -> None:
     [
         (0.0, "fine", r"status \('fine'\) must be ok, malformed, timeout or masked:<why>"),
         (0.0, "masked:", "status"),
-        (1.0, "malformed", r"score \(1.0\) must be 0 when the status is malformed"),
-        (float("nan"), "ok", r"score \(nan\) must be finite"),
-        (float("-inf"), "ok", "must be finite"),
+        (float("nan"), "ok", r"score \(nan\) must be a number from -1e\+06 to 1e\+06"),
+        (float("-inf"), "ok", "must be a number"),
+        (1.1e6, "ok", "must be a number"),
+        (10**400, "ok", "must be a number"),
+        ("1", "ok", r"score \('1'\) must be a number"),
+        (None, "ok", "must be a number"),
     ],
 )
-def test_impossible_results(score_: float, status: str, problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        RewardResult(score_, status)
+def test_impossible_results(score_: object, status: str, problem: str) -> None:
+    with pytest.raises(BadResultError, match=problem):
+        RewardResult(score_, status)  # type: ignore[arg-type]
+
+
+def test_a_part_must_be_a_number() -> None:
+    with pytest.raises(BadResultError, match=r"depth \(inf\) must be a number"):
+        RewardResult(1.0, parts={"depth": float("inf")})
 
 
 def test_results_of_every_kind() -> None:

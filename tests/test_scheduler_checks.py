@@ -16,6 +16,7 @@ from scheduler_samples import MODEL
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import read_run_config
 from rlhf_megatron.config.schema import CheckConfig, RunConfig
+from rlhf_megatron.reward_service.scorer import REWARD_LOG, make_scorer
 from rlhf_megatron.rewards import RewardSample
 from rlhf_megatron.rollout.engine import EngineError
 from rlhf_megatron.scheduler.mismatch_check import MismatchCheck
@@ -97,14 +98,16 @@ def quickstart(tmp_path: Path, **sections: dict[str, Any]) -> RunConfig:
 
 
 def test_plugins_of_the_quickstart(tmp_path: Path) -> None:
-    plugins = load_plugins(quickstart(tmp_path))
+    config = quickstart(tmp_path)
+    plugins = load_plugins(config)
     assert plugins.needs_reference is False
-    results = plugins.reward(
-        [
-            RewardSample("", response, "052", "addition", reason, 3)
-            for response, reason in (("052", "stop"), ("52", "stop"), ("05", "length"), ("052", "abort"))
-        ]
-    )
+    with make_scorer(config.reward, tmp_path / REWARD_LOG) as scorer:
+        results = scorer(
+            [
+                RewardSample("", response, "052", "addition", reason, 3)
+                for response, reason in (("052", "stop"), ("52", "stop"), ("05", "length"), ("052", "abort"))
+            ]
+        )
     assert [(r.score, r.status) for r in results] == [
         (1.0, "ok"),
         (0.0, "ok"),

@@ -52,8 +52,8 @@ def test_an_item_counts_once_however_many_samples_it_has() -> None:
     def reward(samples: Sequence[RewardSample]) -> list[RewardResult]:
         return [RewardResult(float(sample.response == sample.label)) for sample in samples]
 
-    plugins = Plugins(None, None, reward, needs_reference=False)
-    stages = Stages(RunConfig(), None, fleet, data, plugins, dict, None)
+    plugins = Plugins(None, None, needs_reference=False)
+    stages = Stages(RunConfig(), None, fleet, data, plugins, dict, None, reward)
     result = stages.accuracy(None, temperature=0.5, num_samples=2)
     assert (result.accuracy, result.num_items) == (0.5, 3)
     assert result.mean_response_length == pytest.approx((2 + 2 + 1 + 3 + 1 + 1) / 6)

@@ -11,8 +11,10 @@ from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.keys import join, leaves, nearest
 from rlhf_megatron.config.provenance import DEFAULT, Loaded
 from rlhf_megatron.config.source import lift
+from rlhf_megatron.registry import Entry, Registry
 
 P = TypeVar("P")
+T = TypeVar("T")
 
 
 def params_from_mapping(cls: type[P], mapping: Mapping[str, Any], where: str, loaded: Loaded | None = None) -> P:
@@ -33,3 +35,19 @@ def params_from_mapping(cls: type[P], mapping: Mapping[str, Any], where: str, lo
         raise ConfigError(problems)
     assert params is not BROKEN
     return params
+
+
+def look_up(
+    registry: Registry[T], name: str, params: Mapping[str, Any], key: str, problems: list[str], field: str = "params"
+) -> tuple[Entry[T], Any] | tuple[None, None]:
+    """(entry, its parameters) of the part that `key` names, or a pair of None and what is wrong added to `problems`."""
+    try:
+        entry = registry.get(name)
+        if params and entry.params is None:
+            problems.append(f"{key}.{field} ({params}) must be empty: {registry.kind} {name!r} has no parameters.")
+        return entry, (params_from_mapping(entry.params, params, f"{key}.{field}") if entry.params else None)
+    except ConfigError as error:
+        problems += error.problems
+    except ValueError as error:
+        problems.append(f"{key}: {error}")
+    return None, None

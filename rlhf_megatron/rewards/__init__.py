@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from rlhf_megatron.rewards.base import REWARDS, Reward, RewardResult, RewardSample, is_masked
+from rlhf_megatron.rewards.base import OWN_PROCESS, REWARDS, Reward, RewardResult, RewardSample, is_masked
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-__all__ = ["REWARDS", "Reward", "RewardResult", "RewardSample", "is_masked"]
+__all__ = ["OWN_PROCESS", "REWARDS", "Reward", "RewardResult", "RewardSample", "is_masked"]

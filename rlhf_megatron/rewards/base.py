@@ -4,7 +4,8 @@
     def exact_match(sample: RewardSample, params: ExactMatchParams) -> RewardResult: ...
 
 Aborted samples are masked before a reward sees them. A reward that may be slow, or that runs a user's code, is
-registered with `needs=(OWN_PROCESS,)` and is called in a worker process that is killed when it takes too long.
+registered with `needs=(OWN_PROCESS,)` and is called in a worker process that is killed when it takes too long. Params
+with a method `prepare()` have it called once in that process, before anything is scored.
 
 A status says who is to blame for a missing score. What the policy can have caused scores 0 and trains; what it cannot
 have caused is masked: the sample is left out of its group's statistics and trains nothing.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from rlhf_megatron.registry import Registry
 
@@ -22,7 +23,21 @@ OK = "ok"
 MALFORMED = "malformed"  # no answer could be read from the response; score 0
 TIMEOUT = "timeout"  # the answer kept the verifier busy for too long; score 0
 MASKED = "masked:"  # followed by why, e.g. "masked:aborted"
+BAD_RESULT = "bad_result"  # why: what the reward returned is no score
 OWN_PROCESS = "own_process"
+MAX_SCORE = 1e6  # a larger one is a mistake, and would drown all others of its step
+
+
+class BadResultError(ValueError):
+    """What a reward returned, or tried to, is not a score."""
+
+
+@runtime_checkable
+class Prepared(Protocol):
+    """Params that import or load something before the first sample."""
+
+    def prepare(self) -> None:
+        """Called in the process that scores. Raises ValueError for what a user can mend."""
 
 
 @dataclass(frozen=True)
@@ -40,21 +55,20 @@ class RewardSample:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """Of one sample."""
+    """Of one sample: what one reward returns, and what the scorer makes of all of them."""
 
-    score: float  # finite; not read when the status is masked
+    score: float  # at most MAX_SCORE in size; not read when the status is masked
     status: str = OK
     parts: dict[str, float] = field(default_factory=dict)  # components of the score, for metrics
+    error: str = ""  # of a masked result: the end of the traceback
 
     def __post_init__(self) -> None:
-        policy_caused = self.status in (MALFORMED, TIMEOUT)
-        masked = self.status.startswith(MASKED) and len(self.status) > len(MASKED)
-        if not (self.status == OK or policy_caused or masked):
-            raise ValueError(f"status ({self.status!r}) must be {OK}, {MALFORMED}, {TIMEOUT} or {MASKED}<why>.")
-        if not abs(self.score) < float("inf"):
-            raise ValueError(f"score ({self.score}) must be finite.")
-        if policy_caused and self.score != 0:
-            raise ValueError(f"score ({self.score}) must be 0 when the status is {self.status}.")
+        has_why = self.status.startswith(MASKED) and len(self.status) > len(MASKED)
+        if self.status not in (OK, MALFORMED, TIMEOUT) and not has_why:
+            raise BadResultError(f"status ({self.status!r}) must be {OK}, {MALFORMED}, {TIMEOUT} or {MASKED}<why>.")
+        for name, value in (("score", self.score), *self.parts.items()):
+            if not isinstance(value, int | float) or not abs(value) <= MAX_SCORE:
+                raise BadResultError(f"{name} ({value!r}) must be a number from {-MAX_SCORE:g} to {MAX_SCORE:g}.")
 
 
 Reward = Callable[[RewardSample, Any], RewardResult]  # (sample, params)
@@ -66,6 +80,6 @@ def is_masked(status: str) -> bool:
     return status.startswith(MASKED)
 
 
-def masked(why: str) -> RewardResult:
+def masked(why: str, error: str = "") -> RewardResult:
     """The result of a sample that failed through no fault of the policy. `why`: a word for metrics."""
-    return RewardResult(0.0, MASKED + why)
+    return RewardResult(0.0, MASKED + why, error=error)

@@ -7,10 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlhf_megatron.checkpoint.hf_reader import HFReader, read_hf_config
+from rlhf_megatron.checkpoint.value_model import read_value_model
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.models.families.base import table_for
+from rlhf_megatron.reward_service.scorer import check_reward
 from rlhf_megatron.rollout.sglang_environment import check_sglang
+from rlhf_megatron.scheduler.loggers import check_loggers
 from rlhf_megatron.scheduler.plugins import load_plugins
 from rlhf_megatron.scheduler.recorder import Recorder
 from rlhf_megatron.scheduler.run import load_data, run_data
@@ -23,9 +26,11 @@ def check_run(config: RunConfig, replay_from: Path | None = None, last_step: int
     """
     checks: list[Callable[[], object]] = [
         lambda: load_plugins(config),
+        lambda: check_reward(config.reward),
         lambda: _check_data(config),
         lambda: _check_weights(config),
         lambda: _check_output(config),
+        lambda: check_loggers(config.trainer.logger),
     ]
     if replay_from is not None and last_step is not None:
         checks.append(lambda: Recorder(replay_from / "record").read(last_step))
@@ -58,12 +63,16 @@ def _check_data(config: RunConfig) -> None:
 
 def _check_weights(config: RunConfig) -> None:
     """Reads the headers of the weight files. Raises ValueError naming the tensors that are missing or mis-shaped."""
+    plugins = load_plugins(config)
     paths = [config.model.path] if config.model.init_seed is None else []
-    if config.actor.use_kl_loss and config.reference.path is not None:
+    if plugins.needs_reference and config.reference.path is not None:
         paths.append(config.reference.path)
     for path in map(Path, paths):
         table = table_for(read_hf_config(path), config.actor.megatron.tensor_model_parallel_size)
         HFReader(path).check(table)
+    if plugins.needs_values and config.critic.path is not None:
+        critic = Path(config.critic.path)
+        read_value_model(critic, read_hf_config(critic))
 
 
 def _check_engine(config: RunConfig) -> None:

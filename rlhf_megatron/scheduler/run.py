@@ -4,36 +4,36 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from rlhf_megatron.config.rules import has_critic
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.data.batch import TokenBatch
-from rlhf_megatron.data.prompts import (
-    PromptSets,
-    PromptStream,
-    load_prompts,
-    majority_answer_accuracy,
-    prompt_batch,
-    supervised_batch,
-)
+from rlhf_megatron.data.items import WeightedItems, prompt_batch, supervised_batch
+from rlhf_megatron.data.prompts import PromptSets, load_prompts
+from rlhf_megatron.data.stream import PromptStream
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
-from rlhf_megatron.parallel.layout import layout_of
 from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
+from rlhf_megatron.reward_service.scorer import REWARD_LOG, make_scorer
 from rlhf_megatron.rollout.clients import connect
 from rlhf_megatron.rollout.fleet import EngineFleet
+from rlhf_megatron.runtime.pools import pools_of
 from rlhf_megatron.runtime.worker_group import WorkerGroup
 from rlhf_megatron.scheduler.curve import draw_curve
 from rlhf_megatron.scheduler.engines import MIB, engine_dtype, start_engines, transfer_bytes
-from rlhf_megatron.scheduler.evaluation import EvaluationResult, EvaluationSet
+from rlhf_megatron.scheduler.evaluation import EvaluationResult, EvaluationSet, majority_accuracy
 from rlhf_megatron.scheduler.loop import run
 from rlhf_megatron.scheduler.plugins import load_plugins
 from rlhf_megatron.scheduler.recorder import RecordedStart, Recorder
 from rlhf_megatron.scheduler.run_dir import write_json
+from rlhf_megatron.scheduler.run_facts import run_facts
 from rlhf_megatron.scheduler.stages import ReplayStages, RunData, Stages
+from rlhf_megatron.scheduler.traced_group import TracedGroup
 from rlhf_megatron.scheduler.tracker import Tracker
 from rlhf_megatron.scheduler.warmup import WarmupResult, warm_up
 from rlhf_megatron.scheduler.weight_sync import NoSync, WeightSync
@@ -53,8 +53,9 @@ def train(config: RunConfig, connect_group: Callable[[], WorkerGroup], run_dir: 
     plugins = load_plugins(config)
     sets, tokenizer = load_data(config)
     with ExitStack() as stack:
-        tracker = stack.enter_context(_tracker(config, run_dir))
+        tracker = stack.enter_context(_tracker(config, run_dir, tokenizer))
         tracker.note(_description(config, sets))
+        scorer = stack.enter_context(make_scorer(config.reward, run_dir / REWARD_LOG))
         transfer = stack.enter_context(make_transfer_dir(config.rollout.transfer_dir, transfer_bytes(config)))
         servers = stack.enter_context(start_engines(config, run_dir, transfer.path, _report(tracker)))
         fleet = EngineFleet(
@@ -63,23 +64,21 @@ def train(config: RunConfig, connect_group: Callable[[], WorkerGroup], run_dir: 
             config.rollout.request_retries,
         )
         stack.callback(fleet.close)
-        group = connect_group()
+        group = TracedGroup(connect_group(), tracker.trace)
         stack.callback(group.close)
         bucket_bytes = config.rollout.update_weights_bucket_megabytes * MIB
         weight_sync = WeightSync(group, fleet, transfer.path, bucket_bytes, engine_dtype(config))
         recorder = Recorder(run_dir / "record") if is_recorded else None
         data = run_data(config, sets, tokenizer)
-        stages = Stages(config, group, fleet, data, plugins, weight_sync, recorder)
+        stages = Stages(config, group, fleet, data, plugins, weight_sync, recorder, scorer)
         warm = _warm_up(config, stages, tracker, sets)
         if recorder:
             recorder.write_start(RecordedStart(warm.num_steps, weight_sync.version + 1))
-        if config.warmup.save_hf:
-            group.broadcast("host.save_hf", directory=run_dir / "warm_model").result()
         stages.sync()
         trainer = config.trainer
         run(stages, tracker, trainer.total_training_steps, trainer.test_freq, trainer.val_before_train)
         if trainer.save_hf:
-            group.broadcast("host.save_hf", directory=run_dir / "hf").result()
+            _save_hf(stages, run_dir)
         _finish(config, tracker, run_dir, sets, warm.evaluation, str(group.layout))
 
 
@@ -93,20 +92,28 @@ def replay(config: RunConfig, connect_group: Callable[[], WorkerGroup], run_dir:
     start = recorder.read_start()
     sets, tokenizer = load_data(config)
     with ExitStack() as stack:
-        tracker = stack.enter_context(_tracker(config, run_dir))
+        tracker = stack.enter_context(_tracker(config, run_dir, tokenizer))
         tracker.note(f"replay of steps 1 .. {last} of {source}")
-        group = connect_group()
+        group = TracedGroup(connect_group(), tracker.trace)
         stack.callback(group.close)
         stages = ReplayStages(config, group, plugins, recorder, tokenizer, NoSync(start.policy_version))
         _warm_up(config, stages, tracker, sets, num_steps=start.num_warmup_steps)
         run(stages, tracker, last, test_freq=0, val_before_train=False)
         if config.trainer.save_hf:
-            group.broadcast("host.save_hf", directory=run_dir / "hf").result()
+            _save_hf(stages, run_dir)
         write_json(run_dir / "summary.json", {"layout": str(group.layout), "steps": last, "seconds": tracker.seconds})
 
 
-def _tracker(config: RunConfig, run_dir: Path) -> Tracker:
-    return Tracker(run_dir, config.trainer.logger, config.trainer.total_training_steps)
+def _save_hf(stages: Stages, run_dir: Path) -> None:
+    """Trained weights in Hugging Face layout: the policy's, and the critic's where there is one."""
+    stages.group.broadcast("host.save_hf", directory=run_dir / "hf").result()
+    if stages.plugins.needs_values:
+        stages.group.broadcast("critic.save_hf", directory=run_dir / "hf_critic").result()
+
+
+def _tracker(config: RunConfig, run_dir: Path, tokenizer: Tokenizer) -> Tracker:
+    facts = run_facts(config, run_dir.name, tokenizer)
+    return Tracker(run_dir, config.trainer.logger, config.trainer.total_training_steps, facts)
 
 
 def _report(tracker: Tracker) -> Callable[[str, float, str], None]:
@@ -117,14 +124,22 @@ def _report(tracker: Tracker) -> Callable[[str, float, str], None]:
 
 
 def _description(config: RunConfig, sets: PromptSets) -> str:
-    layout = layout_of(config.actor.megatron, config.trainer.nnodes * config.trainer.n_gpus_per_node)
+    pools = pools_of(config)
+    where = " and ".join(map(str, pools)) + (" with the critic" if has_critic(config) and len(pools) == 1 else "")
     text = (
-        f"{config.trainer.experiment_name}: {config.model.path} ({config.model.dtype}), actor {layout}"
-        f" on {layout.world_size} ranks, {config.rollout.num_engines} {config.rollout.engine} engine(s),"
+        f"{config.trainer.experiment_name}: {config.model.path} ({config.model.dtype}), {where},"
+        f" {config.rollout.num_engines} {config.rollout.engine} engine(s),"
         f" {len(sets.train)} training and {len(sets.held_out)} held-out prompts"
     )
     skipped = {"malformed rows skipped": sets.num_bad_rows, "over-long prompts dropped": sets.num_overlong}
+    skipped["over-long prompts cut"] = sets.num_cut
     skipped["held-out prompts that are trained on too"] = sets.num_shared
+    if len(sets.sources) > 1:
+        total = sum(source.weight for source in sets.sources)
+        shares = ", ".join(
+            f"{source.name} {source.weight / total:.0%} of {len(source.items)}" for source in sets.sources
+        )
+        text += f" ({shares})"
     return text + "".join(f"; {count} {what}" for what, count in skipped.items() if count)
 
 
@@ -133,11 +148,19 @@ def run_data(config: RunConfig, sets: PromptSets, tokenizer: Tokenizer) -> RunDa
     seed = config.trainer.seed if config.data.seed is None else config.data.seed
     stops = [*tokenizer.eos_token_ids, *(tokenizer.token_id(text) for text in config.rollout.stop)]
     return RunData(
-        stream=PromptStream(sets.train, config.data.train_batch_size, config.data.shuffle, seed),
-        held_out=(EvaluationSet("held_out", prompt_batch(sets.held_out)),) if sets.held_out else (),
+        stream=PromptStream(sets.sources, config.data.train_batch_size, config.data.shuffle, seed),
+        held_out=tuple(_evaluation_sets(sets)),
         tokenizer=tokenizer,
         stop_token_ids=tuple(dict.fromkeys(stops)),
     )
+
+
+def _evaluation_sets(sets: PromptSets) -> Iterator[EvaluationSet]:
+    """Group ids count over all sets, so that no two prompts share the seeds of their samples."""
+    first = 0
+    for held_out in sets.held_out_sets:
+        yield EvaluationSet(held_out.name, prompt_batch(held_out.items, first))
+        first += len(held_out.items)
 
 
 def _warm_up(
@@ -147,8 +170,10 @@ def _warm_up(
     if not config.warmup.max_steps:
         return WarmupResult(0, None)
 
-    def make_batch(items: list[int]) -> TokenBatch:
-        return supervised_batch([sets.train[i] for i in items], stages.data.tokenizer)
+    items = WeightedItems(sets.sources)
+
+    def make_batch(indices: list[int]) -> TokenBatch:
+        return supervised_batch([items[i] for i in indices], stages.data.tokenizer)
 
     def accuracy(num_items: int) -> EvaluationResult:
         stages.sync()
@@ -158,7 +183,7 @@ def _warm_up(
         config.warmup,
         stages.group,
         tracker,
-        len(sets.train),
+        len(items),
         make_batch,
         accuracy if num_steps is None else num_steps,
         config.actor.ppo_max_token_len_per_gpu,
@@ -166,7 +191,22 @@ def _warm_up(
     )
     if stages.plugins.needs_reference and config.reference.path is None:
         stages.group.broadcast("host.refresh_reference").result()
+    _hand_on(config, stages, tracker.run_dir / "warm_model", is_kept=config.warmup.save_hf and num_steps is None)
     return result
+
+
+def _hand_on(config: RunConfig, stages: Stages, directory: Path, is_kept: bool) -> None:
+    """The warmed-up policy as a Hugging Face directory, from which the critic starts unless it has a path of its own.
+
+    Through files because the critic may stand on other ranks in another layout.
+    """
+    is_critics_start = stages.plugins.needs_values and config.critic.path is None
+    if is_kept or is_critics_start:
+        stages.group.broadcast("host.save_hf", directory=directory).result()
+    if is_critics_start:
+        stages.group.broadcast("critic.load_hf", directory=directory).result()
+        if not is_kept:
+            shutil.rmtree(directory)
 
 
 def _finish(
@@ -177,7 +217,7 @@ def _finish(
     warm: EvaluationResult | None,
     layout: str,
 ) -> None:
-    majority = majority_answer_accuracy(sets.held_out) if sets.held_out else None
+    majority = majority_accuracy([item.label for item in sets.held_out]) if sets.held_out else None
     title = f"{config.trainer.experiment_name} ({layout})"
     has_curve = draw_curve(run_dir / "curve.png", title, tracker.rewards, tracker.evaluations, majority)
     write_json(run_dir / "summary.json", summary(config, tracker, layout, majority, warm))

@@ -4,34 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import nan
 
 import torch
 
-from rlhf_megatron.algorithms.advantages.base import AdvantageInputs
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.data.batch import (
     AnnotatedBatch,
-    LogProbs,
     PromptBatch,
     RolloutBatch,
     ScoredBatch,
-    TokenBatch,
     TrainBatch,
     gain,
 )
-from rlhf_megatron.data.prompts import PromptStream
+from rlhf_megatron.data.stream import PromptStream
 from rlhf_megatron.data.tokenizer import Tokenizer
-from rlhf_megatron.rewards.base import RewardSample
+from rlhf_megatron.rewards import RewardResult, RewardSample
 from rlhf_megatron.rollout.engine import GeneratedSample, SamplingParams
 from rlhf_megatron.rollout.fleet import EngineFleet
 from rlhf_megatron.runtime.worker_group import WorkerGroup
-from rlhf_megatron.scheduler.batch_metrics import response_lengths, valid_samples
+from rlhf_megatron.scheduler.advantages import AdvantageStage
+from rlhf_megatron.scheduler.annotate import annotate
+from rlhf_megatron.scheduler.batch_metrics import response_lengths
 from rlhf_megatron.scheduler.evaluation import EvaluationResult, EvaluationSet, evaluate, first_items
 from rlhf_megatron.scheduler.generation import build_requests, collect
-from rlhf_megatron.scheduler.mini_batches import mini_batches
 from rlhf_megatron.scheduler.mismatch_check import MismatchCheck
 from rlhf_megatron.scheduler.plugins import Plugins
 from rlhf_megatron.scheduler.recorder import Recorder
+from rlhf_megatron.scheduler.update import trains_actor, update
+from rlhf_megatron.scheduler.weight_sync import Sync
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,9 @@ class Stages:
         fleet: EngineFleet | None,
         data: RunData,
         plugins: Plugins,
-        weight_sync: Callable[[], dict[str, float]],
+        weight_sync: Sync,
         recorder: Recorder | None,
+        scorer: Callable[[Sequence[RewardSample]], list[RewardResult]],
     ) -> None:
         self.config = config
         self.group = group
@@ -64,8 +66,11 @@ class Stages:
         self.plugins = plugins
         self.weight_sync = weight_sync
         self.recorder = recorder
+        self.scorer = scorer
         self.mismatch = MismatchCheck(config.checks, config.model.dtype, config.rollout.dtype)
+        self.advantage_stage = AdvantageStage(config.algorithm, plugins)
         self._step_metrics: dict[str, float] = {}
+        self._is_policy_new = True  # the engines have not got it
 
     def next_prompts(self, step: int) -> PromptBatch:
         self._step_metrics = {}
@@ -80,83 +85,47 @@ class Stages:
         return collect(prompts, self.fleet.generate(requests), self.data.tokenizer)
 
     def score(self, rollout: RolloutBatch) -> ScoredBatch:
-        results = self.plugins.reward(reward_samples(rollout))
+        results = self.scorer(reward_samples(rollout))
         names = sorted({name for result in results for name in result.parts})
         return gain(
             ScoredBatch,
             rollout,
             rewards=torch.tensor([result.score for result in results], dtype=torch.float32),
             reward_statuses=tuple(result.status for result in results),
-            reward_parts={name: torch.tensor([r.parts.get(name, 0.0) for r in results]) for name in names},
+            reward_parts={name: torch.tensor([r.parts.get(name, nan) for r in results]) for name in names},
         )
 
     def annotate(self, step: int, scored: ScoredBatch) -> AnnotatedBatch:
-        """Log-probs of the trainer's policy and, where the loss needs it, of the reference."""
+        """Log-probs of the trainer's policy; values and the reference's log-probs where they are needed."""
         if self.recorder:
             self.recorder.write(step, scored)
-        actor = self._log_probs("actor", scored, with_entropy=True)
-        self._step_metrics |= self.mismatch(step, scored, actor.log_probs)
-        reference = self._log_probs("reference", scored, with_entropy=False) if self.plugins.needs_reference else None
-        return gain(
-            AnnotatedBatch,
-            scored,
-            old_log_probs=actor.log_probs,
-            entropies=actor.entropies,
-            ref_log_probs=reference.log_probs if reference else None,
-        )
+        annotated = annotate(self.group, self.config, self.plugins, scored)
+        assert annotated.old_log_probs is not None
+        self._step_metrics |= self.mismatch(step, scored, annotated.old_log_probs)
+        return annotated
 
     def advantages(self, batch: AnnotatedBatch) -> TrainBatch:
-        outputs = self.plugins.estimator(
-            AdvantageInputs(
-                rewards_B=batch.rewards,
-                group_ids_B=batch.group_ids,
-                is_valid_B=valid_samples(batch),
-                response_mask_T=batch.response_mask,
-                offsets=batch.offsets,
-                values_T=batch.values,
-            ),
-            self.plugins.estimator_params,
-        )
-        self._step_metrics |= outputs.metrics
-        return gain(TrainBatch, batch, advantages=outputs.advantages_T, returns=outputs.returns_T)
+        train, metrics = self.advantage_stage(batch)
+        self._step_metrics |= metrics
+        return train
 
     def update(self, step: int, batch: TrainBatch) -> dict[str, float]:
         """Epochs x mini-batches, one optimizer step each. Returns metrics averaged over them."""
-        actor = self.config.actor
-        results = []
-        for epoch in range(actor.ppo_epochs):
-            for mini_batch in mini_batches(
-                batch,
-                actor.mini_batch_size,
-                actor.loss_agg_mode,
-                actor.shuffle,
-                self.config.trainer.seed,
-                step,
-                epoch,
-            ):
-                results.append(
-                    self.group.scatter(
-                        "actor.update",
-                        mini_batch,
-                        token_budget=actor.ppo_max_token_len_per_gpu,
-                        temperature=self.config.rollout.temperature,
-                        loss="policy",
-                    ).result()
-                )
-        count = len(results)
-        metrics = {name: sum(r.sums[name] for r in results) / count for name in results[0].sums}
-        metrics["actor/grad_norm"] = sum(r.grad_norm for r in results) / count
-        metrics["actor/lr"] = results[-1].lr
-        metrics["actor/num_optimizer_steps"] = float(count)
-        metrics["actor/num_skipped_steps"] = float(sum(r.is_skipped for r in results))
-        metrics["actor/num_epochs"] = float(actor.ppo_epochs)
-        metrics["rollout/num_samples"] = float(len(batch))
-        self._step_metrics |= metrics
+        version = self.weight_sync.version
+        self._step_metrics |= update(self.group, self.config, step, batch)
+        self._step_metrics["policy/lag"] = (version - batch.policy_versions.float()).mean().item()
+        self._step_metrics["rollout/num_samples"] = float(len(batch))
+        self._is_policy_new = trains_actor(self.config, step)
         return self._step_metrics
 
     def sync(self) -> dict[str, float]:
-        """Trainer's weights to all engines, verified; the policy version goes up by one."""
-        self._step_metrics |= self.weight_sync()
+        """Trainer's weights to all engines, verified; the policy version goes up by one.
+
+        After a step that trained the critic only, nothing is sent and the version stays.
+        """
+        self._step_metrics |= (
+            self.weight_sync() if self._is_policy_new else {"policy/version": float(self.weight_sync.version)}
+        )
         return self._step_metrics
 
     def evaluate(self, is_final: bool = True) -> EvaluationResult | None:
@@ -179,20 +148,10 @@ class Stages:
             return self.fleet.generate(build_requests(prompts, num_samples, params, self.config.trainer.seed, -1))
 
         sets = first_items(self.data.held_out, num_items)
-        return evaluate(sets, generate, self.data.tokenizer.decode, self.plugins.reward)
+        return evaluate(sets, generate, self.data.tokenizer.decode, self.scorer)
 
     def _sampling(self, temperature: float) -> SamplingParams:
         return SamplingParams(self.config.data.max_response_length, temperature, self.data.stop_token_ids)
-
-    def _log_probs(self, role: str, batch: ScoredBatch, with_entropy: bool) -> LogProbs:
-        budget = self.config.reference.max_token_len_per_gpu if role == "reference" else None
-        return self.group.scatter(
-            f"{role}.log_probs",
-            TokenBatch(batch.offsets, batch.token_ids, batch.response_mask),
-            token_budget=budget or self.config.actor.ppo_max_token_len_per_gpu,
-            temperature=self.config.rollout.temperature,
-            with_entropy=with_entropy,
-        ).result()
 
 
 def reward_samples(rollout: RolloutBatch) -> list[RewardSample]:
@@ -200,6 +159,10 @@ def reward_samples(rollout: RolloutBatch) -> list[RewardSample]:
     columns = (rollout.prompts, rollout.responses, rollout.labels, rollout.sources, rollout.finish_reasons)
     lengths = response_lengths(rollout).tolist()
     return [RewardSample(*values) for values in zip(*columns, lengths, rollout.extras, strict=True)]
+
+
+def _no_scorer(samples: Sequence[RewardSample]) -> list[RewardResult]:
+    raise AssertionError("a replay has recorded rewards")
 
 
 class ReplayStages(Stages):
@@ -212,10 +175,10 @@ class ReplayStages(Stages):
         plugins: Plugins,
         recorder: Recorder,
         tokenizer: Tokenizer,
-        weight_sync: Callable[[], dict[str, float]],
+        weight_sync: Sync,
     ) -> None:
         data = RunData(None, (), tokenizer, ())
-        super().__init__(config, group, None, data, plugins, weight_sync, None)
+        super().__init__(config, group, None, data, plugins, weight_sync, None, _no_scorer)
         self.source = recorder
 
     def next_prompts(self, step: int) -> PromptBatch:
