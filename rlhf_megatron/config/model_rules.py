@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,12 +55,23 @@ def unsupported(hf_config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def model_problems(config: RunConfig, hf_config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Every reason why this model cannot be trained with this configuration."""
-    for problem in _problems(config, hf_config):
+    """Every reason why this model cannot be the policy; nor the critic, where that starts as the policy."""
+    pools = [pool for pool in megatron_sections(config) if pool[0] == "actor.megatron" or config.critic.path is None]
+    for problem in _problems(config, hf_config, pools):
         yield replace(problem, text=f"{Path(config.model.path) / 'config.json'}: {problem.text}")
 
 
-def _problems(config: RunConfig, hf_config: Mapping[str, Any]) -> Iterator[Problem]:
+def critic_model_problems(config: RunConfig, hf_config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Every reason why the model of critic.path cannot be the critic, in the last pool."""
+    assert config.critic.path is not None
+    for problem in _problems(config, hf_config, [*megatron_sections(config)][-1:]):
+        keys = tuple("critic.path" if key == "model.path" else key for key in problem.keys)
+        yield replace(problem, text=f"{Path(config.critic.path) / 'config.json'}: {problem.text}", keys=keys)
+
+
+def _problems(
+    config: RunConfig, hf_config: Mapping[str, Any], pools: Sequence[tuple[str, MegatronConfig, int]]
+) -> Iterator[Problem]:
     family = hf_config.get("model_type")
     if family not in FAMILIES:
         yield _problem(f"model_type ({family!r}) must be one of {', '.join(FAMILIES)}; choose such a model.")
@@ -71,7 +82,7 @@ def _problems(config: RunConfig, hf_config: Mapping[str, Any]) -> Iterator[Probl
         if value is None:
             yield _problem(f"{key} ({hf_config.get(key)!r}) must be a positive integer; mend the file.")
     known = {key: value for key, value in sizes.items() if value is not None}
-    for section, megatron, _ in megatron_sections(config):
+    for section, megatron, _ in pools:
         if hf_config.get("mlp_bias"):
             yield from _recompute_of_biases(section, megatron)
         yield from _layout(section, megatron, known)

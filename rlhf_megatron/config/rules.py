@@ -17,7 +17,6 @@ VALUE_ESTIMATORS = ("gae",)
 TP = "actor.megatron.tensor_model_parallel_size"
 PP = "actor.megatron.pipeline_model_parallel_size"
 CP = "actor.megatron.context_parallel_size"
-SEQUENCE_PARALLEL = "actor.megatron.sequence_parallel"
 NODES, GPUS = "trainer.nnodes", "trainer.n_gpus_per_node"
 LENGTHS = ("data.max_prompt_length", "data.max_response_length")
 
@@ -76,7 +75,7 @@ def layout(loaded: Loaded) -> Iterator[Problem]:
             yield from _actor_pool(c)
         return
     if world % ranks:
-        near = _near_multiples(world, ranks)
+        near = near_multiples(world, ranks)
         sizes = f"{m.tensor_model_parallel_size} x {m.pipeline_model_parallel_size} x {m.context_parallel_size}"
         yield Problem(
             f"trainer.nnodes x n_gpus_per_node ({c.trainer.nnodes} x {c.trainer.n_gpus_per_node} = {world}) must be a"
@@ -103,39 +102,51 @@ def batches(loaded: Loaded) -> Iterator[Problem]:
     mini, samples = c.actor.mini_batch_size, c.data.train_batch_size * c.rollout.n
     if mini < 1 or samples < 1 or actor_ranks(c) < 1 or model_parallel_size(c) < 1:
         return
-    if samples % mini:
-        divisors = [d for d in range(1, samples + 1) if samples % d == 0]
-        below, above = [d for d in divisors if d < mini], [d for d in divisors if d > mini]
-        near = " or ".join(str(d) for d in below[-1:] + above[:1])
-        yield Problem(
-            f"actor.mini_batch_size ({mini} samples) must divide data.train_batch_size x rollout.n"
-            f" ({c.data.train_batch_size} x {c.rollout.n} = {samples} samples a step); use {near}.",
-            ("actor.mini_batch_size", "data.train_batch_size", "rollout.n"),
-        )
+    yield from divides_the_samples(c, "actor.mini_batch_size", mini)
     replicas = actor_ranks(c) // model_parallel_size(c)
     sizes = [("actor.mini_batch_size", mini)]
     if c.warmup.max_steps > 0:
         sizes.append(("warmup.batch_size", c.warmup.batch_size))
     for key, size in sizes:
-        if 1 <= size < replicas:
-            yield Problem(
-                f"{key} ({size} samples) must be at least the data-parallel size ({replicas}), or replicas have no work"
-                f" in any optimizer step; use {replicas} or more, or fewer ranks.",
-                (key, GPUS, NODES, TP, PP, CP),
-            )
+        yield from gives_all_work(key, size, replicas, (GPUS, NODES, TP, PP, CP))
+
+
+def divides_the_samples(c: RunConfig, key: str, size: int) -> Iterator[Problem]:
+    """`size`: samples of a mini-batch."""
+    samples = c.data.train_batch_size * c.rollout.n
+    if size < 1 or samples < 1 or samples % size == 0:
+        return
+    divisors = [d for d in range(1, samples + 1) if samples % d == 0]
+    below, above = [d for d in divisors if d < size], [d for d in divisors if d > size]
+    near = " or ".join(str(d) for d in below[-1:] + above[:1])
+    yield Problem(
+        f"{key} ({size} samples) must divide data.train_batch_size x rollout.n"
+        f" ({c.data.train_batch_size} x {c.rollout.n} = {samples} samples a step); use {near}.",
+        (key, "data.train_batch_size", "rollout.n"),
+    )
+
+
+def gives_all_work(key: str, size: int, replicas: int, switches: tuple[str, ...]) -> Iterator[Problem]:
+    """`size`: samples of a batch; `switches`: settings that make so many `replicas`."""
+    if 1 <= size < replicas:
+        yield Problem(
+            f"{key} ({size} samples) must be at least the data-parallel size ({replicas}), or replicas have no work"
+            f" in any optimizer step; use {replicas} or more, or fewer ranks.",
+            (key, *switches),
+        )
 
 
 def token_budgets(loaded: Loaded) -> Iterator[Problem]:
     """A sample is never cut over micro-batches, and is padded as the layout demands."""
     c, m = loaded.config, loaded.config.actor.megatron
     if c.rollout.engine == "local":
-        yield from _budget(c, "rollout.max_num_batched_tokens", c.rollout.max_num_batched_tokens, 1, 1)
-    cp, multiple = m.context_parallel_size, packed_multiple(m)
-    if cp < 1 or multiple < 1:
-        return
-    yield from _budget(c, "actor.ppo_max_token_len_per_gpu", c.actor.ppo_max_token_len_per_gpu, cp, multiple)
+        budget = c.rollout.max_num_batched_tokens
+        yield from holds_the_longest(c, "rollout.max_num_batched_tokens", budget, "", MegatronConfig())
+    budgets = {"actor.ppo_max_token_len_per_gpu": c.actor.ppo_max_token_len_per_gpu}
     if needs_reference(c) and c.reference.max_token_len_per_gpu is not None:
-        yield from _budget(c, "reference.max_token_len_per_gpu", c.reference.max_token_len_per_gpu, cp, multiple)
+        budgets["reference.max_token_len_per_gpu"] = c.reference.max_token_len_per_gpu
+    for key, budget in budgets.items():
+        yield from holds_the_longest(c, key, budget, "actor.megatron", m)
 
 
 def packed_multiple(megatron: MegatronConfig) -> int:
@@ -144,19 +155,25 @@ def packed_multiple(megatron: MegatronConfig) -> int:
     return (2 * cp if cp > 1 else 1) * (megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1)
 
 
-def _budget(c: RunConfig, key: str, budget: int, cp: int, multiple: int) -> Iterator[Problem]:
-    """`budget`: tokens of one of the `cp` ranks that pool theirs."""
+def holds_the_longest(c: RunConfig, key: str, budget: int, section: str, m: MegatronConfig) -> Iterator[Problem]:
+    """`budget`: tokens of one rank in the layout `m` of `section`; context-parallel ranks pool theirs."""
+    cp, multiple = m.context_parallel_size, packed_multiple(m)
+    if cp < 1 or multiple < 1 or budget < 1:
+        return
     longest = c.data.max_prompt_length + c.data.max_response_length
     padded = -(-longest // multiple) * multiple
-    if budget < 1 or budget * cp >= padded:
+    if budget * cp >= padded:
         return
     pool = f" x context_parallel_size {cp} = {budget * cp}" if cp > 1 else ""
     padding = f", padded to a multiple of {multiple}: {padded}" if padded != longest else ""
+    switches = [f"{section}.context_parallel_size"] if cp > 1 else []
+    if padded != longest:
+        switches += [f"{section}.tensor_model_parallel_size", f"{section}.sequence_parallel"]
     yield Problem(
         f"{key} ({budget}{pool}) must hold the longest sample, data.max_prompt_length + max_response_length"
         f" ({c.data.max_prompt_length} + {c.data.max_response_length} = {longest}{padding}); use {padded // cp} or"
         " more.",
-        (key, *LENGTHS, *((CP,) if cp > 1 else ()), *((TP, SEQUENCE_PARALLEL) if padded != longest else ())),
+        (key, *LENGTHS, *switches),
     )
 
 
@@ -240,7 +257,7 @@ def data(loaded: Loaded) -> Iterator[Problem]:
                 f"{key} ({list(files)}) and data.task ({d.task}) exclude each other; set task: null or {name}: [].",
                 (key, "data.task"),
             )
-        if d.task is None and not files:
+        if d.task is None and not d.sources and not files:
             other = "name a data.task" if name == "train_files" else "keep some of the training rows for it"
             yield Problem(f"{key} ([]) must name a JSONL file; give one, or {other}.", (key, "data.task"))
 
@@ -250,10 +267,10 @@ def schedules(loaded: Loaded) -> Iterator[Problem]:
     steps = 0
     if c.actor.mini_batch_size > 0:
         a_step = c.data.train_batch_size * c.rollout.n // c.actor.mini_batch_size * c.actor.ppo_epochs
-        steps = c.trainer.total_training_steps * a_step
-    yield from _schedule("actor.optim", c.actor.optim, steps, "trainer.total_training_steps")
+        steps = (c.trainer.total_training_steps - (c.trainer.critic_warmup if has_critic(c) else 0)) * a_step
+    yield from optim_schedule("actor.optim", c.actor.optim, steps, "trainer.total_training_steps")
     if c.warmup.max_steps > 0:
-        yield from _schedule("warmup.optim", c.warmup.optim, c.warmup.max_steps, "warmup.max_steps")
+        yield from optim_schedule("warmup.optim", c.warmup.optim, c.warmup.max_steps, "warmup.max_steps")
         if c.warmup.stop_accuracy < 1 and c.warmup.test_freq > c.warmup.max_steps:
             yield Problem(
                 f"warmup.test_freq ({c.warmup.test_freq}) must be at most warmup.max_steps ({c.warmup.max_steps}), or"
@@ -262,7 +279,7 @@ def schedules(loaded: Loaded) -> Iterator[Problem]:
             )
 
 
-def _schedule(section: str, optim: OptimConfig, num_steps: int, length_key: str) -> Iterator[Problem]:
+def optim_schedule(section: str, optim: OptimConfig, num_steps: int, length_key: str) -> Iterator[Problem]:
     """Rules of megatron-core's OptimizerParamScheduler. `num_steps`: optimizer steps that the phase makes."""
     if optim.min_lr > optim.lr:
         yield Problem(
@@ -301,7 +318,8 @@ def outputs(loaded: Loaded) -> Iterator[Problem]:
         yield Problem("model.path ('') must name a model directory; set it.", ("model.path",))
 
 
-def _near_multiples(value: int, of: int) -> str:
+def near_multiples(value: int, of: int) -> str:
+    """ "4 or 6": the multiples of `of` around a value that is none."""
     below = value // of * of
     return f"{below} or {below + of}" if below else str(of)
 

@@ -1,0 +1,155 @@
+"""Rules on the critic's settings, each with a value on both sides of its border; and who has which ranks."""
+
+# ruff: noqa: E501  (tables of messages)
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from config_samples import VALID
+
+from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS
+from rlhf_megatron.config.load import read_run_config
+from rlhf_megatron.config.rules import VALUE_ESTIMATORS, actor_ranks, megatron_sections
+from rlhf_megatron.config.validate import problems_of_files, validate, validate_model
+
+OWN_POOL = (
+    VALID
+    + """
+algorithm: {adv_estimator: gae}
+critic: {num_ranks: 4, megatron: {tensor_model_parallel_size: 2}}
+"""
+)
+"""Of 8 ranks: one actor in tp2 pp2, two critics in tp2. 32 x 16 samples a step, of at most 10 tokens."""
+
+SHARED = VALID + "\nalgorithm: {adv_estimator: gae}\n"
+Problems = Callable[..., list[str]]
+
+
+@pytest.fixture
+def problems(tmp_path: Path) -> Problems:
+    def of(text: str, *overrides: str) -> list[str]:
+        path = tmp_path / "run.yaml"
+        path.write_text(text)
+        return validate(read_run_config(path, overrides))
+
+    return of
+
+
+def test_the_estimators_that_need_a_critic_are_those_that_say_so() -> None:
+    needy = [name for name in ADV_ESTIMATORS if "values" in ADV_ESTIMATORS.get(name).needs]
+    assert tuple(needy) == VALUE_ESTIMATORS
+
+
+def test_valid_runs_have_no_problem(problems: Problems) -> None:
+    assert problems(OWN_POOL) == problems(SHARED) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected", "right"),
+    [
+        (["critic.num_ranks=3"], "critic.num_ranks (3) must be a multiple of critic.megatron.tensor_model_parallel_size x pipeline_model_parallel_size x context_parallel_size (2 x 1 x 1 = 2); use 2 or 4 ranks or another layout.", ["critic.num_ranks=4"]),
+        (["critic.num_ranks=6"], "critic.num_ranks (6) leaves 2 of trainer.nnodes x n_gpus_per_node (8) ranks for the actor, which must be a multiple of actor.megatron.tensor_model_parallel_size x pipeline_model_parallel_size x context_parallel_size (4), at least one; use 10 ranks in all.", ["critic.num_ranks=6", "trainer.n_gpus_per_node=10"]),
+        (["critic.num_ranks=8"], "critic.num_ranks (8) leaves 0 of", ["critic.num_ranks=8", "trainer.nnodes=2", "actor.megatron.pipeline_model_parallel_size=1"]),
+        (["trainer.runtime=inline", "trainer.n_gpus_per_node=1"], "critic.num_ranks (4) needs several processes, but trainer.runtime (inline) has one; set it to 0 or use runtime: torchrun.", []),
+        (["critic.mini_batch_size=96"], "critic.mini_batch_size (96 samples) must divide data.train_batch_size x rollout.n (32 x 16 = 512 samples a step); use 64 or 128.", ["critic.mini_batch_size=64"]),
+        (["critic.mini_batch_size=1"], "critic.mini_batch_size (1 samples) must be at least the data-parallel size (2), or replicas have no work in any optimizer step; use 2 or more, or fewer ranks.", ["critic.mini_batch_size=1", "critic.num_ranks=2", "trainer.n_gpus_per_node=6"]),
+        (["actor.mini_batch_size=1"], "critic.mini_batch_size (1 samples) must be at least the data-parallel size (2)", ["actor.mini_batch_size=1", "critic.mini_batch_size=2"]),
+        (["critic.ppo_max_token_len_per_gpu=9"], "critic.ppo_max_token_len_per_gpu (9) must hold the longest sample, data.max_prompt_length + max_response_length (6 + 4 = 10); use 10 or more.", ["critic.ppo_max_token_len_per_gpu=10"]),
+        (["actor.ppo_max_token_len_per_gpu=11", "critic.megatron.context_parallel_size=2", "critic.megatron.sequence_parallel=true", "data.max_response_length=17"], "critic.ppo_max_token_len_per_gpu (11 x context_parallel_size 2 = 22) must hold the longest sample, data.max_prompt_length + max_response_length (6 + 17 = 23, padded to a multiple of 8: 24); use 12 or more.", ["actor.ppo_max_token_len_per_gpu=23", "critic.ppo_max_token_len_per_gpu=12", "critic.megatron.context_parallel_size=2", "critic.megatron.sequence_parallel=true", "data.max_response_length=17"]),
+        (["trainer.critic_warmup=20"], "trainer.critic_warmup (20) must be below trainer.total_training_steps (20), or the policy is never trained; use 19 or less.", ["trainer.critic_warmup=19"]),
+        (["critic.optim.min_lr=0.5", "critic.optim.lr_decay_style=linear"], "critic.optim.min_lr (0.5) must not be above critic.optim.lr (1e-05); lower it.", ["critic.optim.min_lr=1e-6", "critic.optim.lr_decay_style=linear"]),
+        (["critic.optim.lr_decay_style=cosine", "critic.optim.lr_warmup_steps=160", "critic.mini_batch_size=64"], "critic.optim.lr_warmup_steps (160) must be below the run's optimizer steps (160)", ["critic.optim.lr_decay_style=cosine", "critic.optim.lr_warmup_steps=159", "critic.mini_batch_size=64"]),
+        (["critic.optim.lr_decay_style=cosine", "critic.optim.lr_warmup_steps=240", "critic.ppo_epochs=3"], "must be below the run's optimizer steps (240)", ["critic.optim.lr_decay_style=cosine", "critic.optim.lr_warmup_steps=239", "critic.ppo_epochs=3"]),
+        (["actor.optim.lr_decay_style=cosine", "actor.optim.lr_warmup_steps=60", "trainer.critic_warmup=5"], "actor.optim.lr_warmup_steps (60) must be below the run's optimizer steps (60)", ["actor.optim.lr_decay_style=cosine", "actor.optim.lr_warmup_steps=60", "trainer.critic_warmup=4"]),
+        (["critic.megatron.tensor_model_parallel_size=1", "critic.megatron.sequence_parallel=true"], "critic.megatron.sequence_parallel (true) splits tokens over tensor-parallel ranks", ["critic.megatron.sequence_parallel=true"]),
+        (["critic.megatron.virtual_pipeline_model_parallel_size=2"], "critic.megatron.virtual_pipeline_model_parallel_size (2) cuts pipeline stages into chunks, but pipeline_model_parallel_size is 1", ["critic.megatron.virtual_pipeline_model_parallel_size=2", "critic.megatron.pipeline_model_parallel_size=2"]),
+        (["critic.num_ranks=2", "trainer.n_gpus_per_node=6", "critic.megatron.use_distributed_optimizer=true"], "critic.megatron.use_distributed_optimizer (true) would be ignored because data- and context-parallel size are both 1 (2 ranks", ["critic.megatron.use_distributed_optimizer=true"]),
+        (["actor.megatron.use_distributed_optimizer=true"], "actor.megatron.use_distributed_optimizer (true) would be ignored because data- and context-parallel size are both 1 (4 ranks", ["actor.megatron.use_distributed_optimizer=true", "trainer.n_gpus_per_node=12"]),
+    ],
+)  # fmt: skip
+def test_rules_of_a_critic_with_its_own_pool(
+    wrong: list[str], expected: str, right: list[str], problems: Problems
+) -> None:
+    found = problems(OWN_POOL, *wrong)
+    assert len([problem for problem in found if expected in problem]) == 1, found
+    assert problems(OWN_POOL, *right) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        (["critic.mini_batch_size=1"], "critic.mini_batch_size (1 samples) must be at least the data-parallel size (2)"),
+        (["critic.megatron.tensor_model_parallel_size=2"], "critic.megatron.tensor_model_parallel_size (2) would be ignored because critic.num_ranks is 0; remove it, or give the critic ranks of its own."),
+        (["actor.ppo_max_token_len_per_gpu=16", "actor.megatron.sequence_parallel=true", "data.max_response_length=9", "critic.ppo_max_token_len_per_gpu=15"], "critic.ppo_max_token_len_per_gpu (15) must hold the longest sample, data.max_prompt_length + max_response_length (6 + 9 = 15, padded to a multiple of 2: 16)"),
+    ],
+)  # fmt: skip
+def test_rules_of_a_critic_in_the_actors_pool(wrong: list[str], expected: str, problems: Problems) -> None:
+    (found,) = problems(SHARED, *wrong)
+    assert expected in found
+
+
+@pytest.mark.parametrize("setting", ["critic.num_ranks=4", "critic.optim.lr=0.001", "trainer.critic_warmup=2"])
+def test_without_a_critic_its_settings_would_be_ignored(setting: str, problems: Problems) -> None:
+    (found,) = problems(VALID, setting)
+    assert "would be ignored because algorithm.adv_estimator is grpo; remove it, or use one that needs values" in found
+    assert problems(SHARED, setting) == []
+
+
+def test_a_later_estimator_without_values_takes_the_critic_away(tmp_path: Path) -> None:
+    """A file may configure the critic and the command line switch it off: the actor has all ranks."""
+    path = tmp_path / "run.yaml"
+    path.write_text(OWN_POOL)
+    loaded = read_run_config(path, ["algorithm.adv_estimator=grpo"])
+    assert validate(loaded) == []
+    assert [section for section, _, _ in megatron_sections(loaded.config)] == ["actor.megatron"]
+    assert (actor_ranks(loaded.config), actor_ranks(read_run_config(path).config)) == (8, 4)
+
+
+MODEL = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 32,
+}
+
+
+def test_the_model_must_fit_the_critics_layout_too(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(OWN_POOL)
+    wrong = ["critic.megatron.tensor_model_parallel_size=4"]
+    (found,) = validate_model(read_run_config(path, wrong), MODEL)
+    assert found.startswith("model/config.json: num_key_value_heads (2) must be a multiple of critic.megatron.tensor_model_parallel_size (4)")  # fmt: skip
+    assert validate_model(read_run_config(path), MODEL) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ({}, []),
+        ({"num_key_value_heads": 1}, ["num_key_value_heads (1) must be a multiple of critic.megatron.tensor_model_parallel_size (2)"]),
+        ({"num_hidden_layers": 3}, []),  # its pool has one stage
+        ({"vocab_size": 33}, ["critic.path: vocab_size (33) must be that of model.path (32)"]),
+        (None, ["is not a directory; correct it"]),
+    ],
+)  # fmt: skip
+def test_a_critic_from_another_model(model: dict[str, int] | None, expected: list[str], tmp_path: Path) -> None:
+    for name, changes in (("model", {}), ("critic", model)):
+        if changes is not None:
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "config.json").write_text(json.dumps(MODEL | changes))
+            (tmp_path / name / "model.safetensors").touch()
+            (tmp_path / name / "tokenizer.json").touch()
+    path = tmp_path / "run.yaml"
+    path.write_text(OWN_POOL)
+    places = [f"model.path={tmp_path / 'model'}", f"critic.path={tmp_path / 'critic'}"]
+    loaded = read_run_config(path, places)
+    found = [str(problem) for problem in problems_of_files(loaded)]
+    assert len(found) == len(expected) and all(
+        text in problem for text, problem in zip(expected, found, strict=True)
+    ), found
+    assert validate_model(loaded, MODEL | {"num_key_value_heads": 2}) == []
