@@ -13,7 +13,7 @@ from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.rollout.engine import GeneratedSample, SamplingParams
 from rlhf_megatron.scheduler import batch_metrics, metric_names
 from rlhf_megatron.scheduler.generation import build_requests, collect
-from rlhf_megatron.scheduler.mini_batches import mini_batches, supervised_mini_batch
+from rlhf_megatron.scheduler.mini_batches import mini_batches, supervised_mini_batch, value_mini_batches
 from rlhf_megatron.scheduler.seeds import derive_seed
 
 PROMPTS = PromptBatch(
@@ -135,21 +135,50 @@ def test_supervised_mini_batch_is_a_mean_over_answer_tokens() -> None:
     assert part.advantages is None and part.old_log_probs is None and torch.equal(part.token_ids, batch.token_ids)
 
 
+def test_a_critic_learns_nothing_from_masked_samples() -> None:
+    """Samples of 1 .. 4 response tokens, the third masked. All ten tokens are in the denominator of the loss, but its
+    three have no weight; metrics are means over the other seven."""
+    statuses = ("ok", "malformed", "masked:server", "ok")
+    ones = torch.ones(14)
+    batch = replace(train_batch(4), reward_statuses=statuses, values=2 * ones, returns=3 * ones)
+    (part,) = value_mini_batches(batch, 4, "token-mean", False, 1, 1, 0)
+    owner = (part.token_ids - 100)[part.response_mask]
+    assert owner.tolist() == [0, 1, 1, 2, 2, 2, 3, 3, 3, 3]
+    assert part.loss_weights[part.response_mask].tolist() == pytest.approx([0.1] * 3 + [0.0] * 3 + [0.1] * 4)
+    assert part.metric_weights[part.response_mask].tolist() == pytest.approx([1 / 7] * 3 + [0.0] * 3 + [1 / 7] * 4)
+    assert not part.loss_weights[~part.response_mask].any() and not part.metric_weights[~part.response_mask].any()
+    assert torch.equal(part.old_values, batch.values) and torch.equal(part.returns, batch.returns)
+    (part,) = value_mini_batches(batch, 4, "seq-mean-token-mean", False, 1, 1, 0)
+    assert part.loss_weights.sum().item() == pytest.approx(3 / 4)
+
+
+def test_critic_and_actor_see_the_same_samples_in_mini_batches_of_one_size() -> None:
+    batch = replace(train_batch(), values=torch.zeros(65), returns=torch.zeros(65))
+    arguments = (4, "token-mean", True, 5, 2, 1)
+    of_actor = [samples_of(part) for part in mini_batches(batch, *arguments)]
+    assert [samples_of(part) for part in value_mini_batches(batch, *arguments)] == of_actor != [[0, 1, 2, 3]]
+
+
 def test_batch_metrics_by_hand() -> None:
     # Three samples of 3, 1, 2 tokens, of them 2, 0, 1 of the response; rewards 1, masked, 0.5; groups 7, 7, 8.
     entropies = torch.tensor([9.0, 1.0, 2.0, 9.0, 9.0, 6.0])
-    found = batch_metrics.batch_metrics(to_train(scored(), entropies=entropies), version=4)
+    found = batch_metrics.batch_metrics(to_train(scored(), entropies=entropies))
     assert found == pytest.approx(
         {
             "critic/rewards/mean": 0.75,
             "critic/rewards/max": 1.0,
             "critic/rewards/min": 0.5,
+            "critic/rewards/std": 0.125**0.5,  # (0.25^2 + 0.25^2) / (2 - 1)
             "critic/advantages/mean": 2.0,
             "critic/advantages/max": 4.0,
             "critic/advantages/min": -1.0,
             "reward/masked": 1 / 3,
             "reward/mixed_groups": 0.0,  # the second sample of group 7 is masked
             "reward/part/exact": 0.5,
+            "reward/source/s/mean": 0.75,
+            "reward/source/s/count": 2,
+            "reward/status/ok": 2 / 3,
+            "reward/status/masked:aborted": 1 / 3,
             "response_length/mean": 1.0,
             "response_length/max": 2,
             "response_length/min": 0,
@@ -157,11 +186,43 @@ def test_batch_metrics_by_hand() -> None:
             "prompt_length/mean": 1.0,
             "prompt_length/max": 1,
             "prompt_length/min": 1,
-            "policy/lag": (3 + 3 + 2) / 3,
             "perf/total_num_tokens": 6.0,
             "actor/entropy": 3.0,
         }
     )
+
+
+def test_rewards_by_source_and_part_over_the_samples_that_have_them() -> None:
+    nan = float("nan")
+    batch = replace(
+        scored(),
+        sources=("add", "mul", "add"),
+        rewards=torch.tensor([1.0, 7.0, 0.25]),
+        reward_parts={"exact": torch.tensor([1.0, 0.0, nan]), "length": torch.tensor([nan, 1.0, nan])},
+    )
+    found = batch_metrics.reward_metrics(batch)
+    assert found["reward/source/add/mean"] == 0.625 and found["reward/source/add/count"] == 2
+    assert found["reward/source/mul/mean"] == 0.0 and found["reward/source/mul/count"] == 0, "its sample is masked"
+    assert found["reward/part/exact"] == 1.0, "the third sample has no such part"
+    assert found["reward/part/length"] == 0.0, "the only sample that has it is masked"
+
+
+def test_values_and_returns_of_samples_that_count() -> None:
+    """Response tokens are 1, 2 and 5; with the first sample masked only token 5 counts."""
+    values, returns = torch.tensor([9.0, 1.0, 2.0, 9.0, 9.0, 6.0]), torch.tensor([9.0, 0.0, 4.0, 9.0, 9.0, 5.0])
+    found = batch_metrics.value_metrics(to_train(scored(), values=values, returns=returns))
+    assert found == {
+        "critic/values/mean": 3.0,
+        "critic/values/max": 6.0,
+        "critic/values/min": 1.0,
+        "critic/returns/mean": 3.0,
+        "critic/returns/max": 5.0,
+        "critic/returns/min": 0.0,
+    }
+    masked = replace(scored(), reward_statuses=("masked:x", "ok", "ok"))
+    found = batch_metrics.value_metrics(to_train(masked, values=values, returns=returns))
+    assert found["critic/values/mean"] == found["critic/values/min"] == 6.0 and found["critic/returns/max"] == 5.0
+    assert batch_metrics.value_metrics(to_train(scored())) == {}
 
 
 def test_a_group_is_mixed_when_its_valid_rewards_differ() -> None:
@@ -172,15 +233,25 @@ def test_a_group_is_mixed_when_its_valid_rewards_differ() -> None:
 
 def test_batch_metrics_where_nothing_counts() -> None:
     batch = replace(scored(), reward_statuses=("masked:x",) * 3, response_mask=torch.zeros(6, dtype=torch.bool))
-    found = batch_metrics.batch_metrics(to_train(batch, entropies=torch.ones(6)), version=2)
+    found = batch_metrics.batch_metrics(to_train(batch, entropies=torch.ones(6)))
     assert found["reward/masked"] == 1.0
     assert found["critic/rewards/mean"] == found["actor/entropy"] == found["reward/part/exact"] == 0.0
     assert found["critic/advantages/max"] == 0.0
 
 
 def test_every_metric_of_a_batch_is_listed() -> None:
-    found = batch_metrics.batch_metrics(to_train(scored(), entropies=torch.ones(6)), version=2)
-    listed = set(metric_names.METRICS)
-    assert {name for name in found if not name.startswith("reward/part/")} <= listed
-    assert "reward/part/<name>" in listed
+    ones = torch.ones(6)
+    found = batch_metrics.batch_metrics(to_train(scored(), entropies=ones, values=ones, returns=ones))
+    assert [name for name in found if metric_names.find(name) is None] == []
     assert all(len(entry) == 2 and all(entry) for entry in metric_names.METRICS.values())
+
+
+def test_a_listed_pattern_stands_for_its_keys() -> None:
+    assert metric_names.find("reward/source/a.b/mean") == metric_names.METRICS["reward/source/<source>/mean"]
+    assert metric_names.find("reward/status/masked:server error") == metric_names.METRICS["reward/status/<status>"]
+    assert (
+        metric_names.find("timing_s/step") == metric_names.METRICS["timing_s/step"] != metric_names.find("timing_s/x")
+    )
+    assert metric_names.find("actor/pg_loss") == ("1", "policy loss before KL and entropy terms")
+    assert metric_names.find("reward/source/x") is None and metric_names.find("reward/part/") is None
+    assert metric_names.find("critic/reward/mean") is None
