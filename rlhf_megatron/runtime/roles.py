@@ -1,4 +1,4 @@
-"""What stands on a rank of the pool: the roles that the controller can call, built from the configuration.
+"""What stands on a rank of a pool: the roles that the controller can call, built from the configuration.
 
 This is the one place that puts workers, resharding and engine clients together.
 """
@@ -13,6 +13,8 @@ import torch
 from rlhf_megatron.checkpoint.hf_reader import HFReader, read_hf_config
 from rlhf_megatron.checkpoint.random_init import random_source
 from rlhf_megatron.checkpoint.source import WeightSource
+from rlhf_megatron.checkpoint.value_model import read_value_model
+from rlhf_megatron.config.rules import has_critic, needs_reference
 from rlhf_megatron.config.schema import ActorConfig, RunConfig
 from rlhf_megatron.models.families.base import HFConfig, table_for
 from rlhf_megatron.parallel.device import device_for, local_rank
@@ -24,8 +26,11 @@ from rlhf_megatron.rollout.clients import connect
 from rlhf_megatron.rollout.engine import EngineAddress
 from rlhf_megatron.runtime.host import BuildRoles
 from rlhf_megatron.runtime.pool import Pool
-from rlhf_megatron.workers.actor import MegatronActor, Phase
+from rlhf_megatron.runtime.pools import ACTOR, CRITIC, pool_of_role, pools_of
+from rlhf_megatron.workers.actor import MegatronActor
+from rlhf_megatron.workers.critic import MegatronCritic
 from rlhf_megatron.workers.reference import MegatronReference
+from rlhf_megatron.workers.trained_model import Phase
 
 
 class HostRole:
@@ -80,8 +85,29 @@ class HostRole:
         if self.reference is not None:
             self.reference.copy_weights(self.actor.synced_chunks())
 
+
+class CriticRole(MegatronCritic):
+    """The critic, and how it is written."""
+
+    tokenizer_path: Path  # set by its maker: the directory whose tokenizer is written with it
+
+    def save_hf(self, directory: Path) -> None:
+        """Its weights in Hugging Face layout, as a token classifier of one label. critic.path can name it."""
+        export_hf(
+            self.export(),
+            self.world,
+            directory=directory,
+            hf_config=self.exported_config,
+            dtype=self.dtype,
+            companions_from=self.tokenizer_path,
+        )
+
+
+class WorldRole:
+    """The Megatron world that a pool's roles share."""
+
     def close(self) -> None:
-        """The world's process groups end with the pool."""
+        """Its process groups end with the pool."""
         destroy_world(is_default_group_ended=False)
 
 
@@ -95,32 +121,81 @@ def weight_source(path: Path, init_seed: int | None, hf_config: HFConfig, tp: in
 
 
 def training_phases(config: RunConfig) -> dict[str, Phase]:
-    """Optimizers by phase, in the order in which the run goes through them."""
-    actor, data = config.actor, config.data
-    samples = data.train_batch_size * config.rollout.n
-    steps = config.trainer.total_training_steps * actor.ppo_epochs * (samples // actor.mini_batch_size)
+    """The actor's optimizers by phase, in the order in which the run goes through them."""
+    actor = config.actor
+    alone = config.trainer.critic_warmup if has_critic(config) else 0  # steps in which the critic learns alone
+    steps = (
+        (config.trainer.total_training_steps - alone)
+        * actor.ppo_epochs
+        * _num_mini_batches(config, actor.mini_batch_size)
+    )
     phases = {"rl": Phase(actor.optim, steps)}
     if config.warmup.max_steps:
         phases = {"warmup": Phase(config.warmup.optim, config.warmup.max_steps), **phases}
     return phases
 
 
+def critic_phases(config: RunConfig) -> dict[str, Phase]:
+    """The critic's one optimizer. What `critic` leaves null is as in `actor`."""
+    critic, actor = config.critic, config.actor
+    a_step = (critic.ppo_epochs or actor.ppo_epochs) * _num_mini_batches(
+        config, critic.mini_batch_size or actor.mini_batch_size
+    )
+    return {"rl": Phase(critic.optim, config.trainer.total_training_steps * a_step)}
+
+
+def _num_mini_batches(config: RunConfig, size: int) -> int:
+    return config.data.train_batch_size * config.rollout.n // size
+
+
 def role_builder(config: RunConfig) -> BuildRoles:
-    """The factory that a launcher calls on every rank of the pool."""
+    """The factory that a launcher calls on every rank of each pool."""
+    pools = [pool.name for pool in pools_of(config)]
 
     def build(pool: Pool) -> dict[str, object]:
         world = create_world(pool.layout, device_for(config.trainer.device, local_rank()), seed=config.trainer.seed)
-        path, dtype = Path(config.model.path), getattr(torch, config.model.dtype)
-        hf_config = read_hf_config(path)
-        weights = weight_source(path, config.model.init_seed, hf_config, pool.layout.tp)
-        actor = MegatronActor(hf_config, weights, world, dtype, config.actor, training_phases(config))
-        reference = _reference(config, config.actor, hf_config, weights, world, dtype)
-        roles: dict[str, object] = {"actor": actor, "host": HostRole(world, actor, reference, path)}
-        if reference is not None:
-            roles["reference"] = reference
+        roles: dict[str, object] = {"world": WorldRole()}
+        if pool.name == ACTOR:
+            roles |= _actor_roles(config, world)
+        if has_critic(config) and pool.name == pool_of_role(pools, CRITIC):
+            roles[CRITIC] = _critic(config, pool, world)
         return roles
 
     return build
+
+
+def _actor_roles(config: RunConfig, world: World) -> dict[str, object]:
+    path, dtype = Path(config.model.path), getattr(torch, config.model.dtype)
+    hf_config = read_hf_config(path)
+    weights = weight_source(path, config.model.init_seed, hf_config, world.layout.tp)
+    actor = MegatronActor(hf_config, weights, world, dtype, config.actor, training_phases(config))
+    reference = _reference(config, config.actor, hf_config, weights, world, dtype)
+    roles: dict[str, object] = {"actor": actor, "host": HostRole(world, actor, reference, path)}
+    return roles if reference is None else {**roles, "reference": reference}
+
+
+def _critic(config: RunConfig, pool: Pool, world: World) -> CriticRole:
+    """From critic.path, else as the policy starts: the same weights, loaded or random."""
+    critic, seed = config.critic, config.model.init_seed
+    path = Path(critic.path or config.model.path)
+    hf_config = read_hf_config(path)
+    source: WeightSource
+    if critic.path is None and seed is not None:
+        source = random_source(hf_config, seed)
+    else:
+        source = read_value_model(path, hf_config)
+    role = CriticRole(
+        hf_config,
+        source,
+        world,
+        getattr(torch, config.model.dtype),
+        critic,
+        critic.megatron if pool.name == CRITIC else config.actor.megatron,
+        critic_phases(config),
+        config.trainer.seed,
+    )
+    role.tokenizer_path = Path(config.model.path)
+    return role
 
 
 def _reference(
@@ -131,7 +206,7 @@ def _reference(
     world: World,
     dtype: torch.dtype,
 ) -> MegatronReference | None:
-    if not actor.use_kl_loss:
+    if not needs_reference(config):
         return None
     if config.reference.path is not None:
         path = Path(config.reference.path)
