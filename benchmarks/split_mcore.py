@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ def run_layout(
     batch = shuffled(case.batch) if is_shuffled else case.batch
     asked = [(mode, share) for mode in modes for share in parts]
     cuts = [cut_of(batch, axes, mode, share) for mode, share in asked]
-    results = run_cell(pool, Case(case.family, case.state, batch, {}), axes, Recipe(), cuts, job)
+    results = run_cell(pool, replace(case, batch=batch, references={}), axes, Recipe(), cuts, job)
     for (mode, share), cut in zip(asked, cuts, strict=True):
         found = results[cut.name]
         gradients = {name.removeprefix(GRADIENT): x for name, x in found.items() if name.startswith(GRADIENT)}

@@ -86,10 +86,11 @@ def dump(directory: Path, found: Result, name: str = "one_rank") -> Path:
     """Dumps of one family, and the result file beside them."""
     dumps = Dumps(directory)
     batch: dict[str, Tensor] = {"response_mask": MASK}
-    dumps.inputs("f", START, batch)
+    dumps.inputs("f", "actor", START, batch)
     for result_name, tensors in (("float64", EXACT), ("float32", SINGLE), (name, found)):
-        dumps.result("f", "c", result_name, tensors)
-    dumps.describe({"families": {"f": {}}, "layouts": {name: {"families": ["f"]}}, "cuts": {"c": {}}, "failures": []})
+        dumps.result("f", "actor", "c", result_name, tensors)
+    layouts = {name: {"families": ["f"], "critic_families": []}}
+    dumps.describe({"families": {"f": {}}, "layouts": layouts, "cuts": {"c": {}}, "failures": []})
     report = directory / "parity.json"
     found_rows = [asdict(row) for row in measure("f", name, "c", START, MASK, EXACT, SINGLE, found)]
     report.write_text(json.dumps({"rows": found_rows}))
@@ -112,7 +113,7 @@ def test_recompute_finds_a_miss_without_the_file(tmp_path: Path, capsys: pytest.
 
 def test_recompute_finds_a_file_that_says_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = dump(tmp_path, result(0.5))
-    Dumps(tmp_path).result("f", "c", "one_rank", result(0.25))
+    Dumps(tmp_path).result("f", "actor", "c", "one_rank", result(0.25))
     assert recompute([str(tmp_path), "--against", str(report)]) == 1
     assert "gradient') a: 1.000000e-01 in the file, 5.000000e-02 in the dumps" in capsys.readouterr().out
 
@@ -120,7 +121,7 @@ def test_recompute_finds_a_file_that_says_something_else(tmp_path: Path, capsys:
 def test_recompute_names_a_cell_that_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dump(tmp_path, result(0.5))
     run = json.loads((tmp_path / "run.json").read_text())
-    run["layouts"]["tp2"] = {"families": []}
+    run["layouts"]["tp2"] = {"families": [], "critic_families": []}
     run["failures"] = [{"family": "f", "layout": "tp2", "error": "rank 1 hung"}]
     (tmp_path / "run.json").write_text(json.dumps(run))
     assert recompute([str(tmp_path)]) == 1

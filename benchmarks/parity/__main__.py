@@ -16,11 +16,12 @@ from typing import TypeVar
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from benchmarks.common import RESULTS, write_result
-from benchmarks.parity.cases import FAMILIES, Recipe
+from benchmarks.parity.cases import FAMILIES, Recipe, Role
 from benchmarks.parity.dumps import ROWS, Dumps
 from benchmarks.parity.layouts import LAYOUTS
 from benchmarks.parity.measure import BAR, Row
 
+ROLES: dict[str, Role] = {"actor": "actor", "critic": "critic"}
 DUMPS = Path("runs") / "parity"
 Value = TypeVar("Value")
 
@@ -76,6 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.parity", description="every layout against float64")
     parser.add_argument("--layouts", help=f"comma-separated, of {', '.join(LAYOUTS)}; all when left out")
     parser.add_argument("--families", help=f"comma-separated, of {', '.join(FAMILIES)}; all when left out")
+    parser.add_argument("--roles", help=f"comma-separated, of {', '.join(ROLES)}; both when left out")
     parser.add_argument("--max-ranks", type=int, default=8, help="leave out larger layouts (%(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS / "parity.json", help="result file (%(default)s)")
     parser.add_argument("--dumps", type=Path, default=DUMPS, help="directory of raw tensors, made anew (%(default)s)")
@@ -83,6 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     layouts = [axes for axes in chosen(args.layouts, LAYOUTS, "layout").values() if axes.num_ranks <= args.max_ranks]
     families = chosen(args.families, FAMILIES, "family")
+    roles = chosen(args.roles, ROLES, "role")
 
     import torch
 
@@ -99,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"[{time.monotonic() - start:6.1f} s] {line}", flush=True)
 
     recipe = Recipe(adam_eps=args.adam_eps)
-    rows, failures = run_parity(list(families), layouts, recipe, Dumps(args.dumps), report)
+    rows, failures = run_parity(list(families), layouts, list(roles.values()), recipe, Dumps(args.dumps), report)
     print(table(nearest(rows, "layout", "quantity")))
     (args.dumps / ROWS).write_text(json.dumps({"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
     misses = sum(not row.ok for row in rows)
@@ -119,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
     command = " ".join(["python -m benchmarks.parity", *(sys.argv[1:] if argv is None else argv)])
     path = write_result(args.out.stem, command, result, args.out.parent)
     seconds = time.monotonic() - start
-    cells = len({(row.family, row.layout) for row in rows})
+    cells = len({(row.family, row.layout, row.quantity) for row in rows if row.quantity in ("log_probs", "values")})
     print(f"{cells} cells, {len(failures)} more failed; {len(rows)} rows, {misses} over the bar; {seconds:.0f} s")
     print(f"{path}; tensors in {args.dumps}")
     return 1 if misses or failures or not rows else 0

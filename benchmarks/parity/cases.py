@@ -1,9 +1,12 @@
-"""What is trained in every layout: tiny random models, one ragged batch, two ways to cut it, one set of settings."""
+"""What is trained in every layout: tiny random models, one ragged batch, two ways to cut it, one set of settings.
+
+A family is a policy, and with a value head in place of the output layer a critic.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,6 +14,7 @@ from torch import Tensor
 VOCAB = 131  # odd: tensor parallelism must pad it
 NUM_SAMPLES = 24
 NUM_STEPS = 3  # optimizer steps
+Role = Literal["actor", "critic"]
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -81,6 +85,7 @@ class Recipe:
     dual_clip: float = 3.0
     kl_coef: float = 0.05
     entropy_coef: float = 0.01
+    cliprange_value: float = 0.2
     lr: float = 2e-4
     adam_eps: float = 1e-5
     betas: tuple[float, float] = (0.9, 0.95)
@@ -107,9 +112,21 @@ CUTS = (
 )
 
 
-def make_state(family: str) -> dict[str, Tensor]:
+def make_state(family: str, role: Role = "actor") -> dict[str, Tensor]:
     """Random float32 weights under Hugging Face names, large enough that no two tokens look alike."""
-    hf_config = FAMILIES[family]
+    state = _policy_state(FAMILIES[family])
+    if role == "actor":
+        return state
+    state.pop("lm_head.weight", None)
+    generator = torch.Generator().manual_seed(12)
+    hidden = FAMILIES[family]["hidden_size"]
+    return state | {
+        "score.weight": 0.2 * torch.randn(1, hidden, generator=generator),
+        "score.bias": torch.randn(1, generator=generator),
+    }
+
+
+def _policy_state(hf_config: dict[str, Any]) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(11)
     hidden, ffn = hf_config["hidden_size"], hf_config["intermediate_size"]
     heads, groups = hf_config["num_attention_heads"], hf_config["num_key_value_heads"]
@@ -178,3 +195,11 @@ def add_past(batch: dict[str, Tensor], log_probs: Tensor) -> dict[str, Tensor]:
     noise = 0.3 * torch.randn(2, log_probs.numel(), generator=generator)
     old, ref = ((log_probs.double() + part) * batch["response_mask"] for part in noise)
     return {**batch, "old_log_probs": old.float(), "ref_log_probs": ref.float()}
+
+
+def add_values(batch: dict[str, Tensor], values: Tensor) -> dict[str, Tensor]:
+    """`batch` with the values before the update, `values` and noise so that some have moved too far, and returns."""
+    generator = torch.Generator().manual_seed(4)
+    noise = torch.randn(2, values.numel(), generator=generator)
+    old, returns = ((values.double() + scale * part) * batch["response_mask"] for scale, part in zip((0.3, 1.0), noise))
+    return {**batch, "values": old.float(), "returns": returns.float()}

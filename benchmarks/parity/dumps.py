@@ -1,13 +1,16 @@
 """The tensors of a comparison on disk: raw results, and beside them all rows that were made of them.
 
-    DUMPS/run.json                               families, cuts, layouts with the families that were run in each, cells
-                                                 that failed, and the settings of the run
+    DUMPS/run.json                               families, cuts, layouts with the families that were run in each (as
+                                                 actor and as critic), cells that failed, and the settings of the run
     DUMPS/rows.json                              every row; nothing is computed from it
     DUMPS/<family>/start.safetensors             weights before the first step, float32
     DUMPS/<family>/batch.safetensors             the batch
     DUMPS/<family>/<cut>/<result>.safetensors    <result>: float64, float32 (transformers), or a layout
 
+What a family's critic has stands under DUMPS/<family>/critic instead, in the same order.
+
 A result holds `log_probs`, `entropies`, `log_probs_after` [T]; `grad_norms` [optimizer steps], before clipping;
+of a critic `values` and `values_after` in place of the first three;
 `gradient/<step>/<tensor>`, before clipping, and `weights/<tensor>`, after the last step, by Hugging Face name. Of a
 layout only the gradients of step 0 are kept; it also holds `copies/<copy>/<tensor>`: what other ranks hold of the same
 weights.
@@ -22,6 +25,8 @@ from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
+
+from benchmarks.parity.cases import Role
 
 EXACT, SINGLE = "float64", "float32"
 RUN = "run.json"
@@ -38,12 +43,15 @@ class Dumps:
         """What the run consists of. Written last: a directory without it is incomplete."""
         (self.directory / RUN).write_text(json.dumps(description, indent=1) + "\n")
 
-    def inputs(self, family: str, state: dict[str, Tensor], batch: dict[str, Tensor]) -> None:
-        self._write(self.directory / family / "start.safetensors", state)
-        self._write(self.directory / family / "batch.safetensors", batch)
+    def inputs(self, family: str, role: Role, state: dict[str, Tensor], batch: dict[str, Tensor]) -> None:
+        self._write(self._place(family, role) / "start.safetensors", state)
+        self._write(self._place(family, role) / "batch.safetensors", batch)
 
-    def result(self, family: str, cut: str, name: str, tensors: dict[str, Tensor]) -> None:
-        self._write(self.directory / family / cut / f"{name}.safetensors", tensors)
+    def result(self, family: str, role: Role, cut: str, name: str, tensors: dict[str, Tensor]) -> None:
+        self._write(self._place(family, role) / cut / f"{name}.safetensors", tensors)
+
+    def _place(self, family: str, role: Role) -> Path:
+        return self.directory / family / ("critic" if role == "critic" else "")
 
     @staticmethod
     def _write(path: Path, tensors: dict[str, Tensor]) -> None:

@@ -5,11 +5,11 @@ A family is left out of a layout that it cannot have (`divides`); every other ce
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.parity.pairwise import Cell, pairwise
+from benchmarks.parity.pairwise import Cell, greedy, pairwise
 from rlhf_megatron.config.schema import MegatronConfig
 from rlhf_megatron.models.table import Impl
 
@@ -190,3 +190,40 @@ def cover(families: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Axes]]:
         apart=[frozenset(("family", "recompute"))],
     )
     return [(cell["family"], axes_of(cell)) for cell in cells]
+
+
+def critic_cells(layouts: Sequence[Axes], families: Mapping[str, Mapping[str, Any]]) -> set[tuple[str, str]]:
+    """(family, name of a layout) where the critic is compared too: every layout, and in it few families.
+
+    So many that every family meets every value of every axis that it meets in the actor's cells, but for ways of
+    recomputing. All cells would take half as long again, for a body that is the actor's.
+    """
+    cells = [
+        {"family": family, "layout": axes.name, **asdict(axes)}
+        for axes in layouts
+        for family, hf_config in families.items()
+        if divides(axes, hf_config)
+    ]
+    chosen = greedy(cells, apart=[frozenset(("family", other)) for other in ("layout", "recompute")])
+    return {(cell["family"], cell["layout"]) for cell in chosen}
+
+
+CRITIC_VALUES = {**VALUES, "recompute": (None, "full")}
+
+
+def critic_cover(families: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Axes]]:
+    """Cells of a short proof of the critic: every two values of CRITIC_VALUES meet; the families take turns."""
+
+    def is_allowed(cell: Cell) -> bool:
+        axes = Axes(**cell)
+        return axes.num_ranks <= COVER_RANKS and is_possible(axes)
+
+    layouts = [Axes(**cell) for cell in pairwise(CRITIC_VALUES, is_allowed, cost=lambda cell: Axes(**cell).num_ranks)]
+    waiting = list(families)
+    cells = []
+    for axes in layouts:
+        family = next(name for name in waiting if divides(axes, families[name]))
+        waiting.remove(family)
+        waiting.append(family)
+        cells.append((family, axes))
+    return cells

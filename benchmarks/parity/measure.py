@@ -9,6 +9,9 @@
     grad_norm          |x - y| / y, the worst of the steps
     copies             max |x - x'| between ranks that hold the same weights, after the last step; must be 0
 
+Of a critic: values, values_after as log_probs, in the unit of rewards; value_gradient and so on for the others. Weight
+and bias of its head are one tensor, "score": a bias of one element can be right by luck in float32, and its bar near 0.
+
 The bar is BAR times the same error of transformers in float32. A single number can be right by luck, so the bar of
 grad_norm is BAR times ||x - y|| / ||y|| of the whole float32 gradient of that step, which bounds the norm's own error.
 """
@@ -21,9 +24,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from benchmarks.parity.cases import Role
+
 BAR = 3.0
 Result = dict[str, Tensor]
-TOKEN_QUANTITIES = ("log_probs", "entropies", "log_probs_after")
+TOKEN_QUANTITIES: dict[Role, tuple[str, ...]] = {
+    "actor": ("log_probs", "entropies", "log_probs_after"),
+    "critic": ("values", "values_after"),
+}
+HEAD = "score"  # of a critic
+PREFIX: dict[Role, str] = {"actor": "", "critic": "value_"}  # of the other quantities
 
 
 @dataclass(frozen=True)
@@ -42,15 +52,24 @@ class Row:
 
 
 def measure(
-    family: str, layout: str, cut: str, start: Result, mask: Tensor, exact: Result, single: Result, result: Result
+    family: str,
+    layout: str,
+    cut: str,
+    start: Result,
+    mask: Tensor,
+    exact: Result,
+    single: Result,
+    result: Result,
+    role: Role = "actor",
 ) -> list[Row]:
     """One row a quantity. `start`: weights before the first step; `mask` [T]: response tokens."""
+    prefix = PREFIX[role]
     found = {
-        **_token_figures(mask, exact, single, result),
-        "gradient": list(_tensor_figures("gradient/0/", None, exact, single, result)),
-        "update": list(_tensor_figures("weights/", start, exact, single, result)),
-        "grad_norm": list(_norm_figures(exact, single, result)),
-        "copies": list(_copy_figures(result)),
+        **_token_figures(TOKEN_QUANTITIES[role], mask, exact, single, result),
+        f"{prefix}gradient": list(_tensor_figures("gradient/0/", None, exact, single, result)),
+        f"{prefix}update": list(_tensor_figures("weights/", start, exact, single, result)),
+        f"{prefix}grad_norm": list(_norm_figures(exact, single, result)),
+        f"{prefix}copies": list(_copy_figures(result)),
     }
     rows = []
     for quantity, figures in found.items():
@@ -74,11 +93,13 @@ def _closeness(figure: Figure) -> float:
     return error / (BAR * float32_error) if float32_error else (float("inf") if error else 0.0)
 
 
-def _token_figures(mask: Tensor, exact: Result, single: Result, result: Result) -> dict[str, list[Figure]]:
+def _token_figures(
+    names: tuple[str, ...], mask: Tensor, exact: Result, single: Result, result: Result
+) -> dict[str, list[Figure]]:
     def error(name: str, x: Result) -> float:
         return float((x[name].double() - exact[name].double())[mask].abs().max())
 
-    return {name: [(name, error(name, result), error(name, single))] for name in TOKEN_QUANTITIES}
+    return {name: [(name, error(name, result), error(name, single))] for name in names}
 
 
 def _tensor_figures(
@@ -87,10 +108,16 @@ def _tensor_figures(
     names = [key.removeprefix(prefix) for key in exact if key.startswith(prefix)]
     others = {key.removeprefix(prefix) for key in result if key.startswith(prefix)}
     assert set(names) == others, f"tensors that one side lacks: {sorted(set(names) ^ others)}"
+    groups: dict[str, list[str]] = {}
     for name in names:
-        truth, value, alone = (x[prefix + name].double() for x in (exact, result, single))
-        if start is not None:
-            truth, value, alone = (x - start[name].double() for x in (truth, value, alone))
+        groups.setdefault(HEAD if name.startswith(f"{HEAD}.") else name, []).append(name)
+
+    def whole(x: Result, parts: list[str]) -> Tensor:
+        tensors = [x[prefix + part].double() - (start[part].double() if start else 0.0) for part in parts]
+        return torch.cat([tensor.flatten() for tensor in tensors])
+
+    for name, parts in groups.items():
+        truth, value, alone = (whole(x, parts) for x in (exact, result, single))
         yield name, _relative(value, truth), _relative(alone, truth)
 
 

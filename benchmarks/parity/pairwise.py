@@ -29,7 +29,11 @@ def pairwise(
     order of `axes`. All allowed cells are tried, so `axes` must be few and short. The same input, the same cover.
     """
     every = [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
-    cells = sorted((cell for cell in every if is_allowed(cell)), key=cost)
+    return greedy(sorted((cell for cell in every if is_allowed(cell)), key=cost), apart)
+
+
+def greedy(cells: Sequence[Cell], apart: Sequence[frozenset[str]] = ()) -> list[Cell]:
+    """Of `cells` those that cover every pair which one of them holds; of equals the first."""
     bits: dict[Pair, int] = {}
     masks = []
     for cell in cells:

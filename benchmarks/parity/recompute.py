@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,31 +30,38 @@ def farthest(x: np.ndarray, y: np.ndarray, mask: np.ndarray) -> float:
     return float(np.max(np.abs(x - y)[mask]))
 
 
+def tensors_of(start: Arrays) -> dict[str, list[str]]:
+    """Tensor of a row -> the arrays that it is made of: one, but for a critic's head."""
+    head = ["score.weight", "score.bias"]
+    parts = {name: [name] for name in sorted(start) if name not in head}
+    return {**parts, "score": head} if head[0] in start else parts
+
+
+def whole(arrays: Arrays, prefix: str, parts: list[str]) -> np.ndarray:
+    return np.concatenate([arrays[prefix + part].ravel() for part in parts])
+
+
 def figures(start: Arrays, mask: np.ndarray, exact: Arrays, single: Arrays, result: Arrays) -> dict[str, list[Any]]:
-    """quantity -> [(tensor, error, float32 error)]."""
+    """quantity -> [(tensor, error, float32 error)], of an actor or of a critic."""
+    is_critic = "values" in exact
     found: dict[str, list[Any]] = {}
-    for name in ("log_probs", "entropies", "log_probs_after"):
+    for name in ("values", "values_after") if is_critic else ("log_probs", "entropies", "log_probs_after"):
         found[name] = [(name, farthest(result[name], exact[name], mask), farthest(single[name], exact[name], mask))]
-    names = sorted(start)
-    found["gradient"] = [
-        (
-            n,
-            distance(result[f"gradient/0/{n}"], exact[f"gradient/0/{n}"]),
-            distance(single[f"gradient/0/{n}"], exact[f"gradient/0/{n}"]),
-        )
-        for n in names
-    ]
-    found["update"] = []
-    for n in names:
-        moved = [x[f"weights/{n}"] - start[n] for x in (result, single, exact)]
-        found["update"].append((n, distance(moved[0], moved[2]), distance(moved[1], moved[2])))
-    found["grad_norm"] = []
+    of = "value_" if is_critic else ""
+    tensors = tensors_of(start)
+    found[f"{of}gradient"], found[f"{of}update"] = [], []
+    for name, parts in tensors.items():
+        gradients = [whole(x, "gradient/0/", parts) for x in (result, single, exact)]
+        moved = [whole(x, "weights/", parts) - whole(start, "", parts) for x in (result, single, exact)]
+        for quantity, (ours, alone, truth) in (("gradient", gradients), ("update", moved)):
+            found[of + quantity].append((name, distance(ours, truth), distance(alone, truth)))
+    found[f"{of}grad_norm"] = []
     for step, norm in enumerate(exact["grad_norms"]):
-        whole = [np.concatenate([x[f"gradient/{step}/{n}"].ravel() for n in names]) for x in (single, exact)]
+        alone, truth = (whole(x, f"gradient/{step}/", sorted(start)) for x in (single, exact))
         error = abs(result["grad_norms"][step] - norm) / norm
-        found["grad_norm"].append((f"step {step}", float(error), distance(*whole)))
+        found[f"{of}grad_norm"].append((f"step {step}", float(error), distance(alone, truth)))
     copies = [key.split("/") for key in result if key.startswith("copies/")]
-    found["copies"] = [
+    found[f"{of}copies"] = [
         (f"{n} ({copy})", float(np.max(np.abs(result[f"copies/{copy}/{n}"] - result[f"weights/{n}"]))), 0.0)
         for _, copy, n in copies
     ]
@@ -64,17 +72,19 @@ def recompute(dumps: Path) -> dict[tuple[str, str, str, str], dict[str, tuple[fl
     """(family, layout, cut, quantity) -> tensor -> (error, float32 error)."""
     run = json.loads((dumps / "run.json").read_text())
     table = {}
-    for family in run["families"]:
-        start, batch = (read(dumps / family / f"{name}.safetensors") for name in ("start", "batch"))
-        for cut in run["cuts"]:
-            exact, single = (read(dumps / family / cut / f"{name}.safetensors") for name in ("float64", "float32"))
-            for layout, description in run["layouts"].items():
-                if family not in description["families"]:
-                    continue
-                result = read(dumps / family / cut / f"{layout}.safetensors")
-                found = figures(start, batch["response_mask"].astype(bool), exact, single, result)
-                for quantity, values in found.items():
-                    table[family, layout, cut, quantity] = {name: (e, f) for name, e, f in values}
+    roles = (("families", ""), ("critic_families", "critic"))
+    for family, cut, (families, place) in product(run["families"], run["cuts"], roles):
+        layouts = [layout for layout, about in run["layouts"].items() if family in about[families]]
+        if not layouts:
+            continue
+        directory = dumps / family / place
+        start, batch = (read(directory / f"{name}.safetensors") for name in ("start", "batch"))
+        exact, single = (read(directory / cut / f"{name}.safetensors") for name in ("float64", "float32"))
+        for layout in layouts:
+            result = read(directory / cut / f"{layout}.safetensors")
+            found = figures(start, batch["response_mask"].astype(bool), exact, single, result)
+            for quantity, values in found.items():
+                table[family, layout, cut, quantity] = {name: (e, f) for name, e, f in values}
     return table
 
 

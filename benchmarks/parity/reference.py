@@ -15,15 +15,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.parity.cases import Cut, Recipe
+from benchmarks.parity.cases import Cut, Recipe, Role
 
-MIN_KINK_DISTANCE = 2e-5  # of a ratio from where the loss has a kink; nearer, rounding decides on which side it falls
+MIN_KINK_DISTANCE = 2e-5  # of a ratio or value from a kink of the loss; nearer, rounding decides on which side it is
 MAX_KL = 10.0  # the package bounds the KL estimate of a token there, the reference has no bound
 Columns = dict[str, Tensor]
 
 
-def make_model(hf_config: dict[str, Any], state: dict[str, Tensor], dtype: torch.dtype) -> nn.Module:
-    """A transformers model that holds `state`."""
+class ValueModel(nn.Module):
+    """The body of a transformers model and one linear output, under the names of ...ForTokenClassification."""
+
+    def __init__(self, body: nn.Module, hidden_size: int) -> None:
+        super().__init__()
+        self.model = body
+        self.score = nn.Linear(hidden_size, 1)
+
+
+def make_model(
+    hf_config: dict[str, Any], state: dict[str, Tensor], dtype: torch.dtype, role: Role = "actor"
+) -> nn.Module:
+    """A transformers model that holds `state`; of a critic its body, with a linear head."""
     import transformers
 
     config_kind, model_kind = {
@@ -35,8 +46,10 @@ def make_model(hf_config: dict[str, Any], state: dict[str, Tensor], dtype: torch
     arguments = {key: value for key, value in copy.deepcopy(hf_config).items() if key != "model_type"}
     # sdpa computes in the model's type; the other implementations take the softmax in float32.
     model = model_kind(config_kind(**arguments, attn_implementation="sdpa"))
+    if role == "critic":
+        model = ValueModel(model.model, hf_config["hidden_size"])
     missing, unexpected = model.load_state_dict(state, strict=False)
-    tied = ["lm_head.weight"] if hf_config["tie_word_embeddings"] else []
+    tied = ["lm_head.weight"] if role == "actor" and hf_config["tie_word_embeddings"] else []
     assert missing == tied and not unexpected, f"missing {missing}, unexpected {unexpected}"
     model = model.to(dtype)
     if dtype == torch.float64:
@@ -50,24 +63,36 @@ def _exact_norm(module: Any, x: Tensor) -> Tensor:
     return module.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + module.variance_epsilon))
 
 
-def token_columns(model: nn.Module, batch: Columns, samples: range, temperature: float) -> tuple[Tensor, Tensor]:
-    """(log-probs [T], entropies [T]) of `samples`, 0 outside of the response mask."""
+def policy_columns(model: nn.Module, batch: Columns, samples: range, recipe: Recipe) -> Columns:
+    """Log-probs [T] and entropies [T] of `samples`, 0 outside of the response mask."""
     log_probs, entropies = [], []
     for i in samples:
         span = slice(int(batch["offsets"][i]), int(batch["offsets"][i + 1]))
         ids, mask = batch["token_ids"][span], batch["response_mask"][span]
-        log_p = (model(ids[None]).logits[0, :-1] / temperature).log_softmax(-1)
+        log_p = (model(ids[None]).logits[0, :-1] / recipe.temperature).log_softmax(-1)
         zero = log_p.new_zeros(1)
         log_probs.append(torch.cat([zero, log_p.gather(1, ids[1:, None])[:, 0]]) * mask)
         entropies.append(torch.cat([zero, -(log_p.exp() * log_p).sum(-1)]) * mask)
-    return torch.cat(log_probs), torch.cat(entropies)
+    return {"log_probs": torch.cat(log_probs), "entropies": torch.cat(entropies)}
 
 
-def token_losses(log_probs: Tensor, entropies: Tensor, batch: Columns, recipe: Recipe) -> Tensor:
+def value_columns(model: Any, batch: Columns, samples: range, recipe: Recipe) -> Columns:
+    """Values [T] of `samples`, 0 outside of the response mask: entry t is that of the tokens before t."""
+    values = []
+    for i in samples:
+        span = slice(int(batch["offsets"][i]), int(batch["offsets"][i + 1]))
+        ids, mask = batch["token_ids"][span], batch["response_mask"][span]
+        after = model.score(model.model(ids[None]).last_hidden_state[0])[:, 0]
+        values.append(torch.cat([after.new_zeros(1), after[:-1]]) * mask)
+    return {"values": torch.cat(values)}
+
+
+def policy_losses(columns: Columns, batch: Columns, recipe: Recipe) -> Tensor:
     """[T]: PPO clip (1707.06347) with its own upper range (2503.14476) and dual clip (1912.09729), + KL, - entropy.
 
     KL: exp(-d) + d - 1 with d = log_probs - ref_log_probs (http://joschu.net/blog/kl-approx.html).
     """
+    log_probs, entropies = columns["log_probs"], columns["entropies"]
     old, ref, advantages = (batch[name].to(log_probs) for name in ("old_log_probs", "ref_log_probs", "advantages"))
     ratio = torch.exp(log_probs - old)
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - recipe.clip_low, 1 + recipe.clip_high) * advantages)
@@ -88,6 +113,24 @@ def _check_case(ratio: Tensor, kl: Tensor, recipe: Recipe) -> None:
         raise ValueError(f"the KL estimate of a token is {float(kl.max()):.1f}, over {MAX_KL}; use a smaller lr.")
 
 
+def value_losses(columns: Columns, batch: Columns, recipe: Recipe) -> Tensor:
+    """[T]: half the squared distance to the return, of the value or of the value held near the old one: the larger."""
+    values, old, returns = columns["values"], *(batch[name].to(columns["values"]) for name in ("values", "returns"))
+    held = old + (values - old).clamp(-recipe.cliprange_value, recipe.cliprange_value)
+    _check_values(*(x.detach()[batch["response_mask"]] for x in (values, old, held, returns)), recipe)
+    return torch.maximum((values - returns).square(), (held - returns).square()) / 2
+
+
+def _check_values(values: Tensor, old: Tensor, held: Tensor, returns: Tensor, recipe: Recipe) -> None:
+    """Raises ValueError where a value is at the border of its range, or as far from its return as the held one."""
+    moved = (values - old).abs()
+    border = float((moved - recipe.cliprange_value).abs().min())
+    ties = (values + held - 2 * returns).abs()[moved > recipe.cliprange_value]
+    nearest = min([border, *ties.tolist()])
+    if nearest < MIN_KINK_DISTANCE:
+        raise ValueError(f"a value is {nearest:.1e} from a kink of the value loss; use another seed of the noise.")
+
+
 def loss_of(token_loss: Tensor, batch: Columns, samples: range, mode: str) -> Tensor:
     """The mean over response tokens, or the mean over samples of each one's mean."""
     start = int(batch["offsets"][samples.start])
@@ -102,16 +145,28 @@ def loss_of(token_loss: Tensor, batch: Columns, samples: range, mode: str) -> Te
     return torch.stack(means).sum() / len(samples)
 
 
+COLUMNS: dict[Role, Callable[[nn.Module, Columns, range, Recipe], Columns]] = {
+    "actor": policy_columns,
+    "critic": value_columns,
+}
+LOSSES: dict[Role, Callable[[Columns, Columns, Recipe], Tensor]] = {"actor": policy_losses, "critic": value_losses}
+
+
 def run_reference(
-    hf_config: dict[str, Any], state: dict[str, Tensor], batch: Columns, cut: Cut, recipe: Recipe, dtype: torch.dtype
+    hf_config: dict[str, Any],
+    state: dict[str, Tensor],
+    batch: Columns,
+    cut: Cut,
+    recipe: Recipe,
+    dtype: torch.dtype,
+    role: Role = "actor",
 ) -> dict[str, Tensor]:
     """The tensors that `measure` reads: see `dumps`."""
-    model = make_model(hf_config, state, dtype)
+    model = make_model(hf_config, state, dtype, role)
     parameters = dict(model.named_parameters())
     every_sample = range(batch["offsets"].numel() - 1)
     with torch.no_grad():
-        log_probs, entropies = token_columns(model, batch, every_sample, recipe.temperature)
-    result = {"log_probs": log_probs, "entropies": entropies}
+        result = COLUMNS[role](model, batch, every_sample, recipe)
     step_optimizer = adamw(parameters, recipe)
     norms = []
     for step, mini_batch in enumerate(cut.mini_batches):
@@ -119,7 +174,7 @@ def run_reference(
         span = slice(int(batch["offsets"][samples.start]), int(batch["offsets"][samples.stop]))
         part = {name: column[span] for name, column in batch.items() if name != "offsets"}
         model.zero_grad()
-        token_loss = token_losses(*token_columns(model, batch, samples, recipe.temperature), part, recipe)
+        token_loss = LOSSES[role](COLUMNS[role](model, batch, samples, recipe), part, recipe)
         loss_of(token_loss, batch, samples, cut.loss_agg_mode).backward()
         result |= {f"gradient/{step}/{name}": p.grad.clone() for name, p in parameters.items()}
         norms.append(clip_gradients(parameters, recipe.max_grad_norm))
@@ -127,7 +182,8 @@ def run_reference(
     result["grad_norms"] = torch.stack(norms)
     result |= {f"weights/{name}": p.detach().clone() for name, p in parameters.items()}
     with torch.no_grad():
-        result["log_probs_after"], _ = token_columns(model, batch, every_sample, recipe.temperature)
+        name, column = next(iter(COLUMNS[role](model, batch, every_sample, recipe).items()))
+    result[f"{name}_after"] = column
     return result
 
 

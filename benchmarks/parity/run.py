@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.parity.cases import CUTS, FAMILIES, Cut, Recipe, add_past, make_batch, make_state
+from benchmarks.parity.cases import CUTS, FAMILIES, Cut, Recipe, Role, add_past, add_values, make_batch, make_state
 from benchmarks.parity.dumps import EXACT, SINGLE, Dumps
-from benchmarks.parity.layouts import Axes, divides
+from benchmarks.parity.layouts import Axes, critic_cells, divides
 from benchmarks.parity.measure import Result, Row, measure
-from benchmarks.parity.reference import make_model, run_reference, token_columns
+from benchmarks.parity.reference import COLUMNS, make_model, run_reference
 from benchmarks.parity.sharded import assemble, run_on_rank
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
@@ -27,29 +27,34 @@ LAYOUT_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class Case:
-    """A family with its inputs and both references of every cut."""
+    """A family in a role, with its inputs and both references of every cut."""
 
     family: str
+    role: Role
     state: dict[str, Tensor]
     batch: dict[str, Tensor]
     references: dict[str, tuple[Result, Result]]  # cut -> float64, float32
 
+    @property
+    def name(self) -> str:
+        return self.family if self.role == "actor" else f"{self.family} (critic)"
 
-def make_case(family: str, recipe: Recipe, cuts: Sequence[Cut] = CUTS) -> Case:
+
+def make_case(family: str, recipe: Recipe, cuts: Sequence[Cut] = CUTS, role: Role = "actor") -> Case:
     """Runs the references, in this process."""
-    hf_config, state, batch = FAMILIES[family], make_state(family), make_batch()
+    hf_config, state, batch = FAMILIES[family], make_state(family, role), make_batch()
     with torch.no_grad():
-        model = make_model(hf_config, state, torch.float64)
-        log_probs, _ = token_columns(model, batch, range(batch["offsets"].numel() - 1), recipe.temperature)
-    batch = add_past(batch, log_probs)
+        model = make_model(hf_config, state, torch.float64, role)
+        columns = COLUMNS[role](model, batch, range(batch["offsets"].numel() - 1), recipe)
+    batch = add_past(batch, columns["log_probs"]) if role == "actor" else add_values(batch, columns["values"])
 
     def both(cut: Cut) -> tuple[Result, Result]:
         exact, single = (
-            run_reference(hf_config, state, batch, cut, recipe, dtype) for dtype in (torch.float64, torch.float32)
+            run_reference(hf_config, state, batch, cut, recipe, dtype, role) for dtype in (torch.float64, torch.float32)
         )
         return exact, single
 
-    return Case(family, state, batch, {cut.name: both(cut) for cut in cuts})
+    return Case(family, role, state, batch, {cut.name: both(cut) for cut in cuts})
 
 
 def run_cell(
@@ -77,10 +82,12 @@ def run_cell(
         cuts=list(cuts),
         recipe=recipe,
         megatron=axes.megatron,
+        role=case.role,
         **arguments,
     )
     return {
-        cut.name: assemble([rank[i] for rank in results], FAMILIES[case.family], axes) for i, cut in enumerate(cuts)
+        cut.name: assemble([rank[i] for rank in results], FAMILIES[case.family], axes, case.role)
+        for i, cut in enumerate(cuts)
     }
 
 
@@ -90,7 +97,7 @@ def rows_of(case: Case, axes: Axes, results: dict[str, Result]) -> list[Row]:
     rows = []
     for cut, result in results.items():
         exact, single = case.references[cut]
-        rows += measure(case.family, axes.name, cut, case.state, mask, exact, single, result)
+        rows += measure(case.family, axes.name, cut, case.state, mask, exact, single, result, case.role)
     return rows
 
 
@@ -104,40 +111,57 @@ class Failure:
 
 
 def run_parity(
-    families: Sequence[str], layouts: Sequence[Axes], recipe: Recipe, dumps: Dumps, report: Callable[[str], None]
+    families: Sequence[str],
+    layouts: Sequence[Axes],
+    roles: Sequence[Role],
+    recipe: Recipe,
+    dumps: Dumps,
+    report: Callable[[str], None],
 ) -> tuple[list[Row], list[Failure]]:
-    """Every family in every layout that it can be split into. Tensors go to `dumps`, one line a cell to `report`."""
-    cases = [_reference(family, recipe, dumps, report) for family in families]
+    """The actor of every family in every layout that it can be split into, and the critic in `critic_cells`.
+
+    Tensors go to `dumps`, one line a cell to `report`.
+    """
+    cases = [_reference(family, role, recipe, dumps, report) for family in families for role in roles]
+    with_critic = critic_cells(layouts, {family: FAMILIES[family] for family in families})
     rows: list[Row] = []
     failures: list[Failure] = []
-    done: dict[str, list[str]] = {axes.name: [] for axes in layouts}
+    done: dict[str, dict[Role, list[str]]] = {axes.name: {"actor": [], "critic": []} for axes in layouts}
     pool = DistPool()
     try:
         for axes in sorted(layouts, key=lambda axes: axes.num_ranks):
             for case in cases:
-                if not divides(axes, FAMILIES[case.family]):
+                is_left_out = case.role == "critic" and (case.family, axes.name) not in with_critic
+                if is_left_out or not divides(axes, FAMILIES[case.family]):
                     continue
                 start = time.monotonic()
                 try:
                     results = run_cell(pool, case, axes, recipe)
                 except JobError as error:
-                    failures.append(Failure(case.family, axes.name, str(error)))
-                    report(f"{axes.name}, {case.family}: FAILED\n{error}")
+                    failures.append(Failure(case.name, axes.name, str(error)))
+                    report(f"{axes.name}, {case.name}: FAILED\n{error}")
                     continue
                 for cut, result in results.items():
-                    dumps.result(case.family, cut, axes.name, result)
+                    dumps.result(case.family, case.role, cut, axes.name, result)
                 found = rows_of(case, axes, results)
                 misses = [row.quantity for row in found if not row.ok]
                 state = f"over the bar: {', '.join(misses)}" if misses else "ok"
-                report(f"{axes.name}, {case.family}: {time.monotonic() - start:.1f} s, {state}")
+                report(f"{axes.name}, {case.name}: {time.monotonic() - start:.1f} s, {state}")
                 rows += found
-                done[axes.name].append(case.family)
+                done[axes.name][case.role].append(case.family)
     finally:
         pool.close()
     dumps.describe(
         {
             "families": {family: FAMILIES[family] for family in families},
-            "layouts": {axes.name: {**asdict(axes), "families": done[axes.name]} for axes in layouts},
+            "layouts": {
+                axes.name: {
+                    **asdict(axes),
+                    "families": done[axes.name]["actor"],
+                    "critic_families": done[axes.name]["critic"],
+                }
+                for axes in layouts
+            },
             "cuts": {cut.name: asdict(cut) for cut in CUTS},
             "recipe": asdict(recipe),
             "failures": [asdict(failure) for failure in failures],
@@ -146,12 +170,12 @@ def run_parity(
     return rows, failures
 
 
-def _reference(family: str, recipe: Recipe, dumps: Dumps, report: Callable[[str], None]) -> Case:
+def _reference(family: str, role: Role, recipe: Recipe, dumps: Dumps, report: Callable[[str], None]) -> Case:
     start = time.monotonic()
-    case = make_case(family, recipe)
-    dumps.inputs(family, case.state, case.batch)
+    case = make_case(family, recipe, role=role)
+    dumps.inputs(family, role, case.state, case.batch)
     for cut, (exact, single) in case.references.items():
-        dumps.result(family, cut, EXACT, exact)
-        dumps.result(family, cut, SINGLE, single)
-    report(f"{family}: reference in {time.monotonic() - start:.1f} s")
+        dumps.result(family, role, cut, EXACT, exact)
+        dumps.result(family, role, cut, SINGLE, single)
+    report(f"{case.name}: reference in {time.monotonic() - start:.1f} s")
     return case

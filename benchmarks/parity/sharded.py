@@ -1,4 +1,4 @@
-"""The same steps in the package's actor on the ranks of a layout, and its shards as Hugging Face tensors again."""
+"""The same steps in the package's actor, or critic, on the ranks of a layout, and its shards as HF tensors again."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.parity.cases import Cut, Recipe
+from benchmarks.parity.cases import Cut, Recipe, Role
 from benchmarks.parity.layouts import Axes
-from rlhf_megatron.config.schema import ActorConfig, MegatronConfig, OptimConfig, PolicyLossConfig
-from rlhf_megatron.data.batch import LogProbs, TrainBatch, select
+from benchmarks.parity.measure import TOKEN_QUANTITIES
+from benchmarks.parity.subjects import HEADS, SUBJECTS, Subject
+from rlhf_megatron.config.schema import MegatronConfig
+from rlhf_megatron.data.batch import LogProbs, TrainBatch, Values, select
 from rlhf_megatron.data.plan import ReplicaPlan, restore, take
 from rlhf_megatron.models.families.base import table_for
-from rlhf_megatron.models.table import Rule, join
+from rlhf_megatron.models.table import join
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.parallel.world import World
 from rlhf_megatron.runtime.dispatch import scatter_calls
-from rlhf_megatron.scheduler.mini_batches import mini_batches
 
 HEAD = "output_layer.weight"
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -33,21 +34,11 @@ FIRST = "dp0_cp0_tp0"  # the copy of the model that is compared with the referen
 
 
 @dataclass(frozen=True)
-class StateSource:
-    """Weights out of a dict of Hugging Face tensors."""
-
-    state: dict[str, Tensor]
-
-    def hf_tensors(self, rule: Rule) -> tuple[Tensor, ...]:
-        return tuple(self.state[tensor.name] for tensor in rule.hf)
-
-
-@dataclass(frozen=True)
 class RankResult:
-    """What a rank hands back. Log-probs and norms on leaders only; shards by Megatron name."""
+    """What a rank hands back. Token columns and norms on leaders only; shards by Megatron name."""
 
-    before: LogProbs | None
-    after: LogProbs | None
+    before: LogProbs | Values | None
+    after: LogProbs | Values | None
     plan: ReplicaPlan
     gradients: dict[str, Tensor]  # of the first optimizer step, reduced, before clipping; of one copy of the model
     weights: dict[str, Tensor]
@@ -63,17 +54,18 @@ def run_on_rank(
     recipe: Recipe,
     megatron: MegatronConfig,
     checkpoints: Path | None = None,
+    role: Role = "actor",
 ) -> list[RankResult]:
     """A job of the worker pool: every cut from the same start.
 
-    `checkpoints`: an empty directory, where the state is saved after the first optimizer step; another actor loads it
+    `checkpoints`: an empty directory, where the state is saved after the first optimizer step; another worker loads it
     and goes on.
     """
 
     def run(cut: Cut) -> RankResult:
-        config = actor_config(recipe, cut, megatron)
-        make_actor = partial(_make_actor, world, hf_config, state, config, len(cut.mini_batches))
-        return _run_cut(world, make_actor, train_batch(batch), cut, recipe, checkpoints and checkpoints / cut.name)
+        subject = SUBJECTS[role](cut, recipe, megatron)
+        make_worker = partial(subject.make, hf_config, state, world)
+        return _run_cut(world, subject, make_worker, train_batch(batch), checkpoints and checkpoints / cut.name)
 
     with _small_buckets():
         return [run(cut) for cut in cuts]
@@ -92,88 +84,49 @@ def _small_buckets() -> Iterator[None]:
         data_parallel.BUCKET_SIZE = kept
 
 
-def _make_actor(
-    world: World, hf_config: dict[str, Any], state: dict[str, Tensor], config: ActorConfig, num_steps: int
-) -> Any:
-    from rlhf_megatron.workers.actor import MegatronActor
-    from rlhf_megatron.workers.trained_model import Phase
-
-    phases = {"rl": Phase(config.optim, num_steps)}
-    actor = MegatronActor(hf_config, StateSource(state), world, torch.float32, config, phases)
-    if config.megatron.overlap_grad_reduce and world.is_first_stage:  # Megatron has one bucket on the others
-        (buffer,) = actor.model.chunks[0].buffers
-        assert len(buffer.buckets) > 1, "overlap needs several buckets"
-    return actor
-
-
 def _run_cut(
-    world: World, make_actor: Callable[[], Any], batch: TrainBatch, cut: Cut, recipe: Recipe, checkpoint: Path | None
+    world: World, subject: Subject, make_worker: Callable[[], Any], batch: TrainBatch, checkpoint: Path | None
 ) -> RankResult:
     from rlhf_megatron.checkpoint.load_model import named_parameters
 
-    actor = make_actor()
-    gradients = _watch_gradients(actor, world)
-    plan = _plan(world, batch, cut.token_budget)
-    before = actor.log_probs(take(batch, plan), plan, recipe.temperature, with_entropy=True)
+    worker = make_worker()
+    if subject.megatron.overlap_grad_reduce and world.is_first_stage:  # Megatron has one bucket on the others
+        (buffer,) = worker.model.chunks[0].buffers
+        assert len(buffer.buckets) > 1, "overlap needs several buckets"
+    gradients = _watch_gradients(worker, world)
+    budget = subject.cut.token_budget
+    plan = _plan(world, batch, budget)
+    before = subject.columns(worker, take(batch, plan), plan)
     norms = []
-    for step, (start, stop) in enumerate(cut.mini_batches):
+    for step, (start, stop) in enumerate(subject.cut.mini_batches):
         if step == 1 and checkpoint is not None:
-            actor.save(checkpoint)
-            actor = make_actor()
-            actor.load(checkpoint)
-        part = select(batch, range(start, stop))
-        (mini_batch,) = mini_batches(part, len(part), cut.loss_agg_mode, use_shuffle=False, seed=0, step=0, epoch=0)
-        share = _plan(world, mini_batch, cut.token_budget)
-        update = actor.update(take(mini_batch, share), share, recipe.temperature, "policy")
+            worker.save(checkpoint)
+            worker = make_worker()
+            worker.load(checkpoint)
+        mini_batch = subject.mini_batch(select(batch, range(start, stop)))
+        share = _plan(world, mini_batch, budget)
+        update = subject.update(worker, take(mini_batch, share), share)
         norms += [update.grad_norm] if update else []
     # What a weight sync would send now; then the last stage's copy of a tied embedding.
-    weights = {rule.megatron_name: shard.clone() for rule, shard in actor.export()}
-    after = actor.log_probs(take(batch, plan), plan, recipe.temperature)
-    weights = {name: p.detach().clone() for name, p in named_parameters(actor.model.chunks).items()} | weights
+    weights = {rule.megatron_name: shard.clone() for rule, shard in worker.export()}
+    after = subject.columns(worker, take(batch, plan), plan)
+    weights = {name: p.detach().clone() for name, p in named_parameters(worker.model.chunks).items()} | weights
     return RankResult(before, after, plan, gradients, weights, norms)
 
 
-def actor_config(recipe: Recipe, cut: Cut, megatron: MegatronConfig) -> ActorConfig:
-    """The settings as a user would write them."""
-    return ActorConfig(
-        megatron=megatron,
-        optim=OptimConfig(
-            lr=recipe.lr,
-            eps=recipe.adam_eps,
-            betas=recipe.betas,
-            weight_decay=recipe.weight_decay,
-            clip_grad=recipe.max_grad_norm,
-        ),
-        policy_loss=PolicyLossConfig(
-            "ppo_clip",
-            {
-                "clip_ratio_low": recipe.clip_low,
-                "clip_ratio_high": recipe.clip_high,
-                "clip_ratio_c": recipe.dual_clip,
-            },
-        ),
-        loss_agg_mode=cut.loss_agg_mode,
-        entropy_coeff=recipe.entropy_coef,
-        use_kl_loss=True,
-        kl_loss_coef=recipe.kl_coef,
-        kl_loss_type="k3",
-        log_prob_chunk_size=50,
-    )
-
-
-def _watch_gradients(actor: Any, world: World) -> dict[str, Tensor]:
+def _watch_gradients(worker: Any, world: World) -> dict[str, Tensor]:
     """Filled when the first optimizer step starts, on the ranks of the first copy of the model."""
     seen: dict[str, Tensor] = {}
-    step = actor.trained.optimizer.step
+    step = worker.trained.optimizer.step
 
     def watched() -> Any:
-        actor.trained.optimizer.step = step
-        gradients = _reduced_gradients(actor.model.chunks, world)
+        worker.trained.optimizer.step = step
+        gradients = _reduced_gradients(worker.model.chunks, world)
         if world.coordinates.dp == world.coordinates.cp == 0:
             seen.update(gradients)
         return step()
 
-    actor.trained.optimizer.step = watched
+    worker.trained.optimizer.step = watched
     return seen
 
 
@@ -206,12 +159,12 @@ def _gather(bucket: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def train_batch(columns: dict[str, Tensor]) -> TrainBatch:
-    """Token columns (see `cases.make_batch` and `add_past`) as the batch of a step."""
+    """Token columns (see `cases.make_batch`, `add_past` and `add_values`) as the batch of a step."""
     num_samples = columns["offsets"].numel() - 1
     zeros, texts = torch.zeros(num_samples, dtype=torch.int64), ("",) * num_samples
     return TrainBatch(
         **columns,
-        rollout_log_probs=columns["old_log_probs"],
+        rollout_log_probs=columns.get("old_log_probs", torch.zeros(columns["token_ids"].numel())),
         group_ids=zeros,
         sample_ids=torch.arange(num_samples),
         policy_versions=zeros,
@@ -232,22 +185,21 @@ def _plan(world: World, batch: Any, token_budget: int) -> ReplicaPlan:
     return scattered.plans[world.coordinates.dp]
 
 
-def assemble(results: list[RankResult], hf_config: dict[str, Any], axes: Axes) -> dict[str, Tensor]:
+def assemble(
+    results: list[RankResult], hf_config: dict[str, Any], axes: Axes, role: Role = "actor"
+) -> dict[str, Tensor]:
     """The tensors that `measure` reads, of one cut, from all ranks: see `dumps`."""
     leaders = [result for result in results if result.before is not None]
     plans = [leader.plan for leader in leaders]
     before = restore([leader.before for leader in leaders], plans)
     after = restore([leader.after for leader in leaders], plans)
     assert all(leader.grad_norms == leaders[0].grad_norms for leader in leaders), "replicas differ in gradient norms"
-    tensors = {
-        "log_probs": before.log_probs,
-        "entropies": before.entropies,
-        "log_probs_after": after.log_probs,
-        "grad_norms": torch.tensor(leaders[0].grad_norms, dtype=torch.float64),
-    }
-    gradients = _hf_tensors([result.gradients for result in results], hf_config, axes, is_whole=False)
+    tensors = {"grad_norms": torch.tensor(leaders[0].grad_norms, dtype=torch.float64)}
+    for name in TOKEN_QUANTITIES[role]:
+        tensors[name] = getattr(after if name.endswith("_after") else before, name.removesuffix("_after"))
+    gradients = _hf_tensors([result.gradients for result in results], hf_config, axes, role, is_whole=False)
     tensors |= {f"gradient/0/{name}": tensor for name, tensor in gradients[FIRST].items()}
-    weights = _hf_tensors([result.weights for result in results], hf_config, axes, is_whole=True)
+    weights = _hf_tensors([result.weights for result in results], hf_config, axes, role, is_whole=True)
     tensors |= {f"weights/{name}": tensor for name, tensor in weights.pop(FIRST).items()}
     for copy, named in weights.items():
         tensors |= {f"copies/{copy}/{name}": tensor for name, tensor in named.items()}
@@ -255,7 +207,7 @@ def assemble(results: list[RankResult], hf_config: dict[str, Any], axes: Axes) -
 
 
 def _hf_tensors(
-    shards: list[dict[str, Tensor]], hf_config: dict[str, Any], axes: Axes, is_whole: bool
+    shards: list[dict[str, Tensor]], hf_config: dict[str, Any], axes: Axes, role: Role, is_whole: bool
 ) -> dict[str, dict[str, Tensor]]:
     """Copy -> HF name -> full tensor. FIRST is the model; every other copy must equal it.
 
@@ -263,7 +215,7 @@ def _hf_tensors(
     embedding. `is_whole` False: only the ranks of the first copy hold tensors.
     """
     layout = Layout(axes.num_ranks, axes.tp, axes.pp, axes.cp)
-    table = table_for(hf_config, axes.tp, axes.impl)
+    table = table_for(hf_config, axes.tp, axes.impl, HEADS[role])
     names = {rule.megatron_name for rule in table}
     groups = list(product(range(axes.dp), range(axes.cp))) if is_whole else [(0, 0)]
     copies: dict[str, dict[str, Tensor]] = {}

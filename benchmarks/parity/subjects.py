@@ -1,0 +1,144 @@
+"""What is compared, in either role: the worker of a rank, what it is asked for, and the settings that it gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from benchmarks.parity.cases import Cut, Recipe, Role
+from rlhf_megatron.config.schema import ActorConfig, CriticConfig, MegatronConfig, OptimConfig, PolicyLossConfig
+from rlhf_megatron.data.batch import LogProbs, MiniBatch, TokenBatch, TrainBatch, ValueMiniBatch, Values
+from rlhf_megatron.data.plan import ReplicaPlan
+from rlhf_megatron.models.table import Head, Rule
+from rlhf_megatron.parallel.world import World
+from rlhf_megatron.scheduler.mini_batches import mini_batches, value_mini_batches
+
+HEADS: dict[Role, Head] = {"actor": "vocabulary", "critic": "value"}
+
+
+@dataclass(frozen=True)
+class StateSource:
+    """Weights out of a dict of Hugging Face tensors."""
+
+    state: dict[str, Tensor]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.state)
+
+    def hf_tensors(self, rule: Rule) -> tuple[Tensor, ...]:
+        return tuple(self.state[tensor.name] for tensor in rule.hf)
+
+
+class Subject(Protocol):
+    """One role on one rank."""
+
+    def make(self, hf_config: dict[str, Any], state: dict[str, Tensor], world: World) -> Any:
+        """A new worker that holds `state`. All ranks."""
+
+    def columns(self, worker: Any, batch: TokenBatch, plan: ReplicaPlan) -> LogProbs | Values | None:
+        """Its token columns, on leaders; None elsewhere. All ranks."""
+
+    def mini_batch(self, part: TrainBatch) -> Any:
+        """All samples of `part` as one mini-batch, as the controller would make it."""
+
+    def update(self, worker: Any, mini_batch: Any, plan: ReplicaPlan) -> Any:
+        """One optimizer step. All ranks."""
+
+
+@dataclass(frozen=True)
+class ActorSubject:
+    cut: Cut
+    recipe: Recipe
+    megatron: MegatronConfig
+
+    def make(self, hf_config: dict[str, Any], state: dict[str, Tensor], world: World) -> Any:
+        from rlhf_megatron.workers.actor import MegatronActor
+        from rlhf_megatron.workers.trained_model import Phase
+
+        config = actor_config(self.recipe, self.cut, self.megatron)
+        phases = {"rl": Phase(config.optim, len(self.cut.mini_batches))}
+        return MegatronActor(hf_config, StateSource(state), world, torch.float32, config, phases)
+
+    def columns(self, worker: Any, batch: TokenBatch, plan: ReplicaPlan) -> LogProbs | None:
+        found: LogProbs | None = worker.log_probs(batch, plan, self.recipe.temperature, with_entropy=True)
+        return found
+
+    def mini_batch(self, part: TrainBatch) -> MiniBatch:
+        (whole,) = mini_batches(part, len(part), self.cut.loss_agg_mode, use_shuffle=False, seed=0, step=0, epoch=0)
+        return whole
+
+    def update(self, worker: Any, mini_batch: MiniBatch, plan: ReplicaPlan) -> Any:
+        return worker.update(mini_batch, plan, self.recipe.temperature, "policy")
+
+
+@dataclass(frozen=True)
+class CriticSubject:
+    cut: Cut
+    recipe: Recipe
+    megatron: MegatronConfig
+
+    def make(self, hf_config: dict[str, Any], state: dict[str, Tensor], world: World) -> Any:
+        from rlhf_megatron.workers.critic import MegatronCritic
+        from rlhf_megatron.workers.trained_model import Phase
+
+        config = critic_config(self.recipe, self.cut)
+        phases = {"rl": Phase(config.optim, len(self.cut.mini_batches))}
+        source = StateSource(state)
+        return MegatronCritic(hf_config, source, world, torch.float32, config, self.megatron, phases, seed=0)
+
+    def columns(self, worker: Any, batch: TokenBatch, plan: ReplicaPlan) -> Values | None:
+        found: Values | None = worker.values(batch, plan)
+        return found
+
+    def mini_batch(self, part: TrainBatch) -> ValueMiniBatch:
+        (whole,) = value_mini_batches(
+            part, len(part), self.cut.loss_agg_mode, use_shuffle=False, seed=0, step=0, epoch=0
+        )
+        return whole
+
+    def update(self, worker: Any, mini_batch: ValueMiniBatch, plan: ReplicaPlan) -> Any:
+        return worker.update(mini_batch, plan)
+
+
+SUBJECTS: dict[Role, type[ActorSubject] | type[CriticSubject]] = {"actor": ActorSubject, "critic": CriticSubject}
+
+
+def actor_config(recipe: Recipe, cut: Cut, megatron: MegatronConfig) -> ActorConfig:
+    """The settings as a user would write them."""
+    return ActorConfig(
+        megatron=megatron,
+        optim=_optim(recipe),
+        policy_loss=PolicyLossConfig(
+            "ppo_clip",
+            {
+                "clip_ratio_low": recipe.clip_low,
+                "clip_ratio_high": recipe.clip_high,
+                "clip_ratio_c": recipe.dual_clip,
+            },
+        ),
+        loss_agg_mode=cut.loss_agg_mode,
+        entropy_coeff=recipe.entropy_coef,
+        use_kl_loss=True,
+        kl_loss_coef=recipe.kl_coef,
+        kl_loss_type="k3",
+        log_prob_chunk_size=50,
+    )
+
+
+def critic_config(recipe: Recipe, cut: Cut) -> CriticConfig:
+    """Likewise."""
+    return CriticConfig(optim=_optim(recipe), cliprange_value=recipe.cliprange_value, loss_agg_mode=cut.loss_agg_mode)
+
+
+def _optim(recipe: Recipe) -> OptimConfig:
+    return OptimConfig(
+        lr=recipe.lr,
+        eps=recipe.adam_eps,
+        betas=recipe.betas,
+        weight_decay=recipe.weight_decay,
+        clip_grad=recipe.max_grad_norm,
+    )
