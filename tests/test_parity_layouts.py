@@ -1,4 +1,5 @@
-"""The pairwise cover of `make parity`, tp 3 and 4 on models that allow them, and small defects that must be seen."""
+"""The pairwise cover of `make parity`, a short one of the critic, tp 3 and 4 on models that allow them, and small
+defects that must be seen."""
 
 from __future__ import annotations
 
@@ -8,22 +9,28 @@ import functools
 import pytest
 from dist_pool import DistPool
 
-from benchmarks.parity.cases import FAMILIES, Recipe
-from benchmarks.parity.layouts import LAYOUTS, Axes, cover, divides
+from benchmarks.parity.cases import FAMILIES, Recipe, Role
+from benchmarks.parity.layouts import LAYOUTS, Axes, cover, critic_cover, divides
 from benchmarks.parity.run import Case, make_case, rows_of, run_cell
 
 pytestmark = pytest.mark.dist
 QUANTITIES = {"log_probs", "entropies", "log_probs_after", "gradient", "update", "grad_norm", "copies"}
+CRITIC_QUANTITIES = {"values", "values_after", "value_gradient", "value_update", "value_grad_norm", "value_copies"}
 ODD = [LAYOUTS[name] for name in ("tp3_sequence_transformer_engine", "tp4_sequence")]  # tp that few families allow
 CELLS = [
     *cover(FAMILIES),
     *((next(family for family in FAMILIES if divides(axes, FAMILIES[family])), axes) for axes in ODD),
 ]
+CRITIC_CELLS = critic_cover(FAMILIES)
+
+
+def names(cells: list[tuple[str, Axes]]) -> list[str]:
+    return [f"{family}-{axes.name}" for family, axes in cells]
 
 
 @functools.cache
-def case_of(family: str) -> Case:
-    return make_case(family, Recipe())
+def case_of(family: str, role: Role = "actor") -> Case:
+    return make_case(family, Recipe(), role=role)
 
 
 def has_copies(family: str, axes: Axes) -> bool:
@@ -31,7 +38,7 @@ def has_copies(family: str, axes: Axes) -> bool:
     return axes.num_ranks > axes.pp or (axes.pp > 1 and FAMILIES[family]["tie_word_embeddings"])
 
 
-@pytest.mark.parametrize("family, axes", CELLS, ids=[f"{family}-{axes.name}" for family, axes in CELLS])
+@pytest.mark.parametrize("family, axes", CELLS, ids=names(CELLS))
 def test_layout_is_as_near_to_float64_as_float32_transformers(dist_pool: DistPool, family: str, axes: Axes) -> None:
     case = case_of(family)
     rows = rows_of(case, axes, run_cell(dist_pool, case, axes, Recipe()))
@@ -39,6 +46,32 @@ def test_layout_is_as_near_to_float64_as_float32_transformers(dist_pool: DistPoo
     assert {row.cut for row in rows} == {"epochs", "uneven"}
     misses = [row for row in rows if not row.ok]
     assert not misses, misses
+
+
+@pytest.mark.parametrize("family, axes", CRITIC_CELLS, ids=names(CRITIC_CELLS))
+def test_a_critic_is_as_near_to_float64_as_float32_transformers(dist_pool: DistPool, family: str, axes: Axes) -> None:
+    case = case_of(family, "critic")
+    rows = rows_of(case, axes, run_cell(dist_pool, case, axes, Recipe()))
+    has_two_of_a_tensor = axes.num_ranks > axes.pp  # nothing is tied to a value head
+    assert {row.quantity for row in rows} == CRITIC_QUANTITIES - (set() if has_two_of_a_tensor else {"value_copies"})
+    assert {row.cut for row in rows} == {"epochs", "uneven"}
+    misses = [row for row in rows if not row.ok]
+    assert not misses, misses
+
+
+def test_values_are_on_either_side_of_the_clip() -> None:
+    """Before the first step: moved too far and held, upwards and downwards; too far, but away; and not too far."""
+    case = case_of("qwen3_tied", "critic")
+    mask, clip = case.batch["response_mask"], Recipe().cliprange_value
+    exact, _ = case.references["epochs"]
+    old, returns = (case.batch[name][mask].double() for name in ("values", "returns"))
+    moved = exact["values"][mask] - old
+    held = (old + moved.clamp(-clip, clip) - returns).abs()
+    is_held = held > (old + moved - returns).abs()
+    is_far = moved.abs() > clip
+    for tokens in (is_held & (moved > 0), is_held & (moved < 0), is_far & ~is_held, ~is_far):
+        assert tokens.sum() > 0.1 * mask.sum()
+    assert not (is_held & ~is_far).any() and case.state["score.weight"].abs().min() > 0
 
 
 @pytest.mark.parametrize(

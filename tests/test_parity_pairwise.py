@@ -10,7 +10,18 @@ from typing import Any
 import pytest
 
 from benchmarks.parity.cases import FAMILIES
-from benchmarks.parity.layouts import COVER_RANKS, LAYOUTS, VALUES, Axes, cover, divides, is_possible
+from benchmarks.parity.layouts import (
+    COVER_RANKS,
+    CRITIC_VALUES,
+    LAYOUTS,
+    VALUES,
+    Axes,
+    cover,
+    critic_cells,
+    critic_cover,
+    divides,
+    is_possible,
+)
 from benchmarks.parity.pairwise import pairs_of, pairwise
 from benchmarks.replay_layouts import CONFIG, in_layout
 from rlhf_megatron.config.load import read_run_config
@@ -67,6 +78,36 @@ def test_every_pair_that_can_be_is_in_the_cover() -> None:
     assert covered == possible
     seen = {item for pair in possible for item in pair}
     assert seen == {(axis, value) for axis, values in axes.items() for value in values}, "each value is possible"
+
+
+def test_every_layout_has_a_critic_and_every_family_meets_every_value_with_one() -> None:
+    def met(cells: set[tuple[str, str]]) -> set[tuple[str, str, Any]]:
+        """(family, axis, value)."""
+        return {
+            (family, axis, value)
+            for family, name in cells
+            for axis, value in asdict(LAYOUTS[name]).items()
+            if axis != "recompute"
+        }
+
+    of_actor = {
+        (family, name) for name, axes in LAYOUTS.items() for family in FAMILIES if divides(axes, FAMILIES[family])
+    }
+    of_critic = critic_cells(list(LAYOUTS.values()), FAMILIES)
+    assert of_critic <= of_actor and {name for _, name in of_critic} == set(LAYOUTS)
+    assert met(of_critic) == met(of_actor) and len(of_critic) < len(of_actor) / 4
+    assert critic_cells([Axes(tp=2)], {"one": FAMILIES["qwen3_tied"]}) == {("one", "tp2")}
+
+
+def test_the_short_cover_of_the_critic() -> None:
+    """Every pair of values of the axes but the ways of recomputing, and every family."""
+    cells = critic_cover(FAMILIES)
+    values = [dict(zip(CRITIC_VALUES, row, strict=True)) for row in product(*CRITIC_VALUES.values())]
+    possible: Pairs = set().union(*(pairs(cell) for cell in values if can_be({"family": "qwen3_tied", **cell})))
+    covered: Pairs = set().union(*(pairs(asdict(axes)) for _, axes in cells))
+    assert covered == possible
+    assert {family for family, _ in cells} == set(FAMILIES)
+    assert all(divides(axes, FAMILIES[family]) and axes.num_ranks <= COVER_RANKS for family, axes in cells)
 
 
 def test_a_cover_by_hand() -> None:
