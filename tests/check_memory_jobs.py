@@ -1,4 +1,4 @@
-"""Cases of tests/test_check_memory.py: what is planned for them, and what the ranks of a real actor hold."""
+"""Cases of tests/test_check_memory.py: what is planned for them, and what the ranks of real actors and critics hold."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from table_samples import LLAMA3_ROPE, SMALL_LLAMA, SMALL_QWEN2, SMALL_QWEN3, TH
 from torch import Tensor
 
 from benchmarks.parity.layouts import Axes
-from rlhf_megatron.config.schema import ActorConfig, OptimConfig
+from rlhf_megatron.config.schema import ActorConfig, CriticConfig, OptimConfig
+from rlhf_megatron.models.table import Head
 from rlhf_megatron.parallel.world import World
 
 HF_CONFIGS = {
@@ -36,9 +37,10 @@ class Case:
     dtype: str
     axes: Axes
     bucket_size: int | None = None  # parameters, for small models to have several buckets
+    head: Head = "vocabulary"
 
     def __str__(self) -> str:
-        return f"{self.model} {self.dtype} {self.axes.name}"
+        return f"{self.model} {self.dtype} {self.axes.name}" + (" critic" if self.head == "value" else "")
 
 
 CASES = (
@@ -52,32 +54,24 @@ CASES = (
     Case("llama", "bfloat16", Axes(tp=2, dp=2, sequence_parallel=True, distributed=True, overlap=True), 2000),
     Case("tied qwen3", "bfloat16", Axes(pp=2, vpp=2, dp=2, distributed=True, overlap=True), 2000),
     Case("tied qwen2", "float32", Axes(pp=2, cp=2, distributed=True)),
+    Case("tied qwen3", "bfloat16", Axes(pp=2), head="value"),
+    Case("qwen3", "bfloat16", Axes(tp=2, sequence_parallel=True), head="value"),
+    Case("llama", "bfloat16", Axes(dp=2, distributed=True, overlap=True), 2000, head="value"),
 )
 
 
 def held(world: World, case: Case) -> dict[str, int]:
-    """Bytes of the tensors that this rank of a real actor holds, counted by their storage."""
-    from rlhf_megatron.checkpoint.random_init import random_source
+    """Bytes of the tensors that this rank of a real actor or critic holds, counted by their storage."""
     from rlhf_megatron.workers import data_parallel
-    from rlhf_megatron.workers.actor import MegatronActor
-    from rlhf_megatron.workers.trained_model import Phase
 
-    hf_config, optim = HF_CONFIGS[case.model], OptimConfig()
     data_parallel.BUCKET_SIZE = case.bucket_size
     try:
-        actor = MegatronActor(
-            hf_config,
-            random_source(hf_config, 1),
-            world,
-            getattr(torch, case.dtype),
-            ActorConfig(megatron=case.axes.megatron, optim=optim),
-            {"rl": Phase(optim, 10)},
-        )
+        trained = make_worker(world, case).trained
     finally:
         data_parallel.BUCKET_SIZE = None
-    parameters = [parameter for chunk in actor.trained.chunks for parameter in chunk.parameters()]
+    parameters = [parameter for chunk in trained.chunks for parameter in chunk.parameters()]
     model_storages = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-    adams = [part.optimizer for part in actor.trained.optimizer.megatron.chained_optimizers]
+    adams = [part.optimizer for part in trained.optimizer.megatron.chained_optimizers]
     trained = [parameter for adam in adams for group in adam.param_groups for parameter in group["params"]]
     moments = [s[name] for adam in adams for s in adam.state.values() for name in ("exp_avg", "exp_avg_sq")]
     return {
@@ -89,6 +83,20 @@ def held(world: World, case: Case) -> dict[str, int]:
         ),
         "moments": sum(tensor.numel() * tensor.element_size() for tensor in moments),
     }
+
+
+def make_worker(world: World, case: Case) -> Any:
+    from rlhf_megatron.checkpoint.random_init import random_source
+    from rlhf_megatron.workers.actor import MegatronActor
+    from rlhf_megatron.workers.critic import MegatronCritic
+    from rlhf_megatron.workers.trained_model import Phase
+
+    hf_config, optim, megatron = HF_CONFIGS[case.model], OptimConfig(), case.axes.megatron
+    common = (hf_config, random_source(hf_config, 1), world, getattr(torch, case.dtype))
+    phases = {"rl": Phase(optim, 10)}
+    if case.head == "value":
+        return MegatronCritic(*common, CriticConfig(optim=optim), megatron, phases, seed=1)
+    return MegatronActor(*common, ActorConfig(megatron=megatron, optim=optim), phases)
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -116,7 +124,7 @@ def main() -> None:
     for case in CASES:
         data_parallel.BUCKET_SIZE = case.bucket_size
         stages = plan_memory(
-            HF_CONFIGS[case.model], case.axes.megatron, case.axes.num_ranks, getattr(torch, case.dtype)
+            HF_CONFIGS[case.model], case.axes.megatron, case.axes.num_ranks, getattr(torch, case.dtype), case.head
         )
         plans.append([asdict(stage) for stage in stages])
     print(json.dumps(plans))

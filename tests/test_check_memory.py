@@ -1,4 +1,4 @@
-"""The memory that `rlhf-megatron check` plans is what real actors hold, to the byte, on every rank."""
+"""The memory that `rlhf-megatron check` plans is what real actors and critics hold, to the byte, on every rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def plans() -> dict[str, list[dict[str, Any]]]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_plan_is_what_actors_hold(case: Case, plans: dict[str, list[dict[str, Any]]], dist_pool: DistPool) -> None:
+def test_the_plan_is_what_workers_hold(case: Case, plans: dict[str, list[dict[str, Any]]], dist_pool: DistPool) -> None:
     axes = {name: getattr(case.axes, name) for name in ("tp", "pp", "dp", "cp", "vpp", "sequence_parallel")}
     found = dist_pool.run(held, **axes, case=case, timeout_s=300)
     layout, stages = layout_of(case.axes.megatron, case.axes.num_ranks), plans[str(case)]
@@ -44,3 +44,6 @@ def test_bytes_counted_by_hand(plans: dict[str, list[dict[str, Any]]]) -> None:
     (shared,) = plans["qwen3 bfloat16 dp2_distributed_overlap"]
     assert sum(shared["moments"]) == 8 * count, "the shards of the two replicas are the whole, without padding"
     assert shared["parameters"] > 2 * count and shared["parameters"] % 256 == 0
+    first, last = plans["tied qwen3 bfloat16 pp2 critic"]
+    assert first["num_parameters"] == 2 * layer + 21 * 24
+    assert last["num_parameters"] == 2 * layer + 24 + (24 + 1), "a value head, and no copy of the embedding"
