@@ -13,6 +13,7 @@ REQUIRES = [
     "packaging>=24.2",
     "numpy>=1.26",
     "pyyaml>=6",
+    "jinja2>=3.1",  # chat templates
     "safetensors>=0.4.3",
     "tokenizers>=0.21",
     "transformers>=5.3,<6",  # the bundled engine
@@ -25,8 +26,9 @@ EXTRAS = {
     # NVIDIA's Apex is not on PyPI (the package of that name there is another project): docs/install.md.
     "gpu": ["transformer-engine[pytorch]>=2.0"],
     "sglang": ["sglang>=0.5.21"],
+    "parquet": ["pyarrow>=14"],
     "demo": ["matplotlib>=3.8", "gguf>=0.10"],
-    "dev": ["pytest>=8", "hypothesis>=6", "ruff>=0.6", "mypy>=1.11", "types-PyYAML", "pre-commit>=3"],
+    "dev": ["pyarrow>=14", "pytest>=8", "hypothesis>=6", "ruff>=0.6", "mypy>=1.11", "types-PyYAML", "pre-commit>=3"],
 }
 
 setup(

@@ -1,4 +1,8 @@
-"""A small batch with a value in every column, for the tests of data/."""
+"""A small batch with a value in every column, and files of rows, for the tests of data/."""
+
+import json
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,3 +29,9 @@ def scored() -> ScoredBatch:
         reward_statuses=("ok", "masked:aborted", "ok"),
         reward_parts={"exact": torch.tensor([1.0, 0.0, 0.0])},
     )
+
+
+def written(path: Path, *rows: Any) -> Path:
+    """A file of the rows: bytes as they are, anything else as JSON."""
+    path.write_bytes(b"".join((row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n" for row in rows))
+    return path

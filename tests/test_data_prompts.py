@@ -1,28 +1,19 @@
-"""Rows, tasks and the order of prompts."""
+"""Rows and tasks as items: templates, solved rows in front, the limit on length, sources and held-out sets."""
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from data_samples import written
 
-from rlhf_megatron.config.schema import DataConfig
-from rlhf_megatron.data import codec
+from rlhf_megatron.config.schema import DataConfig, FewShotConfig, SourceConfig
 from rlhf_megatron.data.arithmetic import FewShotParams, few_shot_addition
-from rlhf_megatron.data.prompts import (
-    PromptItem,
-    PromptStream,
-    encode_rows,
-    load_prompts,
-    majority_answer_accuracy,
-    prompt_batch,
-    supervised_batch,
-)
-from rlhf_megatron.data.rows import PromptRow, RowCounts, read_jsonl
+from rlhf_megatron.data.encode import Limit, PromptFormat, Truncation, cut, encode_rows, take_shots
+from rlhf_megatron.data.items import PromptItem, prompt_batch, supervised_batch
+from rlhf_megatron.data.prompts import load_prompts
+from rlhf_megatron.data.rows import ChatMessage, PromptRow
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer, write_character_tokenizer
-
-KEYS = ("prompt", "answer")
 
 
 @pytest.fixture
@@ -31,94 +22,118 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
     return load_tokenizer(tmp_path / "tokenizer")
 
 
-def written(path: Path, *rows: Any) -> Path:
-    """A file of the rows: bytes as they are, anything else as JSON."""
-    path.write_bytes(b"".join((row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n" for row in rows))
-    return path
-
-
 def items(count: int) -> list[PromptItem]:
     return [PromptItem((i,), str(i), str(i % 3), "test") for i in range(count)]
 
 
-# rows
-
-
-def test_good_rows(tmp_path: Path) -> None:
-    first = written(tmp_path / "a.jsonl", b"\xef\xbb\xbf" + b'{"prompt": "1+1=", "answer": 2, "other": []}', b"  ")
-    second = written(tmp_path / "b.jsonl", {"prompt": "é\u2028", "answer": "0.50"}, {"prompt": "1+1=", "answer": 2.5})
-    rows, counts = read_jsonl([first, second], *KEYS, skip_bad_rows=False)
-    assert rows == (
-        PromptRow("1+1=", "2", "a", f"{first}:1"),
-        PromptRow("é\u2028", "0.50", "b", f"{second}:1"),
-        PromptRow("1+1=", "2.5", "b", f"{second}:2"),
-    )
-    assert counts == RowCounts(num_rows=3, num_bad=0, num_duplicates=1)
-
-
-@pytest.mark.parametrize(
-    ("row", "problem"),
-    [
-        (b'{"prompt": "x", ', r"not JSON \(Expecting"),
-        (b'{"prompt": "x", "answer": NaN}', r"not JSON \(NaN"),
-        (b'{"prompt": "\xff", "answer": "1"}', r"not UTF-8 \(byte 0xff\)"),
-        (["x"], "a JSON array, not an object"),
-        ({"question": "x", "answer": "1"}, r"no key 'prompt' \(set data.prompt_key\); it has 'question', 'answer'"),
-        ({"prompt": "x"}, r"no key 'answer' \(set data.label_key\); it has 'prompt'"),
-        ({"prompt": " \n", "answer": "1"}, "'prompt' is empty"),
-        ({"prompt": [{"role": "user"}], "answer": "1"}, "'prompt' must be a string, not a JSON array"),
-        ({"prompt": "x", "answer": True}, "'answer' must be a string or a number, not a JSON boolean"),
-        ({"prompt": "x", "answer": None}, "'answer' must be a string or a number, not a JSON null"),
-    ],
-)
-def test_a_bad_row(tmp_path: Path, row: Any, problem: str) -> None:
-    path = written(tmp_path / "a.jsonl", {"prompt": "1", "answer": "1"}, row)
-    with pytest.raises(
-        ValueError, match=rf"1 of 2 rows cannot be used:\n  {path}:2: {problem}.*\n.*skip_bad_rows=true"
-    ):
-        read_jsonl([path], *KEYS, skip_bad_rows=False)
-    rows, counts = read_jsonl([path], *KEYS, skip_bad_rows=True)
-    assert [row.prompt for row in rows] == ["1"] and counts.num_bad == 1
-
-
-def test_the_first_few_problems_are_listed(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.jsonl", {"prompt": "1", "answer": "1"}, *[[]] * 7)
-    with pytest.raises(ValueError, match="7 of 8 rows") as caught:
-        read_jsonl([path], *KEYS, skip_bad_rows=False)
-    assert f"{path}:6: " in str(caught.value) and f"{path}:7: " not in str(caught.value)
-    assert "and 2 more" in str(caught.value)
-
-
-def test_nothing_usable_is_always_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"2 of 2 rows cannot be used.*\n.*\n.*\n.*no usable row is left"):
-        read_jsonl([written(tmp_path / "a.jsonl", [], [])], *KEYS, skip_bad_rows=True)
-    with pytest.raises(ValueError, match=r"the dataset is empty: no rows in .*b.jsonl"):
-        read_jsonl([written(tmp_path / "b.jsonl", b"", b" ")], *KEYS, skip_bad_rows=True)
-    with pytest.raises(ValueError, match=r"c.jsonl does not exist or is not a file"):
-        read_jsonl([tmp_path / "c.jsonl"], *KEYS, skip_bad_rows=True)
-
-
 # prompts over the limit
+
+PLAIN = PromptFormat()
 
 
 def test_prompts_over_the_limit(tokenizer: Tokenizer) -> None:
     rows = [PromptRow("1" * n, "1", "t", f"t.jsonl:{n}") for n in (2, 3, 4, 5)]
-    assert [item.prompt_ids for item in encode_rows(rows[:2], tokenizer, 3, False)] == [(3, 3), (3, 3, 3)]
+    fitting = encode_rows(rows[:2], tokenizer, PLAIN, Limit(3))
+    assert [item.prompt_ids for item in fitting.items] == [(3, 3), (3, 3, 3)]
     with pytest.raises(
         ValueError,
         match=r"t.jsonl:4: the prompt has 4 tokens, over data.max_prompt_length \(3\), as have 2 of 4 prompts; "
-        r"raise it to 5, or set data.filter_overlong_prompts=true",
+        r"raise it to 5, or set data.filter_overlong_prompts=true to drop them, or data.truncation to cut them",
     ):
-        encode_rows(rows, tokenizer, 3, False)
-    assert [item.prompt for item in encode_rows(rows, tokenizer, 3, True)] == ["11", "111"]
+        encode_rows(rows, tokenizer, PLAIN, Limit(3))
+    dropped = encode_rows(rows, tokenizer, PLAIN, Limit(3, filter_overlong=True))
+    assert [item.prompt for item in dropped.items] == ["11", "111"] and (dropped.num_dropped, dropped.num_cut) == (2, 0)
     with pytest.raises(ValueError, match=r"all 4 prompts are over data.max_prompt_length \(1\); the shortest has 2"):
-        encode_rows(rows, tokenizer, 1, True)
+        encode_rows(rows, tokenizer, PLAIN, Limit(1, filter_overlong=True))
+
+
+@pytest.mark.parametrize(
+    ("side", "length", "kept"),
+    [("left", 4, "3456"), ("right", 4, "0123"), ("middle", 4, "0156"), ("middle", 5, "01456"), ("left", 7, "0123456")],
+)
+def test_what_is_cut(tokenizer: Tokenizer, side: Truncation, length: int, kept: str) -> None:
+    assert "".join(cut(tuple("0123456"), length, side)) == kept  # type: ignore[arg-type]
+    rows = [PromptRow("0123456", "1", "t", "t:1", '{"k": 1}'), PromptRow("12", "1", "t", "t:2")]
+    found = encode_rows(rows, tokenizer, PLAIN, Limit(length, truncation=side))
+    assert found.items[0] == PromptItem(tokenizer.encode(kept), kept, "1", "t", '{"k": 1}')
+    assert found.items[1].prompt == "12" and (found.num_dropped, found.num_cut) == (0, int(length < 7))
+
+
+def test_the_text_of_a_cut_prompt_shows_special_tokens(tokenizer: Tokenizer) -> None:
+    found = encode_rows([PromptRow("12<eos>34", "1", "t", "t:1")], tokenizer, PLAIN, Limit(3, truncation="left"))
+    assert found.items[0].prompt_ids == (1, 5, 6) and found.items[0].prompt == "<eos>34"
+
+
+def test_a_prompt_without_tokens(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ValueError, match=r"t:1: the prompt '' has no tokens"):
+        encode_rows([PromptRow("", "1", "t", "t:1")], tokenizer, PLAIN, Limit(3))
+
+
+# around and in front of a prompt
+
+
+def test_the_template_is_around_each_prompt() -> None:
+    """Nothing but {prompt} is special in it, and a prompt that looks like a field is left alone."""
+    assert PromptFormat(r"Q: {prompt} \\boxed{} {label}").text("1+{label}") == r"Q: 1+{label} \\boxed{} {label}"
+    assert PromptFormat("A {prompt}", shots="solved ").text("x{prompt}") == "solved A x{prompt}"
+
+
+def test_a_list_of_messages_needs_a_chat() -> None:
+    chat = (ChatMessage("user", "x"),)
+    with pytest.raises(ValueError, match=r"list of chat messages; set data.apply_chat_template=true"):
+        PLAIN.text(chat)
+
+
+ROWS = [PromptRow(f"{i}+1=", str(i + 1), "t", f"t:{i}") for i in range(8)]
+
+
+def test_solved_rows_are_taken_out_of_training() -> None:
+    rows = [*ROWS, PromptRow("3+1=", "four", "t", "t:8")]  # the first row of a prompt is the one that is shown
+    text, left, taken = take_shots(rows, FewShotConfig(num_shots=3, template="{prompt}{label};", seed=5), "({prompt})")
+    solved = text.split(";")
+    assert len(taken) == 3 and solved.pop() == ""
+    assert {f"({row.prompt}){row.label}" for row in ROWS if row.prompt in taken} == set(solved)
+    assert [row for row in rows if row.prompt not in taken] == list(left)
+    assert take_shots(rows, FewShotConfig(3, "{prompt}{label};", 5), "({prompt})") == (text, left, taken)
+    chosen = {take_shots(rows, FewShotConfig(3, seed=seed), "{prompt}")[2] for seed in range(20)}
+    assert len(chosen) > 10, "another seed chooses other rows"
+
+
+def test_fields_of_a_solved_row_are_filled_once() -> None:
+    rows = [PromptRow("{label}", "{prompt}", "t", "t:1")] * 2 + [PromptRow("x", "y", "t", "t:2")]
+    texts = {take_shots(rows, FewShotConfig(1, "<{prompt}|{label}>", seed), "{prompt}")[0] for seed in range(9)}
+    assert texts == {"<{label}|{prompt}>", "<x|y>"}
+
+
+def test_too_few_rows_to_solve() -> None:
+    with pytest.raises(ValueError, match=r"few_shot.num_shots \(8\) must be below the number of different .* \(8\)"):
+        take_shots([*ROWS, *ROWS], FewShotConfig(8), "{prompt}")
+    assert len(take_shots(ROWS, FewShotConfig(7), "{prompt}")[1]) == 1
+
+
+def test_solved_rows_are_not_held_out_either(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    rows = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(8)]
+    train, val = written(tmp_path / "train.jsonl", *rows), written(tmp_path / "val.jsonl", *rows)
+    shots = FewShotConfig(num_shots=2, template="{prompt}{label} ")
+    config = DataConfig(train_files=(str(train),), val_files=(str(val),), few_shot=shots)
+    sets = load_prompts(config, tokenizer)
+    assert (len(sets.train), len(sets.held_out), sets.num_shared) == (6, 6, 6)
+    prefixes = {item.prompt[: -len("0+1=")] for item in (*sets.train, *sets.held_out)}
+    (prefix,) = prefixes
+    for item in sets.train:
+        assert item.prompt[len(prefix) :] + item.label not in prefix
+    alone = written(tmp_path / "alone.jsonl", *(row for row in rows if f"{row['prompt']}{row['answer']} " in prefix))
+    with pytest.raises(ValueError, match="every held-out prompt stands solved in front of the others"):
+        load_prompts(DataConfig(train_files=(str(train),), val_files=(str(alone),), few_shot=shots), tokenizer)
+
+
+# files
 
 
 def test_load_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
     rows = [{"q": text, "a": 1} for text in ("1+1=", "1+1=", "2+2=", "12345+1=")]
     train = written(tmp_path / "train.jsonl", *rows, b"{")
-    val = written(tmp_path / "val.jsonl", {"q": "2+2=", "a": 4}, {"q": "3+3=", "a": 6})
+    val = written(tmp_path / "val.jsonl", {"q": "2+2=", "a": 4}, {"q": "3+3=", "a": 6, "level": 1})
     config = DataConfig(
         train_files=(str(train),),
         val_files=(str(val),),
@@ -130,13 +145,89 @@ def test_load_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
     )
     sets = load_prompts(config, tokenizer)
     assert [item.prompt for item in sets.train] == ["1+1=", "1+1=", "2+2="]
-    assert sets.held_out[1] == PromptItem((5, 12, 5, 15), "3+3=", "6", "val")
+    assert sets.held_out[1] == PromptItem((5, 12, 5, 15), "3+3=", "6", "val", '{"level": 1}')
     assert (sets.num_bad_rows, sets.num_overlong, sets.num_duplicates, sets.num_shared) == (1, 1, 1, 1)
 
 
 def test_no_files_at_all(tokenizer: Tokenizer) -> None:
     with pytest.raises(ValueError, match=r"data.train_files names no file; name one, or set data.task"):
         load_prompts(DataConfig(), tokenizer)
+
+
+def test_a_held_out_set_a_file_or_data_source(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    train = written(tmp_path / "train.jsonl", {"prompt": "1", "answer": 1})
+    easy = written(tmp_path / "easy.jsonl", {"prompt": "2", "answer": 1}, {"prompt": "3", "answer": 1})
+    named = [{"prompt": str(i), "answer": 1, "data_source": f"level{i % 2}"} for i in range(3)]
+    mixed = written(tmp_path / "mixed.jsonl", *named)
+    sets = load_prompts(DataConfig(train_files=(str(train),), val_files=(str(easy), str(mixed))), tokenizer)
+    found = {held_out.name: [item.prompt for item in held_out.items] for held_out in sets.held_out_sets}
+    assert found == {"easy": ["2", "3"], "level0": ["0", "2"], "level1": ["1"]}
+    assert [item.source for item in sets.held_out] == ["easy", "easy", "level0", "level0", "level1"]
+    source = SourceConfig("s", train_files=(str(train),), val_files=(str(easy), str(mixed)))
+    sets = load_prompts(DataConfig(sources=(source,)), tokenizer)
+    assert [held_out.name for held_out in sets.held_out_sets] == ["s/easy", "s/level0", "s/level1"]
+    assert {item.source for item in (*sets.train, *sets.held_out)} == {"s"}
+
+
+# sources
+
+
+def test_sources(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    train = written(tmp_path / "train.jsonl", {"prompt": "7", "answer": 1}, {"prompt": "00+00=", "answer": 1}, b"{")
+    val = written(tmp_path / "val.jsonl", {"prompt": "12345", "answer": 1}, {"prompt": "9", "answer": 1})
+    config = DataConfig(
+        sources=(
+            SourceConfig("add", weight=3, task="addition", task_params={"num_digits": 1, "num_val": 10}),
+            SourceConfig("own", train_files=(str(train),), val_files=(str(val),), prompt_template="{prompt}?"),
+            SourceConfig(
+                "bare", task="addition", task_params={"num_digits": 2, "num_val": 1}, prompt_template="{prompt}"
+            ),
+        ),
+        prompt_template="{prompt} ",
+        skip_bad_rows=True,
+        filter_overlong_prompts=True,
+        max_prompt_length=6,
+    )
+    sets = load_prompts(config, tokenizer)
+    assert [(source.name, source.weight, len(source.items)) for source in sets.sources] == [
+        ("add", 3, 90),
+        ("own", 1.0, 1),  # "00+00=?" has 7 tokens
+        ("bare", 1.0, 9999),
+    ]
+    assert [(held_out.name, len(held_out.items)) for held_out in sets.held_out_sets] == [
+        ("add", 10),
+        ("own", 2),
+        ("bare", 1),
+    ]
+    assert sets.sources[0].items[0].prompt.endswith("= ") and sets.sources[1].items[0].prompt == "7?"
+    assert len(sets.sources[2].items[0].prompt) == 6
+    assert {item.source for item in sets.sources[0].items} == {"add"}
+    assert (sets.num_bad_rows, sets.num_overlong, len(sets.train), len(sets.held_out)) == (1, 1, 10090, 13)
+
+
+def test_few_shot_of_a_source(tokenizer: Tokenizer) -> None:
+    digits = {"num_digits": 1, "num_val": 10}
+    config = DataConfig(
+        sources=(
+            SourceConfig("with", task="addition", task_params=digits),
+            SourceConfig("without", task="addition", task_params=digits, few_shot=FewShotConfig(0)),
+        ),
+        few_shot=FewShotConfig(2, "{prompt}{label} "),
+    )
+    sets = load_prompts(config, tokenizer)
+    assert [len(source.items) for source in sets.sources] == [88, 90]
+    assert sets.sources[0].items[0].prompt.count("=") == 3 and sets.sources[1].items[0].prompt.count("=") == 1
+
+
+def test_what_is_wrong_with_a_source_names_it(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    good = SourceConfig("good", task="addition")
+    for bad, problem in (
+        (SourceConfig("bad", task="adition"), r"data.sources\[1\] \(bad\): unknown task 'adition'. Did you mean"),
+        (SourceConfig("bad"), r"data.sources\[1\] \(bad\): .*data.sources\[1\].train_files names no file"),
+        (SourceConfig("bad", task="addition", task_params={"num_val": 0}), r"data.sources\[1\].task_params.*num_val"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            load_prompts(DataConfig(sources=(good, bad)), tokenizer)
 
 
 # tasks
@@ -153,11 +244,10 @@ def test_addition(tokenizer: Tokenizer) -> None:
     assert other.held_out != sets.held_out
 
 
-def test_the_majority_answer_of_addition(tokenizer: Tokenizer) -> None:
+def test_the_most_common_answer_of_addition(tokenizer: Tokenizer) -> None:
     """099 is the sum of 100 of 10,000 pairs."""
     sets = load_prompts(DataConfig(task="addition", task_params={"num_val": 1}), tokenizer)
-    assert majority_answer_accuracy((*sets.train, *sets.held_out)) == 100 / 10_000
-    assert majority_answer_accuracy(items(7)) == 3 / 7
+    assert Counter(item.label for item in (*sets.train, *sets.held_out)).most_common(1) == [("099", 100)]
 
 
 @pytest.mark.parametrize(
@@ -180,6 +270,23 @@ def test_few_shot(operation: str, example: str, answer: str) -> None:
         assert asked[question + "="] == result
 
 
+def test_few_shot_of_several_operations() -> None:
+    rows = few_shot_addition(FewShotParams(operation=("mul", "sub"), num_val=7))
+    alone = [few_shot_addition(FewShotParams(operation=operation, num_val=7)) for operation in ("mul", "sub")]  # type: ignore[arg-type]
+    assert rows.train == alone[0].train + alone[1].train and rows.held_out == alone[0].held_out + alone[1].held_out
+    assert Counter(row.source for row in rows.held_out) == {"few_shot_mul": 7, "few_shot_sub": 7}
+
+
+def test_an_evaluation_set_an_operation(tokenizer: Tokenizer) -> None:
+    config = DataConfig(task="few_shot_addition", task_params={"operation": ["add", "mul"], "num_shots": 0})
+    sets = load_prompts(config, tokenizer)
+    assert [(held_out.name, len(held_out.items)) for held_out in sets.held_out_sets] == [
+        ("few_shot_add", 20),
+        ("few_shot_mul", 20),
+    ]
+    assert len(sets.sources) == 1 and len(sets.train) == 122
+
+
 @pytest.mark.parametrize(
     ("task", "params", "problem"),
     [
@@ -188,74 +295,14 @@ def test_few_shot(operation: str, example: str, answer: str) -> None:
         ("addition", {"num_val": 10_000}, r"num_val \(10000\) must be from 1 to 9999"),
         ("addition", {"num_digits": 4}, r"num_digits \(4\) must be 1, 2 or 3"),
         ("few_shot_addition", {"num_val": 79}, r"num_val \(79\) must be from 1 to 78"),
-        ("few_shot_addition", {"operation": "div"}, "div"),
+        ("few_shot_addition", {"operation": "div"}, r"operation \('?div'?\) must be one of add, sub, mul"),
+        ("few_shot_addition", {"operation": ["add", "add"]}, r"operation \(\['add', 'add'\]\) must name one or more"),
+        ("few_shot_addition", {"operation": []}, r"operation \(\[\]\) must name one or more"),
     ],
 )
 def test_wrong_tasks(tokenizer: Tokenizer, task: str, params: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         load_prompts(DataConfig(task=task, task_params=params), tokenizer)
-
-
-# the stream
-
-
-def test_without_shuffling_the_order_is_that_of_the_items() -> None:
-    stream = PromptStream(items(5), batch_size=3, shuffle=False, seed=0)
-    first, second = stream.next(1), stream.next(2)
-    assert first.prompts == ("0", "1", "2") and first.group_ids == (0, 1, 2)
-    assert second.prompts == ("3", "4", "0") and second.group_ids == (3, 4, 5)
-    assert second.prompt_ids == ((3,), (4,), (0,)) and second.labels == ("0", "1", "0")
-
-
-def test_every_epoch_has_every_prompt_once_in_another_order() -> None:
-    stream = PromptStream(items(50), batch_size=20, shuffle=True, seed=3)
-    drawn = [prompt for step in range(1, 6) for prompt in stream.next(step).prompts]
-    assert set(drawn[:50]) == set(drawn[50:]) == {str(i) for i in range(50)}
-    assert drawn[:50] != drawn[50:] and drawn[:50] != [str(i) for i in range(50)]
-
-
-def test_a_batch_depends_on_seed_and_step_only() -> None:
-    stream = PromptStream(items(50), batch_size=20, shuffle=True, seed=3)
-    forward = [stream.next(step) for step in range(1, 9)]
-    again = PromptStream(items(50), batch_size=20, shuffle=True, seed=3)
-    assert [again.next(step) for step in range(8, 0, -1)] == forward[::-1]
-    assert PromptStream(items(50), batch_size=20, shuffle=True, seed=4).next(1) != forward[0]
-    assert forward[0].prompts[:4] == ("47", "42", "5", "26")  # pinned: the order must not change between versions
-
-
-def test_group_ids_are_unique_even_when_a_batch_repeats_prompts() -> None:
-    stream = PromptStream(items(2), batch_size=5, shuffle=True, seed=0)
-    ids = [group for step in range(1, 5) for group in stream.next(step).group_ids]
-    assert ids == list(range(20))
-    assert sorted(Counter(stream.next(1).prompts).values()) == [2, 3]
-
-
-def test_the_cursor_travels_and_knows_its_stream() -> None:
-    stream = PromptStream(items(5), batch_size=2, shuffle=True, seed=0)
-    stream.next(3)
-    cursor = codec.decode(codec.encode(stream.state()))
-    assert cursor.num_drawn == 6
-    resumed = PromptStream(items(5), batch_size=2, shuffle=True, seed=0)
-    resumed.restore(cursor)
-    assert resumed.state() == cursor
-    with pytest.raises(ValueError, match=r"data.train_batch_size \(3\) must be 2"):
-        PromptStream(items(5), batch_size=3, shuffle=True, seed=0).restore(cursor)
-    for other in (
-        PromptStream(items(6), batch_size=2, shuffle=True, seed=0),
-        PromptStream(items(5), batch_size=2, shuffle=True, seed=1),
-        PromptStream(items(5), batch_size=2, shuffle=False, seed=0),
-    ):
-        with pytest.raises(ValueError, match="the prompts or their order differ"):
-            other.restore(cursor)
-
-
-def test_an_empty_stream_and_a_wrong_step() -> None:
-    with pytest.raises(ValueError, match="the dataset is empty"):
-        PromptStream([], 1, True, 0)
-    with pytest.raises(ValueError, match=r"data.train_batch_size \(0\)"):
-        PromptStream(items(1), 0, True, 0)
-    with pytest.raises(ValueError, match=r"step \(0\)"):
-        PromptStream(items(1), 1, True, 0).next(0)
 
 
 def test_prompt_batch() -> None:
@@ -265,7 +312,9 @@ def test_prompt_batch() -> None:
 
 def test_supervised_batch(tokenizer: Tokenizer) -> None:
     """Digits are 2..11, "+" is 12, "=" is 15, <eos> is 1."""
-    pair = encode_rows([PromptRow("1+1=", "2", "", ""), PromptRow("9=", "09", "", "")], tokenizer, 9, False)
+    pair = encode_rows(
+        [PromptRow("1+1=", "2", "", ""), PromptRow("9=", "09", "", "")], tokenizer, PLAIN, Limit(9)
+    ).items
     batch = supervised_batch(pair, tokenizer)
     assert batch.offsets.tolist() == [0, 6, 11]
     assert batch.token_ids.tolist() == [3, 12, 3, 15, 4, 1, 11, 15, 2, 11, 1]

@@ -8,15 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhf_megatron.data.rows import PromptRow
+from rlhf_megatron.data.rows import PromptRow, TaskRows
 
+Operation = Literal["add", "sub", "mul"]
 OPERATIONS = {"add": ("+", operator.add), "sub": ("-", operator.sub), "mul": ("*", operator.mul)}
-
-
-@dataclass(frozen=True)
-class TaskRows:
-    train: tuple[PromptRow, ...]
-    held_out: tuple[PromptRow, ...]  # shares no problem with `train`
 
 
 @dataclass(frozen=True)
@@ -46,28 +41,45 @@ def addition(params: AdditionParams) -> TaskRows:
 
 @dataclass(frozen=True)
 class FewShotParams:
-    operation: Literal["add", "sub", "mul"] = "add"  # sub: the result is 1..9, what is taken away 1..9
-    num_val: int = 20  # of the 81 problems, held out
-    num_shots: int = 3  # solved problems before the question
+    operation: tuple[Operation, ...] | Operation = "add"  # sub: the result is 1..9, what is taken away 1..9
+    num_val: int = 20  # of the 81 problems of an operation, held out
+    num_shots: int = 3  # solved problems before the question, of its operation
     shots_seed: int = 5  # of the solved problems, the same in every prompt
     split_seed: int = 123
 
     def __post_init__(self) -> None:
         if self.num_shots < 0:
             raise ValueError(f"num_shots ({self.num_shots}) must be at least 0.")
-        _check_num_val(self.num_val, 81 - max(1, len(set(_solved(self)))))
+        if not self.operations or len(set(self.operations)) < len(self.operations):
+            raise ValueError(
+                f"operation ({list(self.operations)}) must name one or more that differ; use [add, sub, mul]."
+            )
+        for operation in self.operations:
+            _check_num_val(self.num_val, 81 - max(1, len(set(_solved(self, operation)))))
+
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        return (self.operation,) if isinstance(self.operation, str) else self.operation
 
 
 def few_shot_addition(params: FewShotParams) -> TaskRows:
     """One-digit problems behind solved ones, for a pretrained model: "2+3=5\\n4+8=12\\n...7+6=" -> "13".
 
-    A problem that stands solved in the prompt is never held out.
+    A problem that stands solved in the prompt is never held out. Each of several operations has its own source name.
     """
-    sign, compute = OPERATIONS[params.operation]
-    solved = _solved(params)
+    parts = [_of_operation(params, operation) for operation in params.operations]
+    return TaskRows(
+        train=tuple(row for part in parts for row in part.train),
+        held_out=tuple(row for part in parts for row in part.held_out),
+    )
+
+
+def _of_operation(params: FewShotParams, operation: Operation) -> TaskRows:
+    sign, compute = OPERATIONS[operation]
+    solved = _solved(params, operation)
     shots = "".join(f"{a}{sign}{b}={compute(a, b)}\n" for a, b in solved)
-    source = f"few_shot_{params.operation}"
-    problems = [_operands(params, x, y) for x in range(1, 10) for y in range(1, 10)]
+    source = f"few_shot_{operation}"
+    problems = [_operands(operation, x, y) for x in range(1, 10) for y in range(1, 10)]
     random.Random(params.split_seed).shuffle(problems)
     problems.sort(key=lambda problem: problem in solved)  # stable: solved ones last, out of the held-out part
     rows = [
@@ -76,14 +88,14 @@ def few_shot_addition(params: FewShotParams) -> TaskRows:
     return _split(rows, params.num_val)
 
 
-def _operands(params: FewShotParams, x: int, y: int) -> tuple[int, int]:
-    return (x + y, x) if params.operation == "sub" else (x, y)
+def _operands(operation: Operation, x: int, y: int) -> tuple[int, int]:
+    return (x + y, x) if operation == "sub" else (x, y)
 
 
-def _solved(params: FewShotParams) -> list[tuple[int, int]]:
+def _solved(params: FewShotParams, operation: Operation) -> list[tuple[int, int]]:
     """The problems that stand solved in every prompt."""
     chance = random.Random(params.shots_seed)
-    return [_operands(params, chance.randint(1, 9), chance.randint(1, 9)) for _ in range(params.num_shots)]
+    return [_operands(operation, chance.randint(1, 9), chance.randint(1, 9)) for _ in range(params.num_shots)]
 
 
 def _check_num_val(num_val: int, most: int) -> None:

@@ -1,209 +1,180 @@
-"""Prompts of a run: rows of files or of a generated task, as token ids, in an order that a seed fixes."""
+"""Prompts of a run: rows of files or of generated tasks, one source or several, as token ids."""
 
 from __future__ import annotations
 
-import hashlib
-import random
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-
-import torch
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from rlhf_megatron.config.params import params_from_mapping
-from rlhf_megatron.config.schema import DataConfig
-from rlhf_megatron.data import codec
-from rlhf_megatron.data.batch import PromptBatch, TokenBatch, offsets_from_lengths
-from rlhf_megatron.data.rows import PromptRow, RowCounts, read_jsonl
+from rlhf_megatron.config.schema import DataConfig, FewShotConfig
+from rlhf_megatron.data.chat_template import ChatFormat, make_chat_format
+from rlhf_megatron.data.encode import Encoded, Limit, PromptFormat, encode_rows, take_shots
+from rlhf_megatron.data.items import PromptItem, PromptSource
+from rlhf_megatron.data.rows import PromptRow, RowCounts, read_rows
 from rlhf_megatron.data.tasks import TASKS
 from rlhf_megatron.data.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class PromptItem:
-    """One question, ready to be asked."""
+class HeldOutSet:
+    """Held-out prompts that are evaluated and shown together."""
 
-    prompt_ids: tuple[int, ...]
-    prompt: str
-    label: str
-    source: str
-    extra: str = ""  # JSON object of what else a reward may read
+    name: str
+    items: tuple[PromptItem, ...]
 
 
 @dataclass(frozen=True)
 class PromptSets:
-    """What `load_prompts` found. `held_out` is empty when a run of files names no data.val_files."""
+    """What `load_prompts` found. `held_out_sets` is empty when a run of files names no val_files."""
 
-    train: tuple[PromptItem, ...]
-    held_out: tuple[PromptItem, ...]
-    num_bad_rows: int  # skipped, of both sets
-    num_overlong: int  # dropped, of both sets
-    num_duplicates: int  # training rows whose prompt stood in an earlier one; they are kept
+    sources: tuple[PromptSource, ...]
+    held_out_sets: tuple[HeldOutSet, ...]
+    num_bad_rows: int  # skipped, of all sets
+    num_overlong: int  # dropped, of all sets
+    num_cut: int  # over the limit and shortened, of all sets
+    num_duplicates: int  # training rows whose prompt stood in an earlier one of its source; they are kept
     num_shared: int  # held-out items whose prompt is trained on too
 
+    @cached_property
+    def train(self) -> tuple[PromptItem, ...]:
+        """The training items of all sources."""
+        return tuple(item for source in self.sources for item in source.items)
 
-@codec.register
+    @cached_property
+    def held_out(self) -> tuple[PromptItem, ...]:
+        """The items of all held-out sets."""
+        return tuple(item for held_out in self.held_out_sets for item in held_out.items)
+
+
 @dataclass(frozen=True)
-class PromptCursor:
-    """Where a stream stands, and of which stream."""
+class SourceSettings:
+    """An entry of data.sources with what it takes over from the section, or the section itself."""
 
-    num_drawn: int  # prompts
-    batch_size: int
-    order: str  # digest of items, seed and shuffling
+    key: str  # where its settings stand
+    name: str  # "" of the section itself
+    weight: float
+    task: str | None
+    task_params: dict[str, object]
+    train_files: tuple[str, ...]
+    val_files: tuple[str, ...]
+    prompt_template: str
+    few_shot: FewShotConfig
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """One source."""
+
+    train: Encoded
+    held_out: Encoded
+    sets: tuple[HeldOutSet, ...]
+    num_bad_rows: int
+    num_duplicates: int
 
 
 def load_prompts(config: DataConfig, tokenizer: Tokenizer) -> PromptSets:
-    """The items of the run's task, or of its files where `config.task` is None.
+    """The items of the run's sources, or of its task or files.
 
-    Raises ValueError for malformed rows, empty sets and prompts over the limit, as `read_jsonl` and `encode_rows` say,
-    and for a task or parameter that does not exist.
+    A held-out set is what a source holds out, by file or data_source where it has several. Raises ValueError for
+    malformed rows, empty sets and prompts over the limit, as `read_rows` and `encode_rows` say, for a task or parameter
+    that does not exist, and for a missing chat template.
     """
-    train, train_counts, held_out, held_out_counts = _read(config)
-    limits = (tokenizer, config.max_prompt_length, config.filter_overlong_prompts)
-    train_items = encode_rows(train, *limits)
-    held_out_items = encode_rows(held_out, *limits) if held_out else ()
-    trained = {item.prompt for item in train_items}
+    chat = None
+    if config.apply_chat_template:
+        chat = make_chat_format(tokenizer, config.system_prompt, config.apply_chat_template_kwargs)
+    settings = source_settings(config)
+    loaded = [_load(source, config, tokenizer, chat) for source in settings]
+    trained = {item.prompt for source in loaded for item in source.train.items}
+    encoded = [part for source in loaded for part in (source.train, source.held_out)]
     return PromptSets(
-        train_items,
-        held_out_items,
-        num_bad_rows=train_counts.num_bad + held_out_counts.num_bad,
-        num_overlong=len(train) + len(held_out) - len(train_items) - len(held_out_items),
-        num_duplicates=train_counts.num_duplicates,
-        num_shared=sum(item.prompt in trained for item in held_out_items),
+        sources=tuple(PromptSource(s.name, s.weight, f.train.items) for s, f in zip(settings, loaded, strict=True)),
+        held_out_sets=tuple(held_out for source in loaded for held_out in source.sets),
+        num_bad_rows=sum(source.num_bad_rows for source in loaded),
+        num_overlong=sum(part.num_dropped for part in encoded),
+        num_cut=sum(part.num_cut for part in encoded),
+        num_duplicates=sum(source.num_duplicates for source in loaded),
+        num_shared=sum(item.prompt in trained for source in loaded for item in source.held_out.items),
     )
 
 
-def _read(config: DataConfig) -> tuple[tuple[PromptRow, ...], RowCounts, tuple[PromptRow, ...], RowCounts]:
+def source_settings(config: DataConfig) -> tuple[SourceSettings, ...]:
+    """The sources of a run: one without a name where data.sources is empty."""
+    if not config.sources:
+        of_section = (config.task, config.task_params, config.train_files, config.val_files)
+        return (SourceSettings("data", "", 1.0, *of_section, config.prompt_template, config.few_shot),)
+    return tuple(
+        SourceSettings(
+            f"data.sources[{index}]",
+            source.name,
+            source.weight,
+            source.task,
+            source.task_params,
+            source.train_files,
+            source.val_files,
+            config.prompt_template if source.prompt_template is None else source.prompt_template,
+            config.few_shot if source.few_shot is None else source.few_shot,
+        )
+        for index, source in enumerate(config.sources)
+    )
+
+
+def _load(source: SourceSettings, config: DataConfig, tokenizer: Tokenizer, chat: ChatFormat | None) -> _Loaded:
+    try:
+        train, train_counts, held_out, held_out_counts = _read(source, config)
+        shots, train, taken = take_shots(train, source.few_shot, source.prompt_template)
+        held_out_rows = tuple(row for row in held_out if row.prompt not in taken)
+        if held_out and not held_out_rows:
+            raise ValueError("every held-out prompt stands solved in front of the others; lower few_shot.num_shots.")
+        form = PromptFormat(source.prompt_template, shots, chat)
+        limit = Limit(config.max_prompt_length, config.filter_overlong_prompts, config.truncation)
+        train_items = encode_rows(train, tokenizer, form, limit)
+        held_out_items = encode_rows(held_out_rows, tokenizer, form, limit) if held_out_rows else Encoded((), 0, 0)
+    except ValueError as error:
+        if not source.name:
+            raise
+        raise ValueError(f"{source.key} ({source.name}): {error}") from error
+    return _Loaded(
+        _named(train_items, source.name),
+        _named(held_out_items, source.name),
+        _held_out_sets(held_out_items.items, source.name),
+        train_counts.num_bad + held_out_counts.num_bad,
+        train_counts.num_duplicates,
+    )
+
+
+def _read(
+    source: SourceSettings, config: DataConfig
+) -> tuple[tuple[PromptRow, ...], RowCounts, tuple[PromptRow, ...], RowCounts]:
     """Training rows and held-out rows, each with their counts."""
     nothing = RowCounts(0, 0, 0)
-    if config.task is not None:
-        task = TASKS.get(config.task)
-        params = params_from_mapping(task.params, config.task_params, "data.task_params") if task.params else None
+    if source.task is not None:
+        task = TASKS.get(source.task)
+        params = (
+            params_from_mapping(task.params, source.task_params, f"{source.key}.task_params") if task.params else None
+        )
         rows = task.build(params)
         return rows.train, nothing, rows.held_out, nothing
-    if not config.train_files:
-        raise ValueError("the dataset is empty: data.train_files names no file; name one, or set data.task.")
-    keys = (config.prompt_key, config.label_key, config.skip_bad_rows)
-    held_out = read_jsonl(config.val_files, *keys) if config.val_files else ((), nothing)
-    return *read_jsonl(config.train_files, *keys), *held_out
-
-
-def encode_rows(
-    rows: Sequence[PromptRow], tokenizer: Tokenizer, max_prompt_length: int, filter_overlong_prompts: bool
-) -> tuple[PromptItem, ...]:
-    """Items of the rows of at most `max_prompt_length` tokens.
-
-    Raises ValueError for a longer one (unless `filter_overlong_prompts` drops it), and when no row is left.
-    """
-    items = []
-    all_ids = tokenizer.encode_all([row.prompt for row in rows])
-    for row, ids in zip(rows, all_ids, strict=True):
-        if not ids:
-            raise ValueError(f"{row.origin}: the prompt {row.prompt!r} has no tokens; remove the row.")
-        if len(ids) <= max_prompt_length:
-            items.append(PromptItem(ids, row.prompt, row.label, row.source, row.extra))
-        elif not filter_overlong_prompts:
-            longest = max(map(len, all_ids))
-            count = sum(len(other) > max_prompt_length for other in all_ids)
-            raise ValueError(
-                f"{row.origin}: the prompt has {len(ids)} tokens, over data.max_prompt_length ({max_prompt_length}), "
-                f"as have {count} of {len(rows)} prompts; raise it to {longest}, "
-                "or set data.filter_overlong_prompts=true to drop them."
-            )
-    if not items:
-        shortest = min(map(len, all_ids), default=0)
+    if not source.train_files:
         raise ValueError(
-            f"the dataset is empty: all {len(rows)} prompts are over data.max_prompt_length ({max_prompt_length}); "
-            f"the shortest has {shortest} tokens."
+            f"the dataset is empty: {source.key}.train_files names no file; name one, or set {source.key}.task."
         )
-    return tuple(items)
+    keys = (config.prompt_key, config.label_key, config.skip_bad_rows)
+    held_out = read_rows(source.val_files, *keys) if source.val_files else ((), nothing)
+    return *read_rows(source.train_files, *keys), *held_out
 
 
-class PromptStream:
-    """Endless batches of prompts, shuffled anew in each epoch. The batch of a step depends on nothing but the step.
-
-    The last batch of an epoch is filled from the next one, so every batch is whole and no prompt is left out.
-    """
-
-    def __init__(self, items: Sequence[PromptItem], batch_size: int, shuffle: bool, seed: int) -> None:
-        if not items:
-            raise ValueError("the dataset is empty; a stream needs at least one prompt.")
-        if batch_size < 1:
-            raise ValueError(f"data.train_batch_size ({batch_size}) must be at least 1.")
-        self.items = tuple(items)
-        self.batch_size = batch_size
-        self.shuffle = shuffle
-        self.seed = seed
-        self._num_drawn = 0
-        self._epoch_order = lru_cache(maxsize=2)(self._make_epoch_order)
-
-    def next(self, step: int) -> PromptBatch:
-        """The prompts of `step`, which counts from 1. Group ids are unique over the run."""
-        if step < 1:
-            raise ValueError(f"step ({step}) must be at least 1.")
-        self._num_drawn = step * self.batch_size
-        positions = range(self._num_drawn - self.batch_size, self._num_drawn)
-        return prompt_batch([self._item(position) for position in positions], first_group_id=positions.start)
-
-    def state(self) -> PromptCursor:
-        digest = hashlib.sha256(repr((self.seed if self.shuffle else None, self.items)).encode())
-        return PromptCursor(self._num_drawn, self.batch_size, digest.hexdigest()[:16])
-
-    def restore(self, cursor: PromptCursor) -> None:
-        """Raises ValueError when this stream would go on in another order than the one that made `cursor`."""
-        own = self.state()
-        if cursor.batch_size != own.batch_size:
-            raise ValueError(
-                f"data.train_batch_size ({own.batch_size}) must be {cursor.batch_size}, as before the interruption."
-            )
-        if cursor.order != own.order:
-            raise ValueError(
-                "the prompts or their order differ from those before the interruption; "
-                "restore the data files, data.seed and data.shuffle, or start a new run."
-            )
-        self._num_drawn = cursor.num_drawn
-
-    def _item(self, position: int) -> PromptItem:
-        epoch, index = divmod(position, len(self.items))
-        return self.items[self._epoch_order(epoch)[index]]
-
-    def _make_epoch_order(self, epoch: int) -> Sequence[int]:
-        order = list(range(len(self.items)))
-        if self.shuffle:
-            random.Random(f"prompts/{self.seed}/{epoch}").shuffle(order)
-        return order
+def _named(encoded: Encoded, name: str) -> Encoded:
+    """Items of a named source bear its name."""
+    if not name:
+        return encoded
+    return replace(encoded, items=tuple(replace(item, source=name) for item in encoded.items))
 
 
-def prompt_batch(items: Sequence[PromptItem], first_group_id: int = 0) -> PromptBatch:
-    """The items in order, their group ids counting from `first_group_id`. Makes the held-out batch of a run too."""
-    return PromptBatch(
-        prompt_ids=tuple(item.prompt_ids for item in items),
-        prompts=tuple(item.prompt for item in items),
-        labels=tuple(item.label for item in items),
-        sources=tuple(item.source for item in items),
-        group_ids=tuple(range(first_group_id, first_group_id + len(items))),
-        extras=tuple(item.extra for item in items),
-    )
-
-
-def majority_answer_accuracy(items: Sequence[PromptItem]) -> float:
-    """Accuracy on `items` of always giving their most common label: what is reached without reading the question."""
-    assert items, "no items"
-    return Counter(item.label for item in items).most_common(1)[0][1] / len(items)
-
-
-def supervised_batch(items: Sequence[PromptItem], tokenizer: Tokenizer) -> TokenBatch:
-    """Prompt, label and end-of-sequence token of each item; `response_mask` is True on the last two."""
-    responses = [(*ids, tokenizer.eos_token_id) for ids in tokenizer.encode_all([item.label for item in items])]
-    token_ids: list[int] = []
-    mask: list[bool] = []
-    for item, response in zip(items, responses, strict=True):
-        token_ids += [*item.prompt_ids, *response]
-        mask += [False] * len(item.prompt_ids) + [True] * len(response)
-    lengths = [len(item.prompt_ids) + len(response) for item, response in zip(items, responses, strict=True)]
-    return TokenBatch(
-        offsets=offsets_from_lengths(torch.tensor(lengths, dtype=torch.int64)),
-        token_ids=torch.tensor(token_ids, dtype=torch.int64),
-        response_mask=torch.tensor(mask, dtype=torch.bool),
-    )
+def _held_out_sets(items: tuple[PromptItem, ...], name: str) -> tuple[HeldOutSet, ...]:
+    """A set for each source that the rows name (their data_source, file or task)."""
+    by_source: dict[str, list[PromptItem]] = {}
+    for item in items:
+        by_source.setdefault(item.source, []).append(item if not name else replace(item, source=name))
+    if name and len(by_source) == 1:
+        return (HeldOutSet(name, *(tuple(rows) for rows in by_source.values())),)
+    return tuple(HeldOutSet(f"{name}/{source}" if name else source, tuple(rows)) for source, rows in by_source.items())

@@ -1,56 +1,72 @@
-"""JSONL files to checked rows."""
+"""Rows of data files, checked: a prompt (text or chat messages), a label, a source, and what else a reward may read."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+from rlhf_megatron.data.files import raw_rows
 
 NUM_SHOWN = 5  # problems that an error message lists
+MAX_EXTRA = 65_536  # characters of a row's other keys as JSON
+SOURCE_KEY = "data_source"
+
+
+@dataclass(frozen=True)
+class ChatMessage:
+    role: str  # "system", "user", "assistant" or what the chat template knows
+    content: str
+
+
+Prompt: TypeAlias = str | tuple[ChatMessage, ...]
 
 
 @dataclass(frozen=True)
 class PromptRow:
-    prompt: str
+    prompt: Prompt
     label: str  # what the reward compares with
-    source: str  # name of the file or task
+    source: str  # value of data_source, or name of the file or task
     origin: str  # where a user finds it: "train.jsonl:12"
     extra: str = ""  # JSON object of what else a reward may read
 
 
 @dataclass(frozen=True)
+class TaskRows:
+    """What a generated task makes."""
+
+    train: tuple[PromptRow, ...]
+    held_out: tuple[PromptRow, ...]  # shares no problem with `train`
+
+
+@dataclass(frozen=True)
 class RowCounts:
-    """Of the non-blank lines of all files."""
+    """Of the non-blank rows of all files."""
 
     num_rows: int
     num_bad: int  # skipped
     num_duplicates: int  # good rows whose prompt stood in an earlier row; they are kept
 
 
-def read_jsonl(
+def read_rows(
     paths: Sequence[str | Path], prompt_key: str, label_key: str, skip_bad_rows: bool
 ) -> tuple[tuple[PromptRow, ...], RowCounts]:
-    """One JSON object a line; `prompt_key` holds a non-empty string, `label_key` a string or a number.
+    """One object a row; `prompt_key` holds text or chat messages, `label_key` text or a number.
 
-    Raises ValueError for a missing file, for any bad row (unless `skip_bad_rows`), and when no good row is left.
+    A key with points, such as reward_model.ground_truth, is looked up in nested objects. Raises ValueError for a
+    missing file, for any bad row (unless `skip_bad_rows`), and when no good row is left.
     """
     rows: list[PromptRow] = []
     problems: list[str] = []
     for path in map(Path, paths):
-        if not path.is_file():
-            raise ValueError(f"{path} does not exist or is not a file; check data.train_files and data.val_files.")
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                origin = f"{path}:{number}"
-                try:
-                    prompt, label = _parse(line, prompt_key, label_key)
-                    rows.append(PromptRow(prompt, label, path.stem, origin))
-                except ValueError as error:
-                    problems.append(f"{origin}: {error}")
+        for number, value in raw_rows(path):
+            origin = f"{path}:{number}"
+            try:
+                rows.append(_checked(value, prompt_key, label_key, path.stem, origin))
+            except ValueError as error:
+                problems.append(f"{origin}: {error}")
     num_rows = len(rows) + len(problems)
     names = ", ".join(map(str, paths))
     if problems and (not skip_bad_rows or not rows):
@@ -63,35 +79,85 @@ def read_jsonl(
     return tuple(rows), RowCounts(num_rows, len(problems), len(rows) - len({row.prompt for row in rows}))
 
 
-def _parse(line: bytes, prompt_key: str, label_key: str) -> tuple[str, str]:
-    """Prompt and label of one line. Raises ValueError saying what is wrong with it."""
-    try:
-        text = line.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 (byte {line[error.start] if error.start < len(line) else 0:#04x})") from None
-    try:
-        row = json.loads(text, parse_constant=_reject_constant)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON ({error})") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"a JSON {_json_type(row)}, not an object")
-    for key, field in ((prompt_key, "data.prompt_key"), (label_key, "data.label_key")):
-        if key not in row:
-            raise ValueError(f"no key {key!r} (set {field}); it has {', '.join(map(repr, row)) or 'none'}")
-    prompt, label = row[prompt_key], row[label_key]
-    if not isinstance(prompt, str):
-        raise ValueError(f"{prompt_key!r} must be a string, not a JSON {_json_type(prompt)}")
-    if not prompt.strip():
-        raise ValueError(f"{prompt_key!r} is empty")
+def _checked(value: Any, prompt_key: str, label_key: str, stem: str, origin: str) -> PromptRow:
+    """Raises ValueError saying what is wrong with the row."""
+    if isinstance(value, ValueError):
+        raise value
+    if not isinstance(value, dict):
+        raise ValueError(f"a JSON {_json_type(value)}, not an object")
+    prompt = _prompt(_look_up(value, prompt_key, "data.prompt_key"), prompt_key)
+    label = _look_up(value, label_key, "data.label_key")
     if isinstance(label, bool) or not isinstance(label, str | int | float):
         raise ValueError(f"{label_key!r} must be a string or a number, not a JSON {_json_type(label)}")
-    return prompt, label if isinstance(label, str) else repr(label)
+    source = value.get(SOURCE_KEY, stem)
+    if not isinstance(source, str) or not source:
+        raise ValueError(f"{SOURCE_KEY!r} must be a name, not {_shown(source)}")
+    extra = _extra({key: item for key, item in value.items() if key not in (prompt_key, label_key)})
+    return PromptRow(prompt, label if isinstance(label, str) else repr(label), source, origin, extra)
+
+
+def _look_up(row: Mapping[str, Any], key: str, setting: str) -> Any:
+    if key in row:
+        return row[key]
+    value: Any = row
+    for name in key.split("."):
+        if not isinstance(value, dict) or name not in value:
+            raise ValueError(f"no key {key!r} (set {setting}); it has {', '.join(map(repr, row)) or 'none'}")
+        value = value[name]
+    return value
+
+
+def _prompt(value: Any, key: str) -> Prompt:
+    if isinstance(value, list):
+        return _messages(value, key)
+    if not isinstance(value, str):
+        raise ValueError(f"{key!r} must be a string or a list of messages, not a JSON {_json_type(value)}")
+    if not value.strip():
+        raise ValueError(f"{key!r} is empty")
+    return value
+
+
+def _messages(values: list[Any], key: str) -> tuple[ChatMessage, ...]:
+    messages = []
+    for number, value in enumerate(values, start=1):
+        where = f"message {number} of {key!r}"
+        if not isinstance(value, dict):
+            raise ValueError(f'{where} must be {{"role": ..., "content": ...}}, not a JSON {_json_type(value)}')
+        other = [name for name in value if name not in ("role", "content")]
+        if other:
+            raise ValueError(f"{where} has {', '.join(map(repr, other))}; only role and content are known")
+        role, content = value.get("role"), value.get("content")
+        if not isinstance(role, str) or not isinstance(content, str) or not role:
+            raise ValueError(f"{where} must have text as role and content, not {_shown(role)} and {_shown(content)}")
+        messages.append(ChatMessage(role, content))
+    if not messages or messages[-1].role == "assistant" or not messages[-1].content.strip():
+        end = "is empty" if not messages else "ends with an assistant's or an empty message"
+        raise ValueError(f"{key!r} {end}; it must end with what is to be answered")
+    return tuple(messages)
+
+
+def _extra(others: Mapping[str, Any]) -> str:
+    """The row's other keys as JSON, or ""."""
+    if not others:
+        return ""
+    try:
+        text = json.dumps(others, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"its other keys ({', '.join(others)}) cannot be written as JSON ({error}); remove them"
+        ) from None
+    if len(text) > MAX_EXTRA:
+        raise ValueError(
+            f"its other keys ({', '.join(others)}) have {len(text)} characters as JSON, over {MAX_EXTRA}; remove those"
+            " that no reward reads"
+        )
+    return text
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value is None else f"a JSON {_json_type(value)}" if not isinstance(value, str) else repr(value)
 
 
 def _json_type(value: Any) -> str:
     names = {dict: "object", list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
-    return names.get(type(value), "null")
-
-
-def _reject_constant(text: str) -> Any:
-    raise ValueError(f"{text} is not JSON")
+    return names.get(type(value), "null" if value is None else type(value).__name__)

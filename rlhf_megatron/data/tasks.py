@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rlhf_megatron.data.arithmetic import AdditionParams, FewShotParams, TaskRows, addition, few_shot_addition
+from rlhf_megatron.data.arithmetic import AdditionParams, FewShotParams, addition, few_shot_addition
+from rlhf_megatron.data.rows import TaskRows
 from rlhf_megatron.registry import Registry
 
 TASKS: Registry[Callable[[Any], TaskRows]] = Registry("task")

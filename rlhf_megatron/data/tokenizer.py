@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # stands in decoded text for an id that is no token (rows of a padded vocabulary)
+TEXTS_AT_ONCE = 8192  # bounds the memory of encodings, which hold far more than ids
 
 
 class Tokenizer:
     """No special tokens are added or shown; special tokens that stand in a text are recognized."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, eos_token_ids: Sequence[int], pad_token_id: int) -> None:
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        eos_token_ids: Sequence[int],
+        pad_token_id: int,
+        chat_template: str | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+    ) -> None:
         self._backend = backend
         self._known_ids = frozenset(backend.get_vocab(with_added_tokens=True).values())
         self.eos_token_ids = tuple(eos_token_ids)  # any of them ends a response
         self.pad_token_id = pad_token_id
+        self.chat_template = chat_template  # jinja2; None: it has none
+        self.special_tokens = dict(special_tokens or {})  # bos_token, eos_token ...: what a chat template calls them
 
     @property
     def eos_token_id(self) -> int:
@@ -36,13 +46,18 @@ class Tokenizer:
 
     def encode_all(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         """Raises ValueError when a text has a character that the vocabulary cannot spell."""
-        try:
-            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        except Exception as error:  # `tokenizers` raises nothing more specific
-            raise ValueError(
-                f"a text cannot be spelled with this vocabulary ({error}); use another tokenizer."
-            ) from error
-        return [tuple(encoding.ids) for encoding in encodings]
+        ids: list[tuple[int, ...]] = []
+        for start in range(0, len(texts), TEXTS_AT_ONCE):
+            try:
+                encodings = self._backend.encode_batch_fast(
+                    list(texts[start : start + TEXTS_AT_ONCE]), add_special_tokens=False
+                )
+            except Exception as error:  # `tokenizers` raises nothing more specific
+                raise ValueError(
+                    f"a text cannot be spelled with this vocabulary ({error}); use another tokenizer."
+                ) from error
+            ids += [tuple(encoding.ids) for encoding in encodings]
+        return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens. An id that is no token shows as U+FFFD."""
@@ -65,7 +80,8 @@ class Tokenizer:
 
 
 def load_tokenizer(directory: str | Path, model_directory: str | Path | None = None) -> Tokenizer:
-    """Reads tokenizer.json, and special tokens from tokenizer_config.json, generation_config.json and config.json.
+    """Reads tokenizer.json, special tokens from tokenizer_config.json, generation_config.json and config.json, and the
+    chat template where there is one.
 
     All end-of-sequence ids that these name count, in that order. `model_directory`: where the last two files stand
     when not in `directory`. Raises ValueError naming the file that is missing or malformed.
@@ -101,7 +117,13 @@ def load_tokenizer(directory: str | Path, model_directory: str | Path | None = N
         )
     pads = [_token_id(backend, settings.get("pad_token")), *(config.get("pad_token_id") for config in configs)]
     pad_token_id = next((i for i in pads if isinstance(i, int)), eos_token_ids[0])
-    return Tokenizer(backend, eos_token_ids, pad_token_id)
+    return Tokenizer(
+        backend,
+        eos_token_ids,
+        pad_token_id,
+        _chat_template(directory, settings),
+        _special_tokens(_read_json(directory / "special_tokens_map.json")) | _special_tokens(settings),
+    )
 
 
 CHARACTERS = "0123456789+-*=? "
@@ -146,6 +168,33 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object, not a {type(value).__name__}.")
     return value
+
+
+def _chat_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
+    """The file wins over the entry, as in transformers; of several, the one named default."""
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        if "default" not in named:
+            raise ValueError(
+                f"{directory / 'tokenizer_config.json'}: of its chat templates ({', '.join(map(str, named))}) one must"
+                " be named default; write that one to chat_template.jinja."
+            )
+        template = named["default"]
+    if template is not None and not isinstance(template, str):
+        raise ValueError(
+            f"{directory / 'tokenizer_config.json'}: chat_template must be text; write it to chat_template.jinja."
+        )
+    return template
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> text of each special token, which is a string or {"content": string}."""
+    contents = {name: value.get("content") if isinstance(value, dict) else value for name, value in settings.items()}
+    return {name: text for name, text in contents.items() if name.endswith("_token") and isinstance(text, str)}
 
 
 def _token_id(backend: tokenizers.Tokenizer, token: Any) -> int | None:

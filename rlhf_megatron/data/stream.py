@@ -1,0 +1,95 @@
+"""The training prompts of a run in an order that a seed fixes, from one source or several weighted ones."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from rlhf_megatron.data import codec
+from rlhf_megatron.data.batch import PromptBatch
+from rlhf_megatron.data.items import PromptItem, PromptSource, prompt_batch
+from rlhf_megatron.data.mixture import make_mixture
+
+
+@codec.register
+@dataclass(frozen=True)
+class PromptCursor:
+    """Where a stream stands, and of which stream."""
+
+    num_drawn: int  # prompts
+    batch_size: int
+    order: str  # digest of items, weights, seed and shuffling
+
+
+class PromptStream:
+    """Endless batches of prompts. The batch of a step depends on nothing but the step.
+
+    Each source is shuffled anew in each of its own epochs, in which every prompt of it comes once. What a source gives
+    to a stretch of the stream is its share of it, less than one prompt away (`mixture`). The last batch of an epoch is
+    filled from the next one, so every batch is whole.
+    """
+
+    def __init__(self, sources: Sequence[PromptSource], batch_size: int, shuffle: bool, seed: int) -> None:
+        for source in sources:
+            if not source.items:
+                raise ValueError(f"the dataset is empty; a stream needs a prompt of each source ({source.name!r}).")
+        if not sources:
+            raise ValueError("the dataset is empty; a stream needs at least one prompt.")
+        if batch_size < 1:
+            raise ValueError(f"data.train_batch_size ({batch_size}) must be at least 1.")
+        self.sources = tuple(sources)
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self._mixture = make_mixture([source.weight for source in sources])
+        self._num_drawn = 0
+        self._epoch_order = lru_cache(maxsize=2 * len(sources))(self._make_epoch_order)
+
+    def next(self, step: int) -> PromptBatch:
+        """The prompts of `step`, which counts from 1. Group ids are unique over the run."""
+        if step < 1:
+            raise ValueError(f"step ({step}) must be at least 1.")
+        self._num_drawn = step * self.batch_size
+        positions = range(self._num_drawn - self.batch_size, self._num_drawn)
+        return prompt_batch([self._item(position) for position in positions], first_group_id=positions.start)
+
+    def state(self) -> PromptCursor:
+        return PromptCursor(self._num_drawn, self.batch_size, self._order)
+
+    def restore(self, cursor: PromptCursor) -> None:
+        """Raises ValueError when this stream would go on in another order than the one that made `cursor`."""
+        if cursor.batch_size != self.batch_size:
+            raise ValueError(
+                f"data.train_batch_size ({self.batch_size}) must be {cursor.batch_size}, as before the interruption."
+            )
+        if cursor.order != self._order:
+            raise ValueError(
+                "the prompts or their order differ from those before the interruption; "
+                "restore the data files, data.seed and data.shuffle, the sources and their weights, or start a new run."
+            )
+        self._num_drawn = cursor.num_drawn
+
+    @cached_property
+    def _order(self) -> str:
+        seed = self.seed if self.shuffle else None
+        if len(self.sources) == 1:
+            text = repr((seed, self.sources[0].items))
+        else:
+            text = repr((seed, self._mixture.counts, [(source.name, source.items) for source in self.sources]))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def _item(self, position: int) -> PromptItem:
+        source, draw = self._mixture.draw(position)
+        items = self.sources[source].items
+        epoch, index = divmod(draw, len(items))
+        return items[self._epoch_order(source, epoch)[index]]
+
+    def _make_epoch_order(self, source: int, epoch: int) -> Sequence[int]:
+        order = list(range(len(self.sources[source].items)))
+        if self.shuffle:
+            name = f"{self.sources[source].name}/" if len(self.sources) > 1 else ""
+            random.Random(f"prompts/{name}{self.seed}/{epoch}").shuffle(order)
+        return order

@@ -1,0 +1,207 @@
+"""Rows of JSONL and parquet files: what is read, what is refused, and how it is told."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from data_samples import written
+from pyarrow import parquet
+
+from rlhf_megatron.data import rows as rows_module
+from rlhf_megatron.data.rows import ChatMessage, PromptRow, RowCounts, read_rows
+
+KEYS = ("prompt", "answer")
+
+
+def test_good_rows(tmp_path: Path) -> None:
+    first = written(tmp_path / "a.jsonl", b"\xef\xbb\xbf" + b'{"prompt": "1+1=", "answer": 2}', b"  ")
+    second = written(tmp_path / "b.jsonl", {"prompt": "é\u2028", "answer": "0.50"}, {"prompt": "1+1=", "answer": 2.5})
+    rows, counts = read_rows([first, second], *KEYS, skip_bad_rows=False)
+    assert rows == (
+        PromptRow("1+1=", "2", "a", f"{first}:1"),
+        PromptRow("é\u2028", "0.50", "b", f"{second}:1"),
+        PromptRow("1+1=", "2.5", "b", f"{second}:2"),
+    )
+    assert counts == RowCounts(num_rows=3, num_bad=0, num_duplicates=1)
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        (b'{"prompt": "x", ', r"not JSON \(Expecting"),
+        (b'{"prompt": "x", "answer": NaN}', r"not JSON \(NaN"),
+        (b'{"prompt": "\xff", "answer": "1"}', r"not UTF-8 \(byte 0xff\)"),
+        (["x"], "a JSON array, not an object"),
+        ({"question": "x", "answer": "1"}, r"no key 'prompt' \(set data.prompt_key\); it has 'question', 'answer'"),
+        ({"prompt": "x"}, r"no key 'answer' \(set data.label_key\); it has 'prompt'"),
+        ({"prompt": " \n", "answer": "1"}, "'prompt' is empty"),
+        ({"prompt": 3, "answer": "1"}, "'prompt' must be a string or a list of messages, not a JSON number"),
+        ({"prompt": "x", "answer": True}, "'answer' must be a string or a number, not a JSON boolean"),
+        ({"prompt": "x", "answer": None}, "'answer' must be a string or a number, not a JSON null"),
+    ],
+)
+def test_a_bad_row(tmp_path: Path, row: Any, problem: str) -> None:
+    path = written(tmp_path / "a.jsonl", {"prompt": "1", "answer": "1"}, row)
+    with pytest.raises(
+        ValueError, match=rf"1 of 2 rows cannot be used:\n  {path}:2: {problem}.*\n.*skip_bad_rows=true"
+    ):
+        read_rows([path], *KEYS, skip_bad_rows=False)
+    rows, counts = read_rows([path], *KEYS, skip_bad_rows=True)
+    assert [row.prompt for row in rows] == ["1"] and counts.num_bad == 1
+
+
+def test_the_first_few_problems_are_listed(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.jsonl", {"prompt": "1", "answer": "1"}, *[[]] * 7)
+    with pytest.raises(ValueError, match="7 of 8 rows") as caught:
+        read_rows([path], *KEYS, skip_bad_rows=False)
+    assert f"{path}:6: " in str(caught.value) and f"{path}:7: " not in str(caught.value)
+    assert "and 2 more" in str(caught.value)
+
+
+def test_nothing_usable_is_always_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"2 of 2 rows cannot be used.*\n.*\n.*\n.*no usable row is left"):
+        read_rows([written(tmp_path / "a.jsonl", [], [])], *KEYS, skip_bad_rows=True)
+    with pytest.raises(ValueError, match=r"the dataset is empty: no rows in .*b.jsonl"):
+        read_rows([written(tmp_path / "b.jsonl", b"", b" ")], *KEYS, skip_bad_rows=True)
+    with pytest.raises(ValueError, match=r"c.jsonl does not exist or is not a file"):
+        read_rows([tmp_path / "c.jsonl"], *KEYS, skip_bad_rows=True)
+
+
+# what else stands in a row
+
+
+def only(path: Path, prompt_key: str = "prompt", label_key: str = "answer") -> PromptRow:
+    ((row,), counts) = read_rows([path], prompt_key, label_key, skip_bad_rows=False)
+    assert counts == RowCounts(1, 0, 0)
+    return row
+
+
+def test_other_keys_travel_as_json(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.jsonl", {"prompt": "1", "answer": 1, "level": [3, None], "é": {"x": 0.5}})
+    assert only(path).extra == '{"level": [3, null], "é": {"x": 0.5}}'
+    assert only(written(tmp_path / "b.jsonl", {"prompt": "1", "answer": 1})).extra == ""
+
+
+def test_other_keys_have_a_limit(tmp_path: Path) -> None:
+    most = rows_module.MAX_EXTRA - len('{"k": ""}')
+    assert len(only(written(tmp_path / "a.jsonl", {"prompt": "1", "answer": 1, "k": "x" * most})).extra) == 65_536
+    path = written(tmp_path / "b.jsonl", {"prompt": "1", "answer": 1, "k": "x" * (most + 1)})
+    with pytest.raises(ValueError, match=r"b.jsonl:1: its other keys \(k\) have 65537 characters as JSON, over 65536"):
+        only(path)
+
+
+def test_data_source_names_the_source(tmp_path: Path) -> None:
+    row = only(written(tmp_path / "a.jsonl", {"prompt": "1", "answer": 1, "data_source": "gsm8k"}))
+    assert row.source == "gsm8k" and json.loads(row.extra) == {"data_source": "gsm8k"}
+    with pytest.raises(ValueError, match="'data_source' must be a name, not a JSON number"):
+        only(written(tmp_path / "b.jsonl", {"prompt": "1", "answer": 1, "data_source": 3}))
+
+
+def test_nested_keys(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.jsonl", {"p.q": "plain", "p": {"q": "nested"}, "r": {"truth": 7, "style": "rule"}})
+    row = only(path, "p.q", "r.truth")
+    assert (row.prompt, row.label) == ("plain", "7"), "a key that exists as it is written comes first"
+    assert json.loads(row.extra)["r"] == {"truth": 7, "style": "rule"}
+    with pytest.raises(ValueError, match=r"no key 'r.false' \(set data.label_key\); it has 'p.q', 'p', 'r'"):
+        only(path, "p.q", "r.false")
+
+
+SYSTEM, USER = {"role": "system", "content": "be short"}, {"role": "user", "content": "1+1?"}
+
+
+def test_chat_messages(tmp_path: Path) -> None:
+    row = only(written(tmp_path / "a.jsonl", {"prompt": [SYSTEM, USER], "answer": 2}))
+    assert row.prompt == (ChatMessage("system", "be short"), ChatMessage("user", "1+1?"))
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        ([], "'prompt' is empty; it must end with what is to be answered"),
+        ([USER, {"role": "assistant", "content": "2"}], "'prompt' ends with an assistant's or an empty message"),
+        ([{"role": "user", "content": " "}], "'prompt' ends with an assistant's or an empty message"),
+        (["1+1?"], r'message 1 of .prompt. must be \{"role": ..., "content": ...\}, not a JSON string'),
+        ([USER | {"name": "x"}], "message 1 of 'prompt' has 'name'; only role and content are known"),
+        (
+            [SYSTEM, {"role": "user"}],
+            "message 2 of 'prompt' must have text as role and content, not 'user' and nothing",
+        ),
+        ([{"role": "user", "content": [{"type": "image"}]}], "not 'user' and a JSON array"),
+    ],
+)
+def test_bad_messages(tmp_path: Path, messages: list[Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        only(written(tmp_path / "a.jsonl", {"prompt": messages, "answer": 2}))
+
+
+# parquet
+
+
+def parquet_file(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+    return path
+
+
+def test_parquet_and_jsonl_of_the_same_rows_are_the_same(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": f"{i}+1=", "answer": i + 1, "level": i % 3, "data_source": "a" if i % 2 else "b"}
+        for i in range(2500)
+    ]
+    lines = read_rows([written(tmp_path / "a.jsonl", *rows)], *KEYS, skip_bad_rows=False)
+    table = read_rows([parquet_file(tmp_path / "a.parquet", rows)], *KEYS, skip_bad_rows=False)
+    assert lines[1] == table[1] == RowCounts(2500, 0, 0)
+    for line, row in zip(lines[0], table[0], strict=True):
+        assert (row.prompt, row.label, row.source, row.extra) == (line.prompt, line.label, line.source, line.extra)
+    assert table[0][2047].origin == f"{tmp_path / 'a.parquet'}:2048"
+
+
+def test_the_layout_of_verl(tmp_path: Path) -> None:
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": [USER],
+        "ability": "math",
+        "reward_model": {"ground_truth": "72", "style": "rule"},
+        "extra_info": {"index": 0, "split": "train", "answer": None},
+    }
+    other = row | {"prompt": [SYSTEM, USER], "extra_info": {"index": 1, "split": "train", "answer": "x"}}
+    path = parquet_file(tmp_path / "train.parquet", [row, other])
+    (first, second), _ = read_rows([path], "prompt", "reward_model.ground_truth", skip_bad_rows=False)
+    assert (first.prompt, first.label, first.source) == ((ChatMessage("user", "1+1?"),), "72", "openai/gsm8k")
+    assert json.loads(first.extra) == {
+        "data_source": "openai/gsm8k",
+        "ability": "math",
+        "reward_model": {"ground_truth": "72", "style": "rule"},
+        "extra_info": {"index": 0, "split": "train"},  # what is null in parquet is absent in JSONL
+    }
+    assert second.prompt == (ChatMessage("system", "be short"), ChatMessage("user", "1+1?"))
+
+
+def test_bad_rows_of_parquet(tmp_path: Path) -> None:
+    path = parquet_file(tmp_path / "a.parquet", [{"prompt": "1", "answer": "1"}, {"prompt": None, "answer": "2"}])
+    with pytest.raises(ValueError, match=r"1 of 2 rows cannot be used:\n  .*a.parquet:2: no key 'prompt'"):
+        read_rows([path], *KEYS, skip_bad_rows=False)
+    rows, counts = read_rows([path], *KEYS, skip_bad_rows=True)
+    assert len(rows) == 1 and counts == RowCounts(2, 1, 0)
+    image = parquet_file(tmp_path / "b.parquet", [{"prompt": "1", "answer": "1", "images": [b"\x89PNG"]}])
+    with pytest.raises(ValueError, match=r"b.parquet:1: its other keys \(images\) cannot be written as JSON"):
+        read_rows([image], *KEYS, skip_bad_rows=False)
+
+
+def test_what_is_no_parquet(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    path.write_text('{"prompt": "1", "answer": "1"}')
+    with pytest.raises(ValueError, match=r"a.parquet is not a parquet file that pyarrow can read .*; write it again"):
+        read_rows([path], *KEYS, skip_bad_rows=True)
+
+
+def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = parquet_file(tmp_path / "a.parquet", [{"prompt": "1", "answer": "1"}])
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(
+        ValueError, match=r"a.parquet: parquet files need pyarrow; install the extra \(pip install '.\["
+    ):
+        read_rows([path], *KEYS, skip_bad_rows=False)
