@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.config.errors import Problem
 from rlhf_megatron.config.model_rules import model_problems
 from rlhf_megatron.config.rules import needs_reference
-from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.schema import DataConfig, RunConfig
 
 SAME_IN_REFERENCE = ("model_type", "vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads")
 
@@ -25,10 +26,7 @@ def file_problems(config: RunConfig) -> Iterator[Problem]:
     yield from _tokenizer(config)
     if needs_reference(config) and config.reference.path:
         yield from _reference(config.reference.path, hf_config)
-    for key, files in (("data.train_files", config.data.train_files), ("data.val_files", config.data.val_files)):
-        for file in files:
-            if not Path(file).is_file():
-                yield Problem(f"{key} ({file}) does not exist; correct the path.", (key,))
+    yield from _data(config.data)
     if config.rollout.transfer_dir is not None and not Path(config.rollout.transfer_dir).is_dir():
         key = "rollout.transfer_dir"
         yield Problem(f"{key} ({config.rollout.transfer_dir}) must be a directory; make it or remove the key.", (key,))
@@ -58,6 +56,26 @@ def _model_dir(key: str, path: str, with_weights: bool) -> Generator[Problem, No
     return parsed
 
 
+def _data(data: DataConfig) -> Iterator[Problem]:
+    files = [
+        ("data.train_files", "data.train_files", data.train_files),
+        ("data.val_files", "data.val_files", data.val_files),
+    ]
+    for index, source in enumerate(data.sources):
+        for name, paths in (("train_files", source.train_files), ("val_files", source.val_files)):
+            files.append((f"data.sources[{index}].{name}", "data.sources", paths))
+    for name, key, paths in files:
+        for file in paths:
+            if not Path(file).is_file():
+                yield Problem(f"{name} ({file}) does not exist; correct the path.", (key,))
+            if file.endswith(".parquet") and find_spec("pyarrow") is None:
+                yield Problem(
+                    f"{name} ({file}) needs pyarrow, which is not installed; install the extra (pip install"
+                    " '.[parquet]'), or convert the file to JSONL.",
+                    (key,),
+                )
+
+
 def _tokenizer(config: RunConfig) -> Iterator[Problem]:
     key = "model.path" if config.model.tokenizer_path is None else "model.tokenizer_path"
     path = config.model.tokenizer_path or config.model.path
@@ -65,6 +83,22 @@ def _tokenizer(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             f"{key} ({path}) has no tokenizer.json; set model.tokenizer_path to a directory that has.", (key,)
         )
+    elif config.data.apply_chat_template and path and Path(path).is_dir() and not _has_chat_template(Path(path)):
+        yield Problem(
+            f"{key} ({path}) has no chat template, neither chat_template.jinja nor chat_template in"
+            " tokenizer_config.json; set model.tokenizer_path to a directory that has one, or data.apply_chat_template"
+            " to false.",
+            (key, "data.apply_chat_template"),
+        )
+
+
+def _has_chat_template(directory: Path) -> bool:
+    try:
+        settings = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        settings = {}
+    in_settings = isinstance(settings, dict) and settings.get("chat_template")
+    return bool(in_settings) or (directory / "chat_template.jinja").is_file()
 
 
 def _reference(path: str, hf_config: dict[str, Any] | None) -> Iterator[Problem]:

@@ -7,6 +7,7 @@ writes a setting beside, or after, the switch that makes it idle expects it to a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from itertools import chain
 
 from rlhf_megatron.config import algorithm_rules, critic_rules, data_rules, reward_rules
@@ -98,4 +99,6 @@ def _idle_settings(loaded: Loaded) -> Iterator[tuple[bool, tuple[str, ...], str,
 def _show(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, tuple) and any(map(is_dataclass, value)):
+        return f"a list of {len(value)}"
     return str(list(value) if isinstance(value, tuple) else value)
