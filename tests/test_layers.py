@@ -16,6 +16,7 @@ LAYERS = [
     ("rollout", "reward_service"),
     ("runtime",),
     ("scheduler",),
+    ("report",),
     ("cli",),
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -63,6 +64,8 @@ def test_heavy_packages_stay_where_they_belong(path: Path) -> None:
         assert path.relative_to(PACKAGE).parts[:2] == ("rollout", "local"), "trainers know no transformers"
     if LEVEL[top(path)] == 0:
         assert "torch" not in roots, "configuration must load without torch"
+    if top(path) == "report":
+        assert not roots & {"torch", "numpy"}, "a report is made on machines without torch, and at once"
 
 
 def test_every_top_level_package_has_a_layer() -> None:
