@@ -98,6 +98,69 @@ def one_step_count_for_all(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Optimizer, "load_state_dict", sharing)
 
 
+def head_bias_counted_by_every_tp_rank(patch: pytest.MonkeyPatch) -> None:
+    """Marked as if each tp rank had seen other tokens: what is whole on every rank is summed over them."""
+    from rlhf_megatron.models.head import ValueHead
+
+    init = ValueHead.__init__
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.bias.sequence_parallel = True
+
+    patch.setattr(ValueHead, "__init__", __init__)
+
+
+def values_of_the_next_row(patch: pytest.MonkeyPatch) -> None:
+    """The value of the tokens up to and with t in place of those before t."""
+    from rlhf_megatron.workers import critic, forward, pack
+
+    def shifted(*args: Any, **kwargs: Any) -> pack.Packed:
+        packed = pack.pack(*args, **kwargs)
+        return replace(packed, micro_batches=tuple(_with_next_rows(micro) for micro in packed.micro_batches))
+
+    patch.setattr(critic, "pack", shifted)
+    patch.setattr(forward, "pack", shifted)
+
+
+def _with_next_rows(micro: Any) -> Any:
+    return replace(micro, rows=(micro.rows + 1).clamp(max=micro.token_ids.numel() - 1))
+
+
+def value_weights_divided_again(patch: pytest.MonkeyPatch) -> None:
+    """The weights are over the global count already, and the sum over replicas is taken for a mean."""
+    from rlhf_megatron.workers.critic import MegatronCritic
+
+    update = MegatronCritic.update
+
+    def with_mean(self: Any, batch: Any, plan: Any) -> Any:
+        return update(self, replace(batch, loss_weights=batch.loss_weights / self.world.layout.dp), plan)
+
+    patch.setattr(MegatronCritic, "update", with_mean)
+
+
+def head_gathers_with_summed_gradient(patch: pytest.MonkeyPatch) -> None:
+    """The head's gather sums gradients over tp, as a split output layer's must: here each rank has all of it."""
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+    from rlhf_megatron.models import head
+
+    def gather(hidden: Tensor, is_split: bool, tp_group: Any) -> Tensor:
+        if not is_split:
+            return hidden
+        return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=tp_group)
+
+    patch.setattr(head, "_whole_sequence", gather)
+
+
+def values_not_held(patch: pytest.MonkeyPatch) -> None:
+    """No value clip."""
+    from rlhf_megatron.algorithms.losses.value_loss import value_loss
+    from rlhf_megatron.workers import critic
+
+    patch.setattr(critic, "value_loss", lambda values, old, returns, cliprange: value_loss(values, old, returns, 0.0))
+
+
 MISTAKES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     mistake.__name__: mistake
     for mistake in (
@@ -107,5 +170,10 @@ MISTAKES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         labels_shifted_after_the_cut,
         weight_decay_on_norms,
         one_step_count_for_all,
+        head_bias_counted_by_every_tp_rank,
+        values_of_the_next_row,
+        value_weights_divided_again,
+        head_gathers_with_summed_gradient,
+        values_not_held,
     )
 }

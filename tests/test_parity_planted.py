@@ -11,7 +11,7 @@ import pytest
 from dist_pool import DistPool
 from parity_mistakes import MISTAKES, run_with
 
-from benchmarks.parity.cases import CUTS, Recipe
+from benchmarks.parity.cases import CUTS, Recipe, Role
 from benchmarks.parity.layouts import LAYOUTS
 from benchmarks.parity.measure import Row
 from benchmarks.parity.run import Case, make_case, rows_of, run_cell
@@ -21,6 +21,7 @@ FAMILY = "qwen3_untied"
 CUT = CUTS[0]
 ANY_WEIGHT = r"(model\..+|lm_head)\.weight"
 ANY_NORM = r"model\.(.+norm|norm)\.weight"
+ANY_OF_BODY = r"model\..+\.weight"
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Planted:
     seen: dict[str, str]  # quantity -> what the tensor of its row is called
     unseen: tuple[str, ...]
     through_checkpoint: bool = False
+    role: Role = "actor"
 
 
 PLANTED = (
@@ -66,19 +68,54 @@ PLANTED = (
         ("log_probs", "entropies", "gradient", "copies"),
         through_checkpoint=True,
     ),
+    Planted(
+        "head_bias_counted_by_every_tp_rank",
+        "tp2_sequence",
+        {"value_gradient": "score"},
+        ("values", "value_copies"),
+        role="critic",
+    ),
+    Planted(
+        "values_of_the_next_row",
+        "one_rank",
+        {"values": "values", "value_gradient": rf"{ANY_OF_BODY}|score"},
+        (),
+        role="critic",
+    ),
+    Planted(
+        "value_weights_divided_again",
+        "dp2",
+        {"value_gradient": rf"{ANY_OF_BODY}|score", "value_grad_norm": r"step \d"},
+        ("values", "value_copies"),
+        role="critic",
+    ),
+    Planted(
+        "head_gathers_with_summed_gradient",
+        "tp2_sequence",
+        {"value_gradient": ANY_OF_BODY},
+        ("values", "value_copies"),
+        role="critic",
+    ),
+    Planted(
+        "values_not_held",
+        "one_rank",
+        {"value_gradient": rf"{ANY_OF_BODY}|score", "value_update": rf"{ANY_OF_BODY}|score"},
+        ("values",),
+        role="critic",
+    ),
 )
 
 
 @functools.cache
-def case() -> Case:
-    return make_case(FAMILY, Recipe(), [CUT])
+def case_of(role: Role) -> Case:
+    return make_case(FAMILY, Recipe(), [CUT], role)
 
 
 def rows(dist_pool: DistPool, planted: Planted, mistake: str | None, checkpoints: Path) -> dict[str, Row]:
-    axes = LAYOUTS[planted.layout]
+    axes, case = LAYOUTS[planted.layout], case_of(planted.role)
     directory = checkpoints if planted.through_checkpoint else None
-    results = run_cell(dist_pool, case(), axes, Recipe(), [CUT], job=run_with, mistake=mistake, checkpoints=directory)
-    return {row.quantity: row for row in rows_of(case(), axes, results)}
+    results = run_cell(dist_pool, case, axes, Recipe(), [CUT], job=run_with, mistake=mistake, checkpoints=directory)
+    return {row.quantity: row for row in rows_of(case, axes, results)}
 
 
 def test_every_mistake_is_planted() -> None:
