@@ -71,15 +71,15 @@ class MegatronReference:
                 parameter.copy_(source[name])
 
     def export(self) -> Iterator[tuple[Rule, Tensor]]:
-        """See `contract.ForwardWorker`."""
+        """See `contract.Worker`."""
         return local_shards(self.model.chunks, self.table)
 
     def offload(self) -> None:
-        """See `contract.ForwardWorker`."""
+        """See `contract.Worker`."""
         move_to_host(self._tensors(), self.world.device)
 
     def onload(self) -> None:
-        """See `contract.ForwardWorker`."""
+        """See `contract.Worker`."""
         move_to_device(self._tensors(), self.world.device)
 
     def _tensors(self) -> list[Tensor]:

@@ -18,13 +18,28 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import plain_model
 import torch
+from gpu_samples import (
+    CONFIG,
+    VALUE_CLIP,
+    attention_by_document,
+    make_batch,
+    make_value_batch,
+    policy_loss,
+    reference_log_probs,
+    reference_values,
+    relative_error,
+    restored,
+    rounded_critic_weights,
+    rounded_weights,
+    sampled_batch,
+    share,
+    value_loss,
+    with_noise,
+)
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 Figures = dict[str, float]
-CONFIG = plain_model.CONFIG
 LR = 1e-3
 
 
@@ -82,6 +97,36 @@ def check_training_step(device: torch.device, dtype: torch.dtype) -> Figures:
     assert figures["loss_error"] <= bounds.log_prob_p50, figures
     assert figures["grad_norm_error"] <= bounds.grad_norm, figures
     assert supervised[-1] < 0.9 * supervised[0], f"five supervised steps do not learn: {supervised}"
+    return figures
+
+
+def check_critic_step(device: torch.device, dtype: torch.dtype) -> Figures:
+    """Values, loss and gradient norm of a critic against the plain model; then steps that learn."""
+    need("megatron")
+    bounds, weights = BOUNDS[dtype], rounded_critic_weights(dtype)
+    leaves = {name: tensor.requires_grad_() for name, tensor in weights.items()}
+    expected = reference_values(leaves, make_batch())
+    batch = make_value_batch(expected.detach())
+    loss = value_loss(expected, batch)
+    grad_norm = float(torch.stack([grad.norm() for grad in torch.autograd.grad(loss, list(leaves.values()))]).norm())
+    with one_rank_critic(device, dtype) as critic:
+        shard, plan = share(batch)
+        values = restored(critic.values(shard, plan), plan).values
+        update = critic.update(shard, plan)
+        losses = [critic.update(shard, plan).sums["critic/vf_loss"] for _ in range(5)]
+    scale = float(expected.detach()[batch.response_mask].std())
+    figures = {
+        "value_max_error": float((values - expected.detach()).abs().max()) / scale,
+        "loss_error": abs(update.sums["critic/vf_loss"] - loss.item()) / loss.item(),
+        "grad_norm_error": abs(update.grad_norm - grad_norm) / grad_norm,
+        "loss_first": losses[0],
+        "loss_last": losses[-1],
+    }
+    assert values.dtype == torch.float32 and not update.is_skipped
+    assert figures["value_max_error"] <= bounds.log_prob_max, figures
+    assert figures["loss_error"] <= bounds.grad_norm, figures
+    assert figures["grad_norm_error"] <= bounds.grad_norm, figures
+    assert losses[-1] < 0.9 * losses[0], f"five steps do not learn: {losses}"
     return figures
 
 
@@ -227,6 +272,7 @@ def check_sync(device: torch.device, dtype: torch.dtype) -> Figures:
 
 CHECKS: dict[str, Callable[[torch.device, torch.dtype], Figures]] = {
     "training_step": check_training_step,
+    "critic_step": check_critic_step,
     "attention": check_attention,
     "log_prob_kernel": check_log_prob_kernel,
     "offload": check_offload,
@@ -258,6 +304,26 @@ def one_rank_actor(
 
 
 @contextmanager
+def one_rank_critic(device: torch.device, dtype: torch.dtype) -> Iterator[Any]:
+    """A critic with seeded weights; its world ends with the block."""
+    from rlhf_megatron.checkpoint.random_init import random_source
+    from rlhf_megatron.config.schema import CriticConfig, MegatronConfig, OptimConfig
+    from rlhf_megatron.parallel.layout import Layout
+    from rlhf_megatron.parallel.world import create_world, destroy_world
+    from rlhf_megatron.workers.critic import MegatronCritic
+    from rlhf_megatron.workers.trained_model import Phase
+
+    world = create_world(Layout(1), device)
+    try:
+        optim, std = OptimConfig(lr=LR), CONFIG["initializer_range"]
+        config = CriticConfig(optim=optim, cliprange_value=VALUE_CLIP, value_head_init_std=std)
+        source, phases = random_source(CONFIG, 1), {"rl": Phase(optim, 100)}
+        yield MegatronCritic(CONFIG, source, world, dtype, config, MegatronConfig(), phases, seed=1)
+    finally:
+        destroy_world()
+
+
+@contextmanager
 def local_engine(folder: Path, device: torch.device, dtype: torch.dtype) -> Iterator[Any]:
     """The client of an engine without weights that takes buckets from `folder`."""
     from rlhf_megatron.rollout.local_client import LocalEngine
@@ -283,92 +349,6 @@ def local_engine(folder: Path, device: torch.device, dtype: torch.dtype) -> Iter
             engine.close()
 
 
-def make_batch() -> Any:
-    """A MiniBatch of ragged samples with random tokens and advantages, token-mean weights."""
-    from rlhf_megatron.data.batch import MiniBatch, offsets_from_lengths
-
-    generator = torch.Generator().manual_seed(7)
-    lengths = torch.tensor([2, 5, 5, 12, 40, 41, 64, 90])
-    mask = torch.cat([torch.arange(length) >= max(1, length // 4) for length in lengths.tolist()])
-    weights = mask / mask.sum()
-    return MiniBatch(
-        offsets=offsets_from_lengths(lengths),
-        token_ids=torch.randint(0, CONFIG["vocab_size"], (mask.numel(),), generator=generator),
-        response_mask=mask,
-        loss_weights=weights,
-        metric_weights=weights,
-        advantages=torch.randn(mask.numel(), generator=generator) * mask,
-        old_log_probs=torch.zeros(mask.numel()),
-    )
-
-
-def sampled_batch(prompts: list[tuple[int, ...]], groups: list[list[Any]]) -> tuple[Any, Tensor]:
-    """What an engine sampled as a TokenBatch, and the log-probs that it reported, [T]."""
-    from rlhf_megatron.data.batch import TokenBatch, offsets_from_lengths
-
-    token_ids, mask, log_probs, lengths = [], [], [], []
-    for prompt, group in zip(prompts, groups, strict=True):
-        for sample in group:
-            token_ids += [*prompt, *sample.token_ids]
-            mask += [False] * len(prompt) + [True] * len(sample.token_ids)
-            log_probs += [0.0] * len(prompt) + list(sample.log_probs)
-            lengths.append(len(prompt) + len(sample.token_ids))
-    batch = TokenBatch(offsets_from_lengths(torch.tensor(lengths)), torch.tensor(token_ids), torch.tensor(mask))
-    return batch, torch.tensor(log_probs)
-
-
-def share(batch: Any, token_budget: int = 160) -> tuple[Any, Any]:
-    """The only replica's shard and plan, of several micro-batches."""
-    from rlhf_megatron.data.plan import plan_replicas, take
-
-    plan = plan_replicas(batch.lengths.tolist(), 1, token_budget)[0]
-    return take(batch, plan), plan
-
-
-def restored(result: Any, plan: Any) -> Any:
-    from rlhf_megatron.data.plan import restore
-
-    return restore([result], [plan])
-
-
-def rounded_weights(dtype: torch.dtype, kept_as: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """HF name -> the weights that an actor in `dtype` starts from, as `kept_as`."""
-    from rlhf_megatron.checkpoint.random_init import random_hf_tensors
-
-    return {name: tensor.to(dtype).to(kept_as) for name, tensor in random_hf_tensors(CONFIG, 1)}
-
-
-def reference_log_probs(weights: dict[str, Tensor], batch: Any) -> Tensor:
-    """[T] of the plain model, zero outside of response_mask."""
-    parts = []
-    for start, stop in zip(batch.offsets.tolist(), batch.offsets.tolist()[1:], strict=False):
-        log_probs = plain_model.token_log_probs(weights, batch.token_ids[start:stop])
-        parts.append(torch.cat([log_probs.new_zeros(1), log_probs]))
-    return torch.cat(parts) * batch.response_mask
-
-
-def with_noise(log_probs: Tensor, mask: Tensor) -> Tensor:
-    """An old policy from which some ratios are clipped."""
-    return (log_probs + 0.3 * torch.randn(log_probs.shape, generator=torch.Generator().manual_seed(5))) * mask
-
-
-def policy_loss(log_probs: Tensor, batch: Any) -> Tensor:
-    """PPO clip 0.2 with dual clip 3, written out."""
-    ratio = (log_probs - batch.old_log_probs).exp()
-    worse = torch.maximum(-batch.advantages * ratio, -batch.advantages * ratio.clamp(0.8, 1.2))
-    bounded = torch.where(batch.advantages < 0, torch.minimum(worse, -3.0 * batch.advantages), worse)
-    return (bounded * batch.loss_weights).sum()
-
-
-def attention_by_document(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
-    """[T, heads, d] each -> [T, heads, d]."""
-    parts = []
-    for pieces in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
-        heads_first = (piece.transpose(0, 1)[None] for piece in pieces)
-        parts.append(scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)[0].transpose(0, 1))
-    return torch.cat(parts)
-
-
 def compare_log_probs(found: Tensor, expected: Tensor, mask: Tensor, bounds: Bounds) -> Figures:
     """Figures of the differences at `mask`; raises AssertionError past the bounds."""
     difference = (found.float().cpu() - expected.float().cpu())[mask]
@@ -382,9 +362,3 @@ def compare_log_probs(found: Tensor, expected: Tensor, mask: Tensor, bounds: Bou
     for name, value in figures.items():
         assert value <= getattr(bounds, name), f"{name} {value:.3g} is over {getattr(bounds, name):g}: {figures}"
     return figures
-
-
-def relative_error(value: Tensor, truth: Tensor) -> float:
-    """L2 norm of the difference over the L2 norm of `truth`."""
-    value, truth = value.detach().double().cpu(), truth.detach().double()
-    return float((value - truth).norm() / truth.norm())

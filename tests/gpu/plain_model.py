@@ -38,12 +38,17 @@ CONFIG: dict[str, Any] = {
 
 def token_log_probs(weights: Mapping[str, Tensor], token_ids: Tensor, config: Mapping[str, Any] = CONFIG) -> Tensor:
     """[T] token ids of one document -> [T - 1]: log p(token t + 1 | tokens 0 .. t)."""
+    hidden = hidden_states(weights, token_ids, config)
+    logits = linear(hidden[:-1], weights["model.embed_tokens.weight"])
+    return logits.log_softmax(-1).gather(1, token_ids[1:, None])[:, 0]
+
+
+def hidden_states(weights: Mapping[str, Tensor], token_ids: Tensor, config: Mapping[str, Any] = CONFIG) -> Tensor:
+    """[T] token ids of one document -> [T, hidden], behind the final norm."""
     hidden = embedding(token_ids, weights["model.embed_tokens.weight"])
     for index in range(config["num_hidden_layers"]):
         hidden = _layer(weights, f"model.layers.{index}", hidden, config)
-    hidden = _norm(hidden, weights["model.norm.weight"], config)
-    logits = linear(hidden[:-1], weights["model.embed_tokens.weight"])
-    return logits.log_softmax(-1).gather(1, token_ids[1:, None])[:, 0]
+    return _norm(hidden, weights["model.norm.weight"], config)
 
 
 def _layer(weights: Mapping[str, Tensor], name: str, hidden: Tensor, config: Mapping[str, Any]) -> Tensor:

@@ -1,0 +1,149 @@
+"""Batches for gpu_checks.py, and what the plain model makes of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import plain_model
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+CONFIG = plain_model.CONFIG
+VALUE_CLIP = 0.5
+
+
+def make_batch() -> Any:
+    """A MiniBatch of ragged samples with random tokens and advantages, token-mean weights."""
+    from rlhf_megatron.data.batch import MiniBatch, offsets_from_lengths
+
+    generator = torch.Generator().manual_seed(7)
+    lengths = torch.tensor([2, 5, 5, 12, 40, 41, 64, 90])
+    mask = torch.cat([torch.arange(length) >= max(1, length // 4) for length in lengths.tolist()])
+    weights = mask / mask.sum()
+    return MiniBatch(
+        offsets=offsets_from_lengths(lengths),
+        token_ids=torch.randint(0, CONFIG["vocab_size"], (mask.numel(),), generator=generator),
+        response_mask=mask,
+        loss_weights=weights,
+        metric_weights=weights,
+        advantages=torch.randn(mask.numel(), generator=generator) * mask,
+        old_log_probs=torch.zeros(mask.numel()),
+    )
+
+
+def sampled_batch(prompts: list[tuple[int, ...]], groups: list[list[Any]]) -> tuple[Any, Tensor]:
+    """What an engine sampled as a TokenBatch, and the log-probs that it reported, [T]."""
+    from rlhf_megatron.data.batch import TokenBatch, offsets_from_lengths
+
+    token_ids, mask, log_probs, lengths = [], [], [], []
+    for prompt, group in zip(prompts, groups, strict=True):
+        for sample in group:
+            token_ids += [*prompt, *sample.token_ids]
+            mask += [False] * len(prompt) + [True] * len(sample.token_ids)
+            log_probs += [0.0] * len(prompt) + list(sample.log_probs)
+            lengths.append(len(prompt) + len(sample.token_ids))
+    batch = TokenBatch(offsets_from_lengths(torch.tensor(lengths)), torch.tensor(token_ids), torch.tensor(mask))
+    return batch, torch.tensor(log_probs)
+
+
+def share(batch: Any, token_budget: int = 160) -> tuple[Any, Any]:
+    """The only replica's shard and plan, of several micro-batches."""
+    from rlhf_megatron.data.plan import plan_replicas, take
+
+    plan = plan_replicas(batch.lengths.tolist(), 1, token_budget)[0]
+    return take(batch, plan), plan
+
+
+def restored(result: Any, plan: Any) -> Any:
+    from rlhf_megatron.data.plan import restore
+
+    return restore([result], [plan])
+
+
+def rounded_weights(dtype: torch.dtype, kept_as: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """HF name -> the weights that an actor in `dtype` starts from, as `kept_as`."""
+    from rlhf_megatron.checkpoint.random_init import random_hf_tensors
+
+    return {name: tensor.to(dtype).to(kept_as) for name, tensor in random_hf_tensors(CONFIG, 1)}
+
+
+def reference_log_probs(weights: dict[str, Tensor], batch: Any) -> Tensor:
+    """[T] of the plain model, zero outside of response_mask."""
+    parts = []
+    for start, stop in zip(batch.offsets.tolist(), batch.offsets.tolist()[1:], strict=False):
+        log_probs = plain_model.token_log_probs(weights, batch.token_ids[start:stop])
+        parts.append(torch.cat([log_probs.new_zeros(1), log_probs]))
+    return torch.cat(parts) * batch.response_mask
+
+
+def make_value_batch(values: Tensor) -> Any:
+    """`make_batch` with returns, and old values that differ from `values`, so that some are clipped."""
+    from rlhf_megatron.data.batch import ValueMiniBatch
+
+    batch = make_batch()
+    noise, returns = torch.randn(2, values.numel(), generator=torch.Generator().manual_seed(6)) * batch.response_mask
+    return ValueMiniBatch(
+        batch.offsets,
+        batch.token_ids,
+        batch.response_mask,
+        loss_weights=batch.loss_weights,
+        metric_weights=batch.metric_weights,
+        old_values=values + 0.6 * noise,
+        returns=returns,
+    )
+
+
+def rounded_critic_weights(dtype: torch.dtype) -> dict[str, Tensor]:
+    """HF name -> the weights that a critic in `dtype` starts from, as float32."""
+    from rlhf_megatron.checkpoint.random_init import random_source
+    from rlhf_megatron.models.table import HFTensor
+
+    head = HFTensor("score.weight", (1, CONFIG["hidden_size"]))
+    weight = random_source(CONFIG, 1).tensor(head).to(dtype).float()
+    return {**rounded_weights(dtype), "score.weight": weight, "score.bias": torch.zeros(1)}
+
+
+def reference_values(weights: dict[str, Tensor], batch: Any) -> Tensor:
+    """[T] of the plain model and a linear layer, zero outside of response_mask."""
+    parts = []
+    for start, stop in zip(batch.offsets.tolist(), batch.offsets.tolist()[1:], strict=False):
+        hidden = plain_model.hidden_states(weights, batch.token_ids[start:stop])
+        after = hidden @ weights["score.weight"][0] + weights["score.bias"]
+        parts.append(torch.cat([after.new_zeros(1), after[:-1]]))
+    return torch.cat(parts) * batch.response_mask
+
+
+def value_loss(values: Tensor, batch: Any) -> Tensor:
+    """The larger one of the squared distances to the returns, free and clipped around the old values; halved."""
+    moved = (values - batch.old_values).clamp(-VALUE_CLIP, VALUE_CLIP)
+    free, clipped = (values - batch.returns) ** 2, (batch.old_values + moved - batch.returns) ** 2
+    return (0.5 * torch.maximum(free, clipped) * batch.loss_weights).sum()
+
+
+def with_noise(log_probs: Tensor, mask: Tensor) -> Tensor:
+    """An old policy from which some ratios are clipped."""
+    return (log_probs + 0.3 * torch.randn(log_probs.shape, generator=torch.Generator().manual_seed(5))) * mask
+
+
+def policy_loss(log_probs: Tensor, batch: Any) -> Tensor:
+    """PPO clip 0.2 with dual clip 3, written out."""
+    ratio = (log_probs - batch.old_log_probs).exp()
+    worse = torch.maximum(-batch.advantages * ratio, -batch.advantages * ratio.clamp(0.8, 1.2))
+    bounded = torch.where(batch.advantages < 0, torch.minimum(worse, -3.0 * batch.advantages), worse)
+    return (bounded * batch.loss_weights).sum()
+
+
+def attention_by_document(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
+    """[T, heads, d] each -> [T, heads, d]."""
+    parts = []
+    for pieces in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
+        heads_first = (piece.transpose(0, 1)[None] for piece in pieces)
+        parts.append(scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+def relative_error(value: Tensor, truth: Tensor) -> float:
+    """L2 norm of the difference over the L2 norm of `truth`."""
+    value, truth = value.detach().double().cpu(), truth.detach().double()
+    return float((value - truth).norm() / truth.norm())
