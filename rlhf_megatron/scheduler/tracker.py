@@ -110,13 +110,7 @@ class Tracker:
         if result is None:
             return
         self.evaluations.append((step, result))
-        values = {
-            "val/accuracy": result.accuracy,
-            "val/accuracy_low": result.low,
-            "val/accuracy_high": result.high,
-            "val/num_items": float(result.num_items),
-            "val/response_length": result.mean_response_length,
-        }
+        values = evaluation_metrics(result)
         values |= {f"timing_s/{k}": v for k, v in self._times.items() if k == "evaluate"}
         self.write(step, "evaluation", values)
 
@@ -137,6 +131,26 @@ class Tracker:
         """A row of metrics to all loggers; metric names and units: `metric_names`."""
         for logger in self._loggers:
             logger.row(kind, step, self.seconds, metrics)
+
+
+def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
+    """Of all held-out items together, and of each set of them."""
+    values = {
+        "val/accuracy": result.accuracy,
+        "val/accuracy_low": result.low,
+        "val/accuracy_high": result.high,
+        "val/num_items": float(result.num_items),
+        "val/response_length": result.mean_response_length,
+    }
+    for one in result.sets:
+        count = one.num_samples
+        found = {f"mean@{count}": one.mean, f"std@{count}": one.std, "num_items": float(one.num_items)}
+        found |= {f"best@{k}": best for k, best in one.best if k > 1}
+        if one.low is not None and one.high is not None:
+            found |= {"low": one.low, "high": one.high}
+        found |= {"num_masked": float(one.num_masked), "response_length": one.mean_response_length}
+        values |= {f"val/{one.name}/{name}": value for name, value in found.items()}
+    return values
 
 
 def throughput(metrics: Mapping[str, float]) -> dict[str, float]:

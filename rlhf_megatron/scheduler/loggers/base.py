@@ -53,3 +53,10 @@ class Logger:
 
 
 LOGGERS: Registry[type[Logger]] = Registry("logger")
+
+MAX_VIEWS = 200  # histograms and tables of a run; viewers show no more of them
+
+
+def is_view_step(step: int, total_steps: int) -> bool:
+    """Steps at which large things are logged: the first, the last, and every ceil(total_steps / MAX_VIEWS)."""
+    return step in (1, total_steps) or step % max(1, -(-total_steps // MAX_VIEWS)) == 0

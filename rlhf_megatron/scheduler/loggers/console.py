@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ COLUMNS = (
     Column("tok/s", 7, "perf/tokens_per_s", ".0f", 5),
 )
 SOURCE = "reward/source/"  # <source>/mean
+SET_MEAN = re.compile(r"val/([^/]+)/mean@\d+")
 SOURCE_WIDTHS, SOURCE_RANK = (6, 12), 4
 AFTER_SOURCES = 2  # columns in front of those of the sources
 ROWS_PER_HEADER = 25
@@ -106,6 +108,9 @@ class ConsoleLogger(Logger):
             f"step {step}: held-out accuracy {metrics['val/accuracy']:.3f} [{low:.3f}, {high:.3f}]"
             f" on {metrics['val/num_items']:.0f} items"
         )
+        found = [(match[1], value) for key, value in metrics.items() if (match := SET_MEAN.fullmatch(key))]
+        if len(found) > 1:
+            self.note("    " + "  ".join(f"{name} {value:.3f}" for name, value in found))
 
     def _step(self, step: int, metrics: Mapping[str, float]) -> None:
         if not metrics.keys() <= self._keys:

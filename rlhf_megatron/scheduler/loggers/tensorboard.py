@@ -7,14 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf_megatron.scheduler.loggers.base import LOGGERS, BatchView, Logger
+from rlhf_megatron.scheduler.loggers.base import LOGGERS, BatchView, Logger, is_view_step
 from rlhf_megatron.scheduler.run_facts import RunFacts
 from rlhf_megatron.scheduler.samples import Sample
 
 if TYPE_CHECKING:
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-MAX_VIEWS = 200  # histograms and texts of a run: a step of every ceil(total / 200); the viewer shows no more anyway
 MAX_TEXT = 2000  # characters of a prompt or a response
 FLUSH_S = 5
 
@@ -28,7 +27,6 @@ class TensorboardLogger(Logger):
 
         self._writer = SummaryWriter(str(run_dir / "tensorboard"), flush_secs=FLUSH_S)
         self._total_steps = total_steps
-        self._every = max(1, -(-total_steps // MAX_VIEWS))
         self._has_settings = bool(facts.settings)
         if facts.settings:
             self._write_settings(facts)
@@ -38,7 +36,7 @@ class TensorboardLogger(Logger):
             self._writer.add_scalar(key, value, step)
 
     def batch(self, step: int, view: BatchView) -> None:
-        if step % self._every and step not in (1, self._total_steps):
+        if not is_view_step(step, self._total_steps):
             return
         for name, values in view.distributions.items():
             self._writer.add_histogram(f"histogram/{name}", values, step)
@@ -66,6 +64,7 @@ class TensorboardLogger(Logger):
         self._write_session(metadata.SESSION_START_INFO_TAG, HParamsPluginData(session_start_info=start))
         lines = "".join(f"| `{key}` | `{value}` |\n" for key, value in facts.settings.items())
         self._writer.add_text("settings", f"| setting | value |\n|---|---|\n{lines}", 0)
+        self._writer.flush()
 
     def _end_session(self, is_failed: bool) -> None:
         from tensorboard.plugins.hparams import metadata
