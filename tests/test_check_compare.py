@@ -14,6 +14,7 @@ from rlhf_megatron.scheduler.check.compare import (
     NATS,
     NORM,
     UPDATE,
+    VALUES,
     Row,
     compare_metrics,
     compare_weights,
@@ -73,6 +74,46 @@ def test_bars(name: str, change: float, bar: float) -> None:
         assert [r.quantity for r in rows_of(step).values() if not r.is_ok] == [name]
 
 
+CRITIC_STEP: dict[str, Any] = {
+    **STEP,
+    "critic/values/mean": 0.5,
+    "critic/returns/max": -3.0,
+    "critic/vf_loss": 0.25,
+    "critic/vf_clipfrac": 0.1,
+    "critic/grad_norm": 4.0,
+    "critic/lr": 1e-3,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "bar"),
+    [
+        ("critic/values/mean", VALUES, VALUES),
+        ("critic/returns/max", 3.0 * VALUES, 3.0 * VALUES),
+        ("critic/advantages/min", 2.0 * VALUES, 2.0 * VALUES),
+        ("critic/vf_loss", NATS, NATS),
+        ("critic/vf_clipfrac", 2 / 50, 2 / 50),
+        ("critic/grad_norm", 4.0 * NORM, NORM),
+        ("critic/lr", 0.0, 0.0),
+        ("critic/rewards/mean", 0.0, 0.0),
+    ],
+)
+def test_bars_of_a_critic(name: str, change: float, bar: float) -> None:
+    row = rows_of({**CRITIC_STEP, name: CRITIC_STEP[name] + 0.99 * change}, CRITIC_STEP)[name]
+    assert row.bar == pytest.approx(bar, rel=1e-12) and row.is_ok
+    step = {**CRITIC_STEP, name: CRITIC_STEP[name] + 1.01 * change + 1e-9}
+    assert [r.quantity for r in rows_of(step, CRITIC_STEP).values() if not r.is_ok] == [name]
+
+
+def test_advantages_without_a_critic_do_not_depend_on_the_layout() -> None:
+    assert not rows_of({**STEP, "critic/advantages/min": -2.0 - 1e-9})["critic/advantages/min"].is_ok
+
+
+def test_a_critic_that_learns_nothing_is_told() -> None:
+    idle = {**CRITIC_STEP, "critic/grad_norm": 0.0}
+    assert list(trains_nothing([idle], [])) == ["step 1 has the gradient norm 0.0 of the critic."]
+
+
 def test_the_engine_is_held_to_the_bound_of_the_run() -> None:
     name = "training/rollout_log_probs_diff_max"
     assert not rows_of({**STEP, name: 2e-4})["engine_against_trainer"].is_ok
@@ -112,7 +153,7 @@ def test_an_agreement_that_means_nothing_is_said() -> None:
     still = compare_weights(moved(0.0), moved(0.0), START.__getitem__)
     assert list(trains_nothing([idle], still)) == [
         "step 1 has no advantages: all rewards of each group are equal.",
-        "step 1 has the gradient norm 0.0.",
+        "step 1 has the gradient norm 0.0 of the actor.",
         "2 tensors did not move, such as norm.",
     ]
 

@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import load_run_config
+from rlhf_megatron.config.model_rules import critic_model_problems
 from rlhf_megatron.config.provenance import Loaded
+from rlhf_megatron.config.rules import has_critic, megatron_sections, world_size
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.validate import validate_model
 
 if TYPE_CHECKING:
     from rlhf_megatron.scheduler.check.certificate import Certificate
-    from rlhf_megatron.scheduler.check.proof import Proof
+    from rlhf_megatron.scheduler.check.proof import Models, Proof
 
 ROWS_SHOWN = 10  # figures over the bar
 FORMER = "shape.yaml"  # stands in the directory of a check that was interrupted
@@ -36,12 +38,12 @@ def check(args: argparse.Namespace) -> int:
         raise ValueError(f"--max-processes is {args.max_processes}; it must be at least 1.")
     start = time.monotonic()
     loaded = load_run_config(args.config, args.overrides, with_files=not args.no_files)
-    hf_config = _hf_config(loaded)
+    models = _models(loaded)
     _check_parts(loaded.config)
     layout = _layout(loaded.config)
-    print(f"configuration  {args.config}: ok ({layout}, {layout.world_size} ranks)", flush=True)
+    print(f"configuration  {args.config}: ok ({layout}, {world_size(loaded.config)} ranks)", flush=True)
     directory = _directory(args, loaded.config)
-    certificate = _certificate(args, loaded.config, hf_config, directory)
+    certificate = _certificate(args, loaded.config, models, directory)
 
     from rlhf_megatron.scheduler.check import certificate as certificates
 
@@ -55,15 +57,20 @@ def _leave(number: int, frame: object) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def _hf_config(loaded: Loaded) -> dict[str, Any]:
-    """config.json of the model, checked against the layout; the one file that must be there."""
+def _models(loaded: Loaded) -> Models:
+    """config.json of the policy and of the critic, checked against the layouts; the files that must be there."""
     from rlhf_megatron.checkpoint.hf_reader import read_hf_config
+    from rlhf_megatron.scheduler.check.proof import Models
 
-    hf_config = read_hf_config(Path(loaded.config.model.path))
-    problems = validate_model(loaded, hf_config)
+    config = loaded.config
+    policy = read_hf_config(Path(config.model.path))
+    has_other = has_critic(config) and config.critic.path is not None
+    critic = read_hf_config(Path(config.critic.path)) if has_other and config.critic.path else policy
+    problems = validate_model(loaded, policy)
+    problems += [str(problem) for problem in critic_model_problems(config, critic)] if has_other else []
     if problems:
         raise ConfigError(problems)
-    return hf_config
+    return Models(policy, critic)
 
 
 def _check_parts(config: RunConfig) -> None:
@@ -73,16 +80,14 @@ def _check_parts(config: RunConfig) -> None:
     load_plugins(config)
 
 
-def _layout(config: RunConfig):  # type: ignore[no-untyped-def]
-    from rlhf_megatron.config.rules import world_size
-    from rlhf_megatron.parallel.layout import layout_of
+def _layout(config: RunConfig) -> str:
+    """ "tp2 pp2 dp1"; with a pool for the critic "tp2 pp2 dp1, critic tp2 pp1 dp1"."""
+    from rlhf_megatron.runtime.pools import pools_of
 
-    return layout_of(config.actor.megatron, world_size(config))
+    return ", critic ".join(str(pool.layout) for pool in pools_of(config))
 
 
-def _certificate(
-    args: argparse.Namespace, config: RunConfig, hf_config: dict[str, Any], directory: Path
-) -> Certificate:
+def _certificate(args: argparse.Namespace, config: RunConfig, models: Models, directory: Path) -> Certificate:
     from rlhf_megatron.parallel.prepare import prepare_megatron
 
     prepare_megatron()
@@ -91,22 +96,22 @@ def _certificate(
     from rlhf_megatron.scheduler.check.fold_layout import fold_layouts
     from rlhf_megatron.scheduler.check.proof import prove
 
-    memory = memory_table.plan(config, hf_config)
+    memory = memory_table.plan(config, models.policy, models.critic)
     _print_memory(memory)
     _make_directory(directory)
-    layout, proof = _layout(config), None
+    proof = None
     if not args.no_run:
-        layouts = fold_layouts(config.actor.megatron, layout.world_size, args.max_processes)
+        layouts = fold_layouts(list(megatron_sections(config)), args.max_processes)
         for folded in layouts:
             differences = "; ".join(folded.differences) or "as in the run"
             print(f"layout         {folded.name}: {folded.num_ranks} processes ({differences})", flush=True)
-        proof = prove(config, hf_config, layouts, directory, _progress)
+        proof = prove(config, models, layouts, directory, _progress)
     return Certificate(
         command=shlex.join(["rlhf-megatron", *_words(args)]),
         config=str(args.config),
         overrides=tuple(args.overrides),
-        layout=str(layout),
-        num_ranks=layout.world_size,
+        layout=_layout(config),
+        num_ranks=world_size(config),
         has_files=not args.no_files,
         notes=_notes(config),
         memory=memory,
@@ -142,13 +147,15 @@ def _make_directory(path: Path) -> None:
 
 
 def _notes(config: RunConfig) -> tuple[str, ...]:
-    notes = []
-    if config.actor.megatron.transformer_impl == "auto":
-        notes.append(
-            "transformer_impl is auto, which is local on this machine and transformer_engine on GPUs where Transformer"
-            " Engine is installed; actor.megatron.transformer_impl=transformer_engine checks that module layout"
-        )
-    return tuple(notes)
+    sections = [section for section, megatron, _ in megatron_sections(config) if megatron.transformer_impl == "auto"]
+    if not sections:
+        return ()
+    settings = " ".join(f"{section}.transformer_impl=transformer_engine" for section in sections)
+    verb = "checks" if len(sections) == 1 else "check"
+    return (
+        "transformer_impl is auto, which is local on this machine and transformer_engine on GPUs where Transformer"
+        f" Engine is installed; {settings} {verb} that module layout",
+    )
 
 
 def _progress(text: str) -> None:
@@ -173,7 +180,7 @@ def _print_result(proof: Proof | None) -> None:
 
     for result in proof.layouts if proof else ():
         over = certificates.over_the_bar(result)
-        name = f"{result.folded.name} ({certificates.layout_name(result.folded)})"
+        name = f"{result.folded.name} ({result.folded})"
         print(f"compare        {name}: {len(result.rows)} figures against one rank, {len(over)} over the bar")
         for row in compare.worst(over)[:ROWS_SHOWN]:
             print(f"  {row.quantity} of {row.where}: {row.value:.6g}, one rank {row.one_rank:.6g};", end=" ")

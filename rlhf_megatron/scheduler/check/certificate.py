@@ -12,10 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from rlhf_megatron.parallel.layout import layout_of
 from rlhf_megatron.scheduler.check import compare, memory_table
 from rlhf_megatron.scheduler.check.fold_config import CHANGED, NUM_STEPS
-from rlhf_megatron.scheduler.check.fold_layout import Folded
 from rlhf_megatron.scheduler.check.memory_table import Memory
 from rlhf_megatron.scheduler.check.proof import LayoutResult, Proof
 from rlhf_megatron.scheduler.run_dir import write_json
@@ -30,7 +28,7 @@ class Certificate:
     command: str
     config: str  # the file
     overrides: tuple[str, ...]
-    layout: str  # the run's own
+    layout: str  # the run's own; of both pools where the critic has one
     num_ranks: int
     has_files: bool  # weights, tokenizer and data on disk were checked as well
     notes: tuple[str, ...]
@@ -42,10 +40,6 @@ class Certificate:
         if self.proof is None:
             return "not run"
         return "passed" if self.proof.is_ok else "failed"
-
-
-def layout_name(folded: Folded) -> str:
-    return str(layout_of(folded.megatron, folded.num_ranks))
 
 
 def over_the_bar(result: LayoutResult) -> list[compare.Row]:
@@ -78,6 +72,8 @@ def as_json(certificate: Certificate) -> dict[str, Any]:
         "memory": {
             "total_bytes": c.memory.total,
             "stages": [asdict(stage) | {"totals": stage.totals} for stage in c.memory.stages],
+            "critic_stages": [asdict(stage) | {"totals": stage.totals} for stage in c.memory.critic],
+            "has_critic_pool": c.memory.has_critic_pool,
             "reference_bytes": list(c.memory.reference),
             "weight_sync": [asdict(traffic) for traffic in c.memory.traffic],
         },
@@ -119,7 +115,7 @@ def _proof_markdown(proof: Proof) -> list[str]:
 
 
 def _layout_markdown(result: LayoutResult) -> list[str]:
-    lines = [f"### {layout_name(result.folded)}: {'passed' if result.is_ok else 'FAILED'}", ""]
+    lines = [f"### {result.folded}: {'passed' if result.is_ok else 'FAILED'}", ""]
     lines.append(f"{result.folded.num_ranks} processes, {result.seconds:.0f} s. Other than the run's own layout:")
     lines += _bullets(result.folded.differences or ("nothing",))
     if result.problems:
@@ -162,9 +158,10 @@ def _proof_json(proof: Proof) -> dict[str, Any]:
         "layouts": [
             {
                 "name": result.folded.name,
-                "layout": layout_name(result.folded),
+                "layout": str(result.folded),
                 "num_ranks": result.folded.num_ranks,
-                "megatron": asdict(result.folded.megatron),
+                "megatron": asdict(result.folded.actor.megatron),
+                "critic_megatron": None if result.folded.critic is None else asdict(result.folded.critic.megatron),
                 "differences": list(result.folded.differences),
                 "is_ok": result.is_ok,
                 "seconds": round(result.seconds, 1),

@@ -4,6 +4,7 @@
     loss, pg_loss of a step      |x - y|                                  LOSS x largest |advantage| of the step
     gradient norm of a step      |x / y - 1|                              NORM
     entropy, KL and other means  |x - y|                                  NATS x max(1, |y|)
+    values, returns, advantages  |x - y|                                  VALUES x max(1, |y|), where there is a critic
     share of clipped tokens      |x - y|                                  two tokens
     rewards, lengths, rates      |x - y|                                  0: they do not depend on the layout
     engine against trainer       largest |difference| of log-probs, nats  checks.log_prob_max_abs_diff
@@ -24,11 +25,14 @@ from typing import Any
 
 from torch import Tensor
 
-LOSS, NORM, NATS, UPDATE = 1e-4, 1e-4, 1e-5, 1e-3
+LOSS, NORM, NATS, VALUES, UPDATE = 1e-4, 1e-4, 1e-5, 1e-4, 1e-3
 EXACT = 0.0
 
 LEFT_OUT = ("kind", "step", "seconds", "timing_s/*", "perf/*", "sync/*", "val/*", "training/*", "warmup/accuracy")
 """Times, and what one of the two runs has no engine for."""
+
+OF_VALUES = ("critic/values/", "critic/returns/", "critic/advantages/", "critic/vpred_mean", "critic/vf_explained_var")
+"""What a critic's rounding error reaches; without one, advantages do not depend on the layout."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +76,12 @@ def compare_metrics(
 
 
 def compare_weights(
-    found: Mapping[str, Tensor], one_rank: Mapping[str, Tensor], start: Callable[[str], Tensor]
+    found: Mapping[str, Tensor], one_rank: Mapping[str, Tensor], start: Callable[[str], Tensor], prefix: str = ""
 ) -> list[Row]:
-    """The update of every tensor. `start`: its value before the first step. Raises ValueError for other tensors."""
+    """The update of every tensor. `start`: its value before the first step; `prefix`: of the names in the rows.
+
+    Raises ValueError for other tensors.
+    """
     if found.keys() != one_rank.keys():
         raise ValueError(f"one run alone has the tensors {sorted(found.keys() ^ one_rank.keys())}.")
     rows = []
@@ -84,7 +91,7 @@ def compare_weights(
         size = float(update.norm())
         distance = float((mine - update).norm())
         error = distance / size if size else (math.inf if distance else 0.0)
-        rows.append(Row("update", name, float(mine.norm()), size, error, UPDATE))
+        rows.append(Row("update", prefix + name, float(mine.norm()), size, error, UPDATE))
     return rows
 
 
@@ -95,14 +102,18 @@ def read_weights(directory: Path) -> dict[str, Tensor]:
     return {name: value for file in sorted(directory.glob("*.safetensors")) for name, value in load_file(file).items()}
 
 
-def trains_nothing(steps: Sequence[Mapping[str, Any]], weights: Sequence[Row]) -> Iterator[str]:
+def trains_nothing(steps: Sequence[Mapping[str, Any]], rows: Sequence[Row]) -> Iterator[str]:
     """Reasons why an agreement would mean nothing."""
     for step in steps:
-        if step["kind"] == "step" and not _largest_advantage(step) > 0:
+        if step["kind"] != "step":
+            continue
+        if not _largest_advantage(step) > 0:
             yield f"step {step['step']} has no advantages: all rewards of each group are equal."
-        if step["kind"] == "step" and not step["actor/grad_norm"] > 0:
-            yield f"step {step['step']} has the gradient norm {step['actor/grad_norm']}."
-    still = [row.where for row in weights if row.quantity == "update" and row.one_rank == 0]
+        for role in ("actor", "critic"):
+            norm = step.get(f"{role}/grad_norm", 1.0 if role == "critic" else 0.0)  # not every run has a critic
+            if not norm > 0:
+                yield f"step {step['step']} has the gradient norm {norm} of the {role}."
+    still = [row.where for row in rows if row.quantity == "update" and row.one_rank == 0]
     if still:
         yield f"{len(still)} tensors did not move, such as {still[0]}."
 
@@ -130,10 +141,12 @@ def _metric_row(name: str, where: str, mine: Mapping[str, Any], theirs: Mapping[
         error, bar = abs(x - y) / abs(y) if y else (math.inf if x else 0.0), NORM
     elif name in ("actor/loss", "actor/pg_loss"):
         bar = LOSS * _largest_advantage(theirs)
-    elif name.startswith("actor/pg_clipfrac"):
+    elif name.startswith(("actor/pg_clipfrac", "critic/vf_clipfrac")):
         bar = 2.0 / (theirs["response_length/mean"] * theirs["rollout/num_samples"])
-    elif (name.startswith("actor/") and not _is_count(name)) or name == "warmup/loss":
+    elif name in ("warmup/loss", "critic/vf_loss") or (name.startswith("actor/") and not _is_count(name)):
         bar = NATS * max(1.0, abs(y))
+    elif "critic/values/mean" in theirs and name.startswith(OF_VALUES):
+        bar = VALUES * max(1.0, abs(y))
     return Row(name, where, x, y, error, bar)
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from rlhf_megatron.config.rules import has_critic, needs_reference
 from rlhf_megatron.config.schema import (
     ActorConfig,
+    AlgorithmConfig,
     CheckConfig,
+    CriticConfig,
     DataConfig,
     MegatronConfig,
     ModelConfig,
@@ -19,12 +22,14 @@ from rlhf_megatron.config.schema import (
     TrainerConfig,
     WarmupConfig,
 )
+from rlhf_megatron.scheduler.check.fold_layout import Folded
 
 NUM_STEPS = 2
 PROMPTS, MAX_SAMPLES, MAX_PROMPT, MAX_RESPONSE = 8, 4, 8, 8
 TOKEN_BUDGET = 2 * (MAX_PROMPT + MAX_RESPONSE)  # a rank's: several micro-batches an optimizer step
 LEARNING_RATE = 1e-3
 MIN_EPS = 1e-5  # of Adam: below, an element whose gradient is rounding noise moves by a whole learning rate
+VALUE_HEAD_STD = 0.1  # least: behind a head of zeros nothing else would learn in the first optimizer step
 VOCAB_CHUNK = 8  # columns of the head at a time: several chunks of the tiny vocabulary
 
 CHANGED = (
@@ -35,15 +40,18 @@ CHANGED = (
     "the reward is the share of digits in a response, so that groups have different rewards from the first step",
     f"learning rate {LEARNING_RATE:g} (schedules keep their style), Adam epsilon {MIN_EPS:g} or more, at most 2"
     " mini-batches a step and 2 epochs, 2 warm-up steps where the run has a warm-up",
+    f"a critic's first value head is random, of deviation {VALUE_HEAD_STD:g} or more, and the policy learns from"
+    " the first step (critic_warmup 0)",
 )
 """What every folded run changes, whatever the layout."""
 
 
-def fold_config(config: RunConfig, megatron: MegatronConfig, num_ranks: int, name: str, directory: Path) -> RunConfig:
-    """The configuration `name` of a folded run on `num_ranks`. `directory`: with model, reference and data in it.
+def fold_config(config: RunConfig, folded: Folded, directory: Path) -> RunConfig:
+    """The configuration of a folded run. `directory`: with models and data in it.
 
-    Configurations that differ in `megatron`, `num_ranks` and `name` only train the same.
+    Configurations that differ in `folded` only train the same.
     """
+    num_ranks = folded.num_ranks
     return RunConfig(
         model=ModelConfig(
             path=str(directory / "model"),
@@ -59,12 +67,9 @@ def fold_config(config: RunConfig, megatron: MegatronConfig, num_ranks: int, nam
             shuffle=config.data.shuffle,
             seed=config.data.seed,
         ),
-        actor=_actor(config, megatron),
-        reference=ReferenceConfig(
-            path=None if config.reference.path is None else str(directory / "reference"),
-            param_offload=config.reference.param_offload,
-            max_token_len_per_gpu=None if config.reference.max_token_len_per_gpu is None else 2 * TOKEN_BUDGET,
-        ),
+        actor=_actor(config, folded.actor.megatron),
+        critic=_critic(config, folded, directory),
+        reference=_reference(config, directory),
         rollout=RolloutConfig(
             engine="local",
             n=min(config.rollout.n, MAX_SAMPLES),
@@ -75,11 +80,11 @@ def fold_config(config: RunConfig, megatron: MegatronConfig, num_ranks: int, nam
             update_weights_bucket_megabytes=1,
         ),
         reward=RewardConfig(name="character_share"),
-        algorithm=config.algorithm,
+        algorithm=_algorithm(config),
         warmup=_warmup(config.warmup),
         checks=_checks(config),
         trainer=TrainerConfig(
-            experiment_name=name,
+            experiment_name=folded.name,
             default_local_dir=str(directory),
             runtime="torchrun" if num_ranks > 1 else "inline",
             nnodes=1,
@@ -96,17 +101,61 @@ def fold_config(config: RunConfig, megatron: MegatronConfig, num_ranks: int, nam
 
 
 def _actor(config: RunConfig, megatron: MegatronConfig) -> ActorConfig:
-    samples = PROMPTS * min(config.rollout.n, MAX_SAMPLES)
-    has_several = config.data.train_batch_size * config.rollout.n > config.actor.mini_batch_size
     return replace(
         config.actor,
         megatron=megatron,
         optim=_optim(config.actor.optim),
-        mini_batch_size=samples // 2 if has_several else samples,
+        mini_batch_size=_mini_batch(config, config.actor.mini_batch_size),
         ppo_epochs=min(config.actor.ppo_epochs, 2),
         ppo_max_token_len_per_gpu=TOKEN_BUDGET,
         log_prob_chunk_size=VOCAB_CHUNK,
     )
+
+
+def _critic(config: RunConfig, folded: Folded, directory: Path) -> CriticConfig:
+    critic = config.critic
+    if not has_critic(config):
+        return CriticConfig()
+    return replace(
+        critic,
+        path=None if critic.path is None else str(directory / "critic"),
+        value_head_init_std=max(critic.value_head_init_std, VALUE_HEAD_STD),
+        num_ranks=0 if folded.critic is None else folded.critic.num_ranks,
+        megatron=MegatronConfig() if folded.critic is None else folded.critic.megatron,
+        optim=_optim(critic.optim),
+        mini_batch_size=None if critic.mini_batch_size is None else _mini_batch(config, critic.mini_batch_size),
+        ppo_epochs=None if critic.ppo_epochs is None else min(critic.ppo_epochs, 2),
+        ppo_max_token_len_per_gpu=None if critic.ppo_max_token_len_per_gpu is None else 2 * TOKEN_BUDGET,
+    )
+
+
+def _mini_batch(config: RunConfig, true: int) -> int:
+    """Two a step where the run has several, else one."""
+    samples = _num_samples(config)
+    return samples // 2 if config.data.train_batch_size * config.rollout.n > true else samples
+
+
+def _num_samples(config: RunConfig) -> int:
+    """Of a step of the folded run."""
+    return PROMPTS * min(config.rollout.n, MAX_SAMPLES)
+
+
+def _reference(config: RunConfig, directory: Path) -> ReferenceConfig:
+    reference = config.reference
+    if not needs_reference(config):
+        return ReferenceConfig()
+    return replace(
+        reference,
+        path=None if reference.path is None else str(directory / "reference"),
+        max_token_len_per_gpu=None if reference.max_token_len_per_gpu is None else 2 * TOKEN_BUDGET,
+    )
+
+
+def _algorithm(config: RunConfig) -> AlgorithmConfig:
+    """The adaptive KL controller needs a horizon far longer than a step."""
+    control = config.algorithm.kl_ctrl
+    horizon = max(control.horizon, 10 * _num_samples(config))
+    return replace(config.algorithm, kl_ctrl=replace(control, horizon=horizon))
 
 
 def _optim(optim: OptimConfig) -> OptimConfig:

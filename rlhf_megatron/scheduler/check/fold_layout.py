@@ -6,14 +6,19 @@ smaller in the order cp, tp, pp: first down to 2, and only when that is not enou
 
 Where the first layout has no room for a second replica but the run has several, a second layout has two, with the axes
 made smaller in the same order.
+
+A critic with a pool of its own keeps it. Where both do not fit, the pool with the smaller replica may have half of the
+processes, and the other one has the rest.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf_megatron.config.schema import MegatronConfig
+from rlhf_megatron.parallel.layout import layout_of
 
 AXES = {"cp": "context_parallel_size", "tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size"}
 """In the order in which they are made smaller."""
@@ -22,18 +27,46 @@ UNSHARDED = MegatronConfig(transformer_impl="local")
 """One rank, megatron-core's own layers, nothing computed again: what every layout must equal."""
 
 
-@dataclass(frozen=True)
-class Folded:
-    """A layout to run on this machine."""
+Pool = tuple[str, MegatronConfig, int]
+"""A pool of the run: key of its layout ("critic.megatron"), the layout, ranks. See `config.rules.megatron_sections`."""
 
-    name: str  # of its files: "shape", "replicas"
+
+@dataclass(frozen=True)
+class FoldedPool:
+    """The layout of a pool on this machine."""
+
     megatron: MegatronConfig
     dp: int
-    differences: tuple[str, ...]  # from the run's own layout, a sentence each
 
     @property
     def num_ranks(self) -> int:
         return self.dp * replica_size(self.megatron)
+
+    def __str__(self) -> str:
+        """ "tp2 pp2 dp1"."""
+        return str(layout_of(self.megatron, self.num_ranks))
+
+
+@dataclass(frozen=True)
+class Folded:
+    """The layouts of one run on this machine."""
+
+    name: str  # of its files: "shape", "replicas"
+    actor: FoldedPool
+    critic: FoldedPool | None  # None: no critic, or in the actor's pool
+    differences: tuple[str, ...]  # from the run's own layouts, a sentence each
+
+    @property
+    def pools(self) -> tuple[FoldedPool, ...]:
+        return (self.actor,) if self.critic is None else (self.actor, self.critic)
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(pool.num_ranks for pool in self.pools)
+
+    def __str__(self) -> str:
+        """ "tp2 pp2 dp1", or "tp2 pp2 dp1, critic tp2 pp1 dp1"."""
+        return ", critic ".join(map(str, self.pools))
 
 
 def replica_size(megatron: MegatronConfig) -> int:
@@ -42,20 +75,43 @@ def replica_size(megatron: MegatronConfig) -> int:
     return m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size
 
 
-def fold_layouts(megatron: MegatronConfig, num_ranks: int, max_processes: int) -> tuple[Folded, ...]:
-    """One layout, or two where the first has no room for the replicas of a run that has several.
+def fold_layouts(pools: Sequence[Pool], max_processes: int) -> tuple[Folded, ...]:
+    """One run, or two where the first has no room for the replicas of a pool that has several.
 
-    Raises ValueError when `max_processes` is below 1.
+    `pools`: the run's, the actor's first. Raises ValueError when `max_processes` is below 1.
     """
     if max_processes < 1:
         raise ValueError(f"--max-processes is {max_processes}; it must be at least 1.")
-    true_dp = num_ranks // replica_size(megatron)
-    smaller = _made_smaller(megatron, max_processes)
-    dp = 2 if true_dp > 1 and 2 * replica_size(smaller) <= max_processes else 1
-    layouts = [_folded("shape", smaller, dp, megatron, true_dp)]
-    if true_dp > 1 and dp == 1 and max_processes > 1:
-        layouts.append(_folded("replicas", _made_smaller(megatron, max_processes // 2), 2, megatron, true_dp))
+    moved = ("the critic is in the actor's pool, for want of a second process",) if len(pools) > max_processes else ()
+    pools = pools[:1] if moved else pools
+    several = [num_ranks > replica_size(megatron) for _, megatron, num_ranks in pools]
+    shares = _shares([replica_size(megatron) for _, megatron, _ in pools], max_processes)
+    smaller = [_made_smaller(megatron, share) for (_, megatron, _), share in zip(pools, shares, strict=True)]
+    left = max_processes - sum(map(replica_size, smaller))
+    dps = []
+    for megatron, has_several in zip(smaller, several, strict=True):
+        dps.append(2 if has_several and replica_size(megatron) <= left else 1)
+        left -= (dps[-1] - 1) * replica_size(megatron)
+    layouts = [_folded("shape", pools, smaller, dps, moved)]
+    wanted = [2 if has_several else 1 for has_several in several]
+    if dps != wanted:
+        sizes = [dp * replica_size(megatron) for dp, (_, megatron, _) in zip(wanted, pools, strict=True)]
+        shares = _shares(sizes, max_processes)
+        more = [min(dp, share) for dp, share in zip(wanted, shares, strict=True)]
+        smaller = [_made_smaller(pool[1], share // dp) for pool, share, dp in zip(pools, shares, more, strict=True)]
+        if any(dp > before for dp, before in zip(more, dps, strict=True)):
+            layouts.append(_folded("replicas", pools, smaller, more, moved))
     return tuple(layouts)
+
+
+def _shares(sizes: Sequence[int], max_processes: int) -> list[int]:
+    """Processes of each pool, of which there are one or two; at least 1 each."""
+    if len(sizes) == 1:
+        return [max_processes]
+    if sum(sizes) <= max_processes:
+        return list(sizes)
+    few = min(*sizes, max_processes // 2)
+    return [few, max_processes - few] if sizes[0] < sizes[1] else [max_processes - few, few]
 
 
 def _made_smaller(megatron: MegatronConfig, max_ranks: int) -> MegatronConfig:
@@ -68,7 +124,26 @@ def _made_smaller(megatron: MegatronConfig, max_ranks: int) -> MegatronConfig:
     return megatron
 
 
-def _folded(name: str, megatron: MegatronConfig, dp: int, true: MegatronConfig, true_dp: int) -> Folded:
+def _folded(
+    name: str,
+    pools: Sequence[Pool],
+    smaller: Sequence[MegatronConfig],
+    dps: Sequence[int],
+    differences: tuple[str, ...],
+) -> Folded:
+    folded = []
+    for (section, true, num_ranks), megatron, dp in zip(pools, smaller, dps, strict=True):
+        megatron, more = _folded_pool(megatron, dp, true, num_ranks // replica_size(true))
+        prefix = f"{section.partition('.')[0]}: " if len(pools) > 1 or differences else ""
+        differences += tuple(prefix + text for text in more)
+        folded.append(FoldedPool(megatron, dp))
+    return Folded(name, folded[0], folded[1] if len(folded) > 1 else None, differences)
+
+
+def _folded_pool(
+    megatron: MegatronConfig, dp: int, true: MegatronConfig, true_dp: int
+) -> tuple[MegatronConfig, list[str]]:
+    """Without what it cannot have; and what differs from the pool's own layout."""
     differences = [
         f"{axis} is {getattr(megatron, key)} instead of {getattr(true, key)}"
         for axis, key in AXES.items()
@@ -82,7 +157,7 @@ def _folded(name: str, megatron: MegatronConfig, dp: int, true: MegatronConfig, 
             differences.append(f"{' and '.join(is_on)} off, for want of {needed}")
         for key in is_on:
             megatron = _changed(megatron, key, off)
-    return Folded(name, megatron, dp, tuple(differences))
+    return megatron, differences
 
 
 def _impossible(megatron: MegatronConfig, dp: int) -> list[tuple[tuple[str, ...], bool | None, str]]:

@@ -8,13 +8,12 @@ by the tensor-parallel size, several layers a model chunk where recomputation gr
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from rlhf_megatron.config.schema import MegatronConfig
 from rlhf_megatron.models.families.base import family_for
-from rlhf_megatron.scheduler.check.fold_layout import Folded
 
 HEAD_DIM = 8
 MIN_VOCAB_SIZE = 32  # holds the tokens of the character tokenizer
@@ -29,20 +28,22 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def fold_model(hf_config: Mapping[str, Any], true: MegatronConfig, layouts: tuple[Folded, ...]) -> dict[str, Any]:
-    """The config.json of a tiny model that fits all of `layouts`. `true`: the run's own layout.
+def fold_model(
+    hf_config: Mapping[str, Any], trues: Sequence[MegatronConfig], folded: Sequence[MegatronConfig]
+) -> dict[str, Any]:
+    """The config.json of a tiny model that fits all layouts `folded`. `trues`: the run's own layouts, one a pool.
 
     Raises ValueError for a model that has no family here.
     """
     sizes = family_for(hf_config).transformer_arguments(hf_config)
-    true_tp = true.tensor_model_parallel_size
-    tp = math.lcm(*(layout.megatron.tensor_model_parallel_size for layout in layouts))
-    chunks = math.lcm(*(num_chunks(layout.megatron) for layout in layouts))
+    true_tp = trues[0].tensor_model_parallel_size
+    tp = math.lcm(*(megatron.tensor_model_parallel_size for megatron in folded))
+    chunks = math.lcm(*map(num_chunks, folded))
     groups = tp * (2 if sizes["num_query_groups"] > true_tp else 1)
     heads = groups * _queries_per_group(sizes["num_attention_heads"] // sizes["num_query_groups"])
     is_square = sizes["hidden_size"] == sizes["num_attention_heads"] * sizes["kv_channels"]
     hidden = heads * HEAD_DIM + (0 if is_square else 2 * HEAD_DIM)
-    num_layers = chunks * layers_per_chunk(true, sizes["num_layers"], chunks)
+    num_layers = chunks * max(layers_per_chunk(true, sizes["num_layers"], chunks) for true in trues)
     small: dict[str, Any] = {
         "num_hidden_layers": num_layers,
         "num_attention_heads": heads,

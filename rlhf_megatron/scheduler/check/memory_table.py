@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rlhf_megatron.checkpoint.hf_reader import read_hf_config
-from rlhf_megatron.config.rules import world_size
+from rlhf_megatron.config.rules import actor_ranks, critic_ranks, has_critic, needs_reference
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.resharding.plan import StageTraffic, stage_traffic
@@ -22,6 +22,7 @@ NOT_INCLUDED = (
 )
 UNITS = {"MiB": 1 << 20, "GiB": 1 << 30}
 HEADER = (
+    "model",
     "stage",
     "ranks",
     "parameters",
@@ -38,7 +39,9 @@ HEADER = (
 class Memory:
     """Exact bytes of the true layout."""
 
-    stages: tuple[StageMemory, ...]
+    stages: tuple[StageMemory, ...]  # of the actor
+    critic: tuple[StageMemory, ...]  # empty: the run has none
+    has_critic_pool: bool  # else the critic is on the actor's ranks, stage by stage
     reference: tuple[int, ...]  # of the frozen reference model, by stage, bytes a rank; empty: the run has none
     is_reference_on_host: bool  # it is on the device during its forward pass only
     traffic: tuple[StageTraffic, ...]  # of the weight sync, by stage: the sender of each
@@ -46,22 +49,28 @@ class Memory:
     @property
     def total(self) -> int:
         """All ranks: parameters, gradients and optimizer."""
-        return sum(sum(s.totals) * (s.num_ranks // len(s.totals)) for s in self.stages)
+        return sum(sum(s.totals) * (s.num_ranks // len(s.totals)) for s in (*self.stages, *self.critic))
 
 
-def plan(config: RunConfig, hf_config: Mapping[str, Any]) -> Memory:
-    """`hf_config`: of model.path. The reference is taken to be the same where it cannot be read.
+def plan(config: RunConfig, hf_config: Mapping[str, Any], critic_config: Mapping[str, Any]) -> Memory:
+    """`hf_config`: of model.path; `critic_config`: of critic.path. The reference is taken to be as the policy where it
+    cannot be read.
 
     Raises ValueError for a model or layout that is not supported.
     """
     megatron, dtype = config.actor.megatron, getattr(torch, config.model.dtype)
-    stages = plan_memory(hf_config, megatron, world_size(config), dtype)
+    stages = plan_memory(hf_config, megatron, actor_ranks(config), dtype)
+    critic: tuple[StageMemory, ...] = ()
+    if has_critic(config):
+        num_ranks = critic_ranks(config)
+        layout = (config.critic.megatron, num_ranks) if num_ranks else (megatron, actor_ranks(config))
+        critic = plan_memory(critic_config, *layout, dtype, "value")
     reference: tuple[int, ...] = ()
-    if config.actor.use_kl_loss:
+    if needs_reference(config):
         path = config.reference.path
         known = path is not None and (Path(path) / "config.json").is_file()
         other = (
-            plan_memory(read_hf_config(Path(path)), megatron, world_size(config), dtype) if known and path else stages
+            plan_memory(read_hf_config(Path(path)), megatron, actor_ranks(config), dtype) if known and path else stages
         )
         reference = tuple(stage.reference for stage in other)
     # Virtual stages change which layers a stage sends, not how many of what size in which order.
@@ -72,38 +81,52 @@ def plan(config: RunConfig, hf_config: Mapping[str, Any]) -> Memory:
         engine_dtype(config),
         config.rollout.update_weights_bucket_megabytes * MIB,
     )
-    return Memory(stages, reference, config.reference.param_offload, traffic)
+    return Memory(stages, critic, critic_ranks(config) > 0, reference, config.reference.param_offload, traffic)
 
 
 def rows(memory: Memory) -> list[Sequence[str]]:
-    """One row a pipeline stage, under HEADER; a range where the optimizer's shards are not of one size."""
+    """One row a model and pipeline stage, under HEADER; a range where the optimizer's shards are not of one size."""
     found: list[Sequence[str]] = []
     unit = _unit(memory)
     for index, (stage, traffic) in enumerate(zip(memory.stages, memory.traffic, strict=True)):
         reference = _text(memory.reference[index], unit) if memory.reference else "-"
-        columns = (stage.main_parameters, stage.moments, stage.totals)
-        main, moments, total = (_range(column, unit) for column in columns)
-        sync = _text(traffic.peak_buffer, unit)
-        fixed = (str(stage.stage), str(stage.num_ranks), _text(stage.parameters, unit), _text(stage.gradients, unit))
-        found.append((*fixed, main, moments, total, reference, sync))
-    return found
+        found.append((*_cells("actor", stage, unit), reference, _text(traffic.peak_buffer, unit)))
+    return [*found, *((*_cells("critic", stage, unit), "-", "-") for stage in memory.critic)]
+
+
+def _cells(model: str, stage: StageMemory, unit: str) -> Sequence[str]:
+    main, moments, total = (_range(column, unit) for column in (stage.main_parameters, stage.moments, stage.totals))
+    fixed = (str(stage.stage), str(stage.num_ranks), _text(stage.parameters, unit), _text(stage.gradients, unit))
+    return (model, *fixed, main, moments, total)
 
 
 def notes(memory: Memory) -> list[str]:
     """What the columns mean."""
-    every = [total for stage in memory.stages for total in stage.totals]
-    ranks = sum(stage.num_ranks for stage in memory.stages)
     unit = _unit(memory)
     lines = [
         f"{unit} on each rank of a pipeline stage. `a rank`: parameters, gradients, main parameters and moments.",
-        f"From {_text(min(every), unit)} to {_text(max(every), unit)} {unit} a rank;"
-        f" {_text(memory.total, unit)} {unit} on {ranks} ranks.",
-        "`weight sync`: the largest buffers of the one rank of a stage that sends, two of them in shared memory.",
     ]
+    every = [f"{_range(totals, unit)} {unit} {where}" for where, totals in _by_rank(memory)]
+    ranks = sum(stage.num_ranks for stage in (*memory.stages, *(memory.critic if memory.has_critic_pool else ())))
+    lines.append(f"{'; '.join(every)}; {_text(memory.total, unit)} {unit} on {ranks} ranks.")
+    lines.append(
+        "`weight sync`: the largest buffers of the one rank of a stage that sends, two of them in shared memory."
+    )
     if memory.reference:
         where = "in host memory, and on the device while it is used" if memory.is_reference_on_host else "on the device"
         lines.append(f"`reference`: the frozen reference model, {where}; beside `a rank`.")
     return [*lines, NOT_INCLUDED]
+
+
+def _by_rank(memory: Memory) -> list[tuple[str, list[int]]]:
+    """(which ranks, bytes on each kind of them), all models of a rank together."""
+    actor = [total for stage in memory.stages for total in stage.totals]
+    critic = [total for stage in memory.critic for total in stage.totals]
+    if not critic:
+        return [("a rank", actor)]
+    if memory.has_critic_pool:
+        return [("a rank of the actor", actor), ("a rank of the critic", critic)]
+    return [("a rank, actor and critic together", [a + c for a, c in zip(actor, critic, strict=True)])]
 
 
 def _unit(memory: Memory) -> str:

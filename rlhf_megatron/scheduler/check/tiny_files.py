@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.checkpoint.hf_writer import hf_directory_writer
-from rlhf_megatron.checkpoint.random_init import random_hf_tensors
+from rlhf_megatron.checkpoint.random_init import random_source
 from rlhf_megatron.checkpoint.safetensors_writer import TensorSpec
+from rlhf_megatron.checkpoint.value_model import value_model_config
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.show import as_yaml
 from rlhf_megatron.data.tokenizer import write_character_tokenizer
 from rlhf_megatron.models.families.base import table_for
+from rlhf_megatron.models.table import Rule
 
 NUM_TRAIN, NUM_HELD_OUT = 64, 8
 REFERENCE_SEED_OFFSET = 1000  # the reference's random weights are not those of the actor
+CRITIC_SEED_OFFSET = 2000  # nor are those of a critic from a directory of its own
 
 
 def write_model(directory: Path, hf_config: Mapping[str, Any]) -> Path:
@@ -29,10 +32,24 @@ def write_model(directory: Path, hf_config: Mapping[str, Any]) -> Path:
 
 def write_reference(directory: Path, hf_config: Mapping[str, Any], seed: int, model: Path) -> None:
     """A complete model of other random weights. `model`: the directory with the tokenizer."""
-    specs = [TensorSpec(hf.name, "float32", hf.shape) for rule in table_for(hf_config) for hf in rule.hf]
+    _write_weights(directory, hf_config, table_for(hf_config), seed + REFERENCE_SEED_OFFSET, model)
+
+
+def write_critic(directory: Path, hf_config: Mapping[str, Any], seed: int, model: Path) -> None:
+    """A token classifier of one label: a value model with its head."""
+    table = table_for(hf_config, head="value")
+    _write_weights(directory, value_model_config(hf_config), table, seed + CRITIC_SEED_OFFSET, model)
+
+
+def _write_weights(
+    directory: Path, hf_config: Mapping[str, Any], table: Sequence[Rule], seed: int, model: Path
+) -> None:
+    tensors = [hf for rule in table for hf in rule.hf]
+    source = random_source(hf_config, seed)
+    specs = [TensorSpec(hf.name, "float32", hf.shape) for hf in tensors]
     with hf_directory_writer(directory, specs, hf_config, model) as writer:
-        for name, tensor in random_hf_tensors(hf_config, seed + REFERENCE_SEED_OFFSET):
-            writer.write(name, tensor)
+        for hf in tensors:
+            writer.write(hf.name, source.tensor(hf))
 
 
 def write_prompts(directory: Path, seed: int) -> None:
