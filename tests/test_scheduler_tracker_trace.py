@@ -13,7 +13,7 @@ import torch
 
 from rlhf_megatron.data.batch import TokenBatch
 from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.scheduler.trace import Trace
+from rlhf_megatron.scheduler.trace import PROCESS, Trace
 from rlhf_megatron.scheduler.traced_group import TracedGroup
 from rlhf_megatron.scheduler.tracker import Tracker
 
@@ -33,14 +33,14 @@ def check_format(events: list[dict[str, Any]]) -> None:
     names: dict[int, str] = {}
     tracks: dict[int, list[tuple[int, int]]] = {}
     for event in events:
-        assert event["ph"] in ("X", "M") and event["pid"] == 1 and isinstance(event["name"], str)
+        assert event["ph"] in ("X", "M") and event["pid"] == PROCESS and isinstance(event["name"], str)
         if event["name"] == "thread_name":
             names[event["tid"]] = event["args"]["name"]
         if event["ph"] == "X":
             assert all(isinstance(event[key], int) for key in ("ts", "dur", "tid")) and event["dur"] >= 0
             assert event["tid"] in names, "a track is named before its first event"
             tracks.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
-    assert len(set(names.values())) == len(names)
+    assert len(set(names.values())) == len(names) and PROCESS not in names
     for spans in tracks.values():
         spans.sort()
         for (_, end), (start, _) in pairwise(spans):

@@ -17,7 +17,7 @@ from typing import Any
 
 from rlhf_megatron.scheduler.line_file import cut_after
 
-PROCESS = 1
+PROCESS = 1000  # Perfetto takes track 0 for the one with the process's number: that must be no other track's
 STEPS, STAGES = "steps", "stages"
 OPENING, ENDING = b"[\n", b"]\n"
 _CLOSING_EVENT = {"name": "process_labels", "ph": "M", "pid": PROCESS, "tid": 0, "args": {"labels": "closed"}}
