@@ -1,7 +1,9 @@
 """The same recorded rollouts trained in every layout: losses and gradient norms of each step must agree.
 
     python -m benchmarks.replay_layouts                  # records 5 steps of the quickstart, then replays them 10 times
-    python -m benchmarks.replay_layouts --record RUN_DIR # replays an earlier record: a run directory of this program
+    python -m benchmarks.replay_layouts --record RUN_DIR # replays an earlier record of the quickstart
+
+Then the same with PPO, the critic in the actor's pool and in a pool and layout of its own.
 
 The record is made once, on one rank, from weights that already solve some problems: those in
 examples/quickstart/warm_model where they are, else a warm-up is part of the recorded run. Each replay is a whole
@@ -10,6 +12,10 @@ and optimizer steps are computed anew. One rank, inline, is what the others are 
 
     |loss - loss at one rank|             <= 1e-4 x mean |advantage| over the step's response tokens
     |grad norm / grad norm at one rank - 1| <= 1e-4
+    |value loss / value loss at one rank - 1| <= 1e-4
+
+PPO's advantages are whitened over a step: their scale is 1. In its first step the critic learns alone. Its value head
+starts with weights from a seed, so that the first values already differ from token to token.
 
 Losses and norms are means over the step's optimizer steps, as a run reports them. Exit code 1 on a miss.
 Writes benchmarks/results/replay_layouts.json.
@@ -34,12 +40,15 @@ from benchmarks.parity.layouts import LAYOUTS, Axes
 from rlhf_megatron.parallel.layout import layout_of
 
 CONFIG = ROOT / "configs" / "quickstart.yaml"
+PPO_CONFIG = ROOT / "configs" / "quickstart_ppo.yaml"
 MODEL = ROOT / "examples" / "quickstart" / "model"
 WARM_MODEL = ROOT / "examples" / "quickstart" / "warm_model"
 RUNS = ROOT / "runs" / "replay_layouts"
 LOSS_TOLERANCE = 1e-4  # times the mean absolute advantage
-NORM_TOLERANCE = 1e-4  # relative
+RELATIVE_TOLERANCE = 1e-4
 LOSSES = ("actor/loss", "actor/pg_loss")
+RELATIVE = ("actor/grad_norm", "critic/vf_loss", "critic/grad_norm")
+PPO_ADVANTAGE = 1.0  # root mean square
 TIMEOUT_S = 900.0
 BASELINE = "one_rank"
 REPLAYED = (
@@ -57,6 +66,42 @@ REPLAYED = (
 
 
 @dataclass(frozen=True)
+class Placement:
+    """Where the models stand. `critic`: a pool of its own; None: the actor's pool, where there is a critic at all."""
+
+    actor: Axes
+    critic: Axes | None = None
+
+    @property
+    def name(self) -> str:
+        return self.actor.name + (f"_critic_{self.critic.name}" if self.critic else "")
+
+    @property
+    def settings(self) -> list[str]:
+        if self.critic is None:
+            return in_layout(self.actor)
+        ranks = self.actor.num_ranks + self.critic.num_ranks
+        return [
+            *megatron_settings("actor", self.actor),
+            *megatron_settings("critic", self.critic),
+            f"critic.num_ranks={self.critic.num_ranks}",
+            "trainer.runtime=torchrun",
+            f"trainer.n_gpus_per_node={ranks}",
+        ]
+
+
+ONE = Placement(LAYOUTS[BASELINE])
+PPO_REPLAYED = (
+    ONE,
+    Placement(LAYOUTS["tp2_pp2"]),
+    Placement(LAYOUTS["tp2_pp2"], LAYOUTS["tp2"]),
+    Placement(LAYOUTS["dp2"], LAYOUTS["pp2"]),
+    Placement(LAYOUTS["one_rank"], LAYOUTS["cp2"]),
+)
+PPO_SETTINGS = ("trainer.critic_warmup=1", "critic.value_head_init_std=0.05")
+
+
+@dataclass(frozen=True)
 class Row:
     """One figure of one step in one layout."""
 
@@ -70,13 +115,13 @@ class Row:
     ok: bool
 
 
-def train(name: str, arguments: Sequence[str], runs: Path) -> Path:
+def train(config: Path, name: str, arguments: Sequence[str], runs: Path) -> Path:
     """`rlhf-megatron train` in processes of its own. Returns the directory of that name; SystemExit when it fails."""
     runs.mkdir(parents=True, exist_ok=True)
     log = runs / f"{name}.log"
     shared = [f"trainer.default_local_dir={runs}", f"trainer.experiment_name={name}", "trainer.test_freq=0"]
     shared += ["trainer.val_before_train=false", "trainer.device=cpu", "trainer.logger=[jsonl]", "model.dtype=float32"]
-    command = [sys.executable, "-m", "rlhf_megatron", "train", str(CONFIG), *shared, *arguments]
+    command = [sys.executable, "-m", "rlhf_megatron", "train", str(config), *shared, *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -97,15 +142,23 @@ def train(name: str, arguments: Sequence[str], runs: Path) -> Path:
 
 
 def in_layout(axes: Axes) -> list[str]:
-    """The settings of a layout. The quickstart has its own tp and pp, so these are always given."""
+    """The settings of a layout, of the actor's pool alone."""
     runtime = "inline" if axes.num_ranks == 1 else "torchrun"
+    return [
+        f"trainer.runtime={runtime}",
+        f"trainer.n_gpus_per_node={axes.num_ranks}",
+        *megatron_settings("actor", axes),
+    ]
+
+
+def megatron_settings(section: str, axes: Axes) -> list[str]:
+    """The quickstart has its own tp and pp, so these are always given."""
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-    given = [
-        f"actor.megatron.{field.name}={json.dumps(value)}"
+    return [
+        f"{section}.megatron.{field.name}={json.dumps(value)}"
         for field in fields(axes.megatron)
         if (value := getattr(axes.megatron, field.name)) != field.default or field.name in sizes
     ]
-    return [f"trainer.runtime={runtime}", f"trainer.n_gpus_per_node={axes.num_ranks}", *given]
 
 
 def weights(path: Path) -> list[str]:
@@ -113,12 +166,11 @@ def weights(path: Path) -> list[str]:
     return [f"model.path={path}", f"model.tokenizer_path={MODEL}", "model.init_seed=null", "warmup.max_steps=0"]
 
 
-def record(num_steps: int, runs: Path) -> Path:
-    """The run directory of a recorded run."""
+def record(config: Path, name: str, more: Sequence[str], num_steps: int, runs: Path) -> Path:
+    """The run directory of a run recorded on one rank."""
     start = weights(WARM_MODEL) if any(WARM_MODEL.glob("*.safetensors")) else ["warmup.save_hf=true"]
-    return train(
-        "record", [*in_layout(LAYOUTS[BASELINE]), *start, f"trainer.total_training_steps={num_steps}", "--record"], runs
-    )
+    total = f"trainer.total_training_steps={num_steps}"
+    return train(config, name, [*ONE.settings, *start, *more, total, "--record"], runs)
 
 
 def start_weights(recorded: Path) -> Path:
@@ -127,14 +179,17 @@ def start_weights(recorded: Path) -> Path:
     return kept if kept.is_dir() else WARM_MODEL
 
 
-def replay(recorded: Path, start: Sequence[str], axes: Axes, num_steps: int, runs: Path) -> list[dict[str, float]]:
+def replay(
+    config: Path, recorded: Path, start: Sequence[str], placement: Placement, num_steps: int, runs: Path
+) -> list[dict[str, float]]:
     """Metrics of each step."""
-    arguments = ["--replay", str(num_steps), "--replay-from", str(recorded)]
-    total = f"trainer.total_training_steps={num_steps}"
-    named = train(axes.name, [*in_layout(axes), *start, total, *arguments], runs)
+    settings = [*placement.settings, *start, f"trainer.total_training_steps={num_steps}"]
+    name = f"{config.stem}_{placement.name}"
+    named = train(config, name, [*settings, "--replay", str(num_steps), "--replay-from", str(recorded)], runs)
     run_dir = named.with_name(f"{named.name}-replay")
     layout = json.loads((run_dir / "summary.json").read_text())["layout"]
-    assert layout == str(layout_of(axes.megatron, axes.num_ranks)), f"{axes.name} ran as {layout}"
+    asked = layout_of(placement.actor.megatron, placement.actor.num_ranks)
+    assert layout == str(asked), f"the actor of {name} ran as {layout}"
     return step_metrics(run_dir)
 
 
@@ -161,13 +216,16 @@ def mean_abs_advantage(recorded: Path, step: int) -> float:
 def compare(
     layout: str, found: list[dict[str, float]], baseline: list[dict[str, float]], advantages: Sequence[float]
 ) -> list[Row]:
-    """`advantages`: mean absolute advantage of each step."""
+    """`advantages`: mean absolute advantage of each step. A quantity may be missing: in a step without an actor's
+    update, in a run without a critic; but on both sides then."""
     rows = []
     for step, (mine, theirs, advantage) in enumerate(zip(found, baseline, advantages, strict=True), 1):
-        figures = [(name, abs(mine[name] - theirs[name]), LOSS_TOLERANCE * advantage) for name in LOSSES]
-        norm = "actor/grad_norm"
-        figures.append((norm, abs(mine[norm] / theirs[norm] - 1), NORM_TOLERANCE))
-        for name, error, bar in figures:
+        for name in (*LOSSES, *RELATIVE):
+            if name not in theirs and name not in mine:
+                continue
+            error, bar = abs(mine[name] - theirs[name]), LOSS_TOLERANCE * advantage
+            if name in RELATIVE:
+                error, bar = error / abs(theirs[name]), RELATIVE_TOLERANCE
             rows.append(Row(layout, step, name, mine[name], theirs[name], error, bar, bool(error <= bar)))
     return rows
 
@@ -185,25 +243,33 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def replay_all(
-    recorded: Path, start: Sequence[str], layouts: Sequence[Axes], num_steps: int, runs: Path
-) -> tuple[list[Row], list[float]]:
-    """(rows of every layout but the baseline, mean absolute advantage of each step). Raises ValueError where the
-    record teaches nothing."""
-    advantages = [mean_abs_advantage(recorded, step) for step in range(1, num_steps + 1)]
+    config: Path,
+    recorded: Path,
+    start: Sequence[str],
+    placements: Sequence[Placement],
+    advantages: Sequence[float],
+    runs: Path,
+) -> list[Row]:
+    """Rows of every placement but the baseline, and of the recorded run. `advantages`: the scale of each step's.
+
+    Raises ValueError where the record teaches nothing.
+    """
     if min(advantages) < 1e-3:
         raise ValueError(f"mean |advantage| of the steps is {advantages}: rewards must differ within groups.")
-    baseline = replay(recorded, start, LAYOUTS[BASELINE], num_steps, runs)
+    num_steps = len(advantages)
+    baseline = replay(config, recorded, start, ONE, num_steps, runs)
     rows = []
-    for axes in layouts:
-        if axes.name != BASELINE:
+    for placement in placements:
+        if placement != ONE:
             begin = time.monotonic()
-            found = compare(axes.name, replay(recorded, start, axes, num_steps, runs), baseline, advantages)
+            metrics = replay(config, recorded, start, placement, num_steps, runs)
+            found = compare(placement.name, metrics, baseline, advantages)
             rows += found
             worst = max(row.error / row.bar for row in found)
-            print(f"{axes.name}: {time.monotonic() - begin:.0f} s, at most {worst:.2g} of the bar", flush=True)
+            print(f"{placement.name}: {time.monotonic() - begin:.0f} s, at most {worst:.2g} of the bar", flush=True)
     if (recorded / "metrics.jsonl").exists():
         rows += compare("recorded run", step_metrics(recorded)[:num_steps], baseline, advantages)
-    return rows, advantages
+    return rows
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -217,13 +283,19 @@ def main(argv: list[str] | None = None) -> int:
     if unknown:
         raise SystemExit(f"unknown layout {', '.join(unknown)}; known: {', '.join(LAYOUTS)}.")
     begin = time.monotonic()
-    recorded = args.record.resolve() if args.record else record(args.steps, RUNS)
+    recorded = args.record.resolve() if args.record else record(CONFIG, "record", (), args.steps, RUNS)
     print(f"record: {recorded} ({time.monotonic() - begin:.0f} s)", flush=True)
     start = weights(start_weights(recorded))
-    layouts = [LAYOUTS[name] for name in args.layouts.split(",")]
-    rows, advantages = replay_all(recorded, start, layouts, args.steps, RUNS)
+    placements = [Placement(LAYOUTS[name]) for name in args.layouts.split(",")]
+    advantages = [mean_abs_advantage(recorded, step) for step in range(1, args.steps + 1)]
+    rows = replay_all(CONFIG, recorded, start, placements, advantages, RUNS)
     print(table(rows))
-    misses = sum(not row.ok for row in rows)
+    ppo_recorded = record(PPO_CONFIG, "record_ppo", PPO_SETTINGS, args.steps, RUNS)
+    ppo_start = [*weights(start_weights(ppo_recorded)), *PPO_SETTINGS]
+    scales = [PPO_ADVANTAGE] * args.steps
+    ppo_rows = replay_all(PPO_CONFIG, ppo_recorded, ppo_start, PPO_REPLAYED, scales, RUNS)
+    print(table(ppo_rows))
+    misses = sum(not row.ok for row in [*rows, *ppo_rows])
     seconds = time.monotonic() - begin
     result = {
         "baseline": "one rank, inline",
@@ -232,11 +304,12 @@ def main(argv: list[str] | None = None) -> int:
         "num_over_the_bar": misses,
         "seconds": round(seconds, 1),
         "rows": [asdict(row) for row in rows],
+        "ppo_rows": [asdict(row) for row in ppo_rows],
     }
     command = " ".join(["python -m benchmarks.replay_layouts", *(sys.argv[1:] if argv is None else argv)])
     path = write_result(args.out.stem, command, result, args.out.parent)
-    print(f"{len(rows)} figures, {misses} over the bar, {seconds:.0f} s; {path}")
-    return 1 if misses or not rows else 0
+    print(f"{len(rows) + len(ppo_rows)} figures, {misses} over the bar, {seconds:.0f} s; {path}")
+    return 1 if misses or not rows or not ppo_rows else 0
 
 
 if __name__ == "__main__":

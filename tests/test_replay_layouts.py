@@ -1,4 +1,7 @@
-"""Two recorded steps trained on one rank and at tp2: the losses and gradient norms that a run reports must agree."""
+"""Two recorded steps trained on one rank and at tp2: the losses and gradient norms that a run reports must agree.
+
+Of PPO: with the critic in the pool of the actor, and at tp2 in a pool of its own.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,18 @@ import torch
 
 from benchmarks import replay_layouts
 from benchmarks.parity.layouts import LAYOUTS
-from benchmarks.replay_layouts import Row, compare, mean_abs_advantage, replay_all
+from benchmarks.replay_layouts import (
+    CONFIG,
+    PPO_CONFIG,
+    PPO_SETTINGS,
+    Placement,
+    Row,
+    compare,
+    mean_abs_advantage,
+    replay_all,
+)
+from rlhf_megatron.config.load import read_run_config
+from rlhf_megatron.config.validate import validate
 from rlhf_megatron.data.batch import ScoredBatch, offsets_from_lengths
 from rlhf_megatron.scheduler.recorder import RecordedStart, Recorder
 
@@ -61,16 +75,35 @@ def make_record(directory: Path, num_steps: int) -> Path:
     return directory
 
 
+START = [*replay_layouts.weights(replay_layouts.WARM_MODEL), *SMALL, "checks.log_prob_max_abs_diff=100"]
+
+
 @pytest.mark.dist
 def test_two_steps_agree_at_tp2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay_layouts, "TIMEOUT_S", 240.0)
-    start = [*replay_layouts.weights(replay_layouts.WARM_MODEL), *SMALL, "checks.log_prob_max_abs_diff=100"]
-    rows, advantages = replay_all(make_record(tmp_path / "made", 2), start, [LAYOUTS["tp2"]], 2, tmp_path)
+    record = make_record(tmp_path / "made", 2)
+    advantages = [mean_abs_advantage(record, step) for step in (1, 2)]
+    rows = replay_all(CONFIG, record, START, [Placement(LAYOUTS["tp2"])], advantages, tmp_path)
     assert [(row.layout, row.step) for row in rows] == [("tp2", 1)] * 3 + [("tp2", 2)] * 3
     assert not [row for row in rows if not row.ok], replay_layouts.table(rows)
     assert all(0.5 < advantage < 1.5 for advantage in advantages)
     norms = [row.value for row in rows if row.quantity == "actor/grad_norm"]
     assert min(norms) > 0.01 and norms[0] != norms[1], "the steps must train something, and not the same thing"
+
+
+@pytest.mark.dist
+def test_a_critic_in_a_pool_of_its_own_learns_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first step it learns alone, in the second both do."""
+    monkeypatch.setattr(replay_layouts, "TIMEOUT_S", 240.0)
+    record, placement = make_record(tmp_path / "made", 2), Placement(LAYOUTS["one_rank"], LAYOUTS["tp2"])
+    rows = replay_all(PPO_CONFIG, record, [*START, *PPO_SETTINGS], [placement], [1.0, 1.0], tmp_path)
+    of_critic = ["critic/vf_loss", "critic/grad_norm"]
+    of_both = ["actor/loss", "actor/pg_loss", "actor/grad_norm", *of_critic]
+    expected = [(1, name) for name in of_critic] + [(2, name) for name in of_both]
+    assert [(row.step, row.quantity) for row in rows] == expected and {row.layout for row in rows} == {placement.name}
+    assert not [row for row in rows if not row.ok], replay_layouts.table(rows)
+    value_losses = [row.value for row in rows if row.quantity == "critic/vf_loss"]
+    assert value_losses[1] < 0.9 * value_losses[0], "the critic must learn something in its first step"
 
 
 def test_mean_abs_advantage_is_that_of_the_groups(tmp_path: Path) -> None:
@@ -93,13 +126,34 @@ def test_mean_abs_advantage_is_that_of_the_groups(tmp_path: Path) -> None:
 
 
 def test_the_bars_are_those_of_the_comparison() -> None:
-    one = {"actor/loss": 0.5, "actor/pg_loss": 0.5, "actor/grad_norm": 2.0}
-    near = {"actor/loss": 0.50007, "actor/pg_loss": 0.50009, "actor/grad_norm": 2.00019}
-    far = {"actor/loss": 0.50009, "actor/pg_loss": 0.50007, "actor/grad_norm": 2.00021}
+    one = {"actor/loss": 0.5, "actor/pg_loss": 0.5, "actor/grad_norm": 2.0, "critic/vf_loss": 0.01}
+    near = {"actor/loss": 0.50007, "actor/pg_loss": 0.50009, "actor/grad_norm": 2.00019, "critic/vf_loss": 0.0100009}
+    far = {"actor/loss": 0.50009, "actor/pg_loss": 0.50007, "actor/grad_norm": 2.00021, "critic/vf_loss": 0.0100011}
 
     def misses(found: dict[str, float]) -> list[str]:
         rows: list[Row] = compare("tp2", [found], [one], [0.8])
         return [row.quantity for row in rows if not row.ok]
 
     assert misses(near) == ["actor/pg_loss"], "1e-4 x 0.8 is the bar of a loss"
-    assert misses(far) == ["actor/loss", "actor/grad_norm"]
+    assert misses(far) == ["actor/loss", "actor/grad_norm", "critic/vf_loss"]
+    with pytest.raises(KeyError, match="vf_loss"):  # a step in which only one side has a critic
+        compare("tp2", [near], [{name: value for name, value in one.items() if "critic" not in name}], [0.8])
+
+
+def test_a_placement_is_what_a_user_would_write() -> None:
+    found = Placement(LAYOUTS["tp2_pp2"], LAYOUTS["tp2"])
+    assert found.name == "tp2_pp2_critic_tp2"
+    assert found.settings == [
+        "actor.megatron.tensor_model_parallel_size=2",
+        "actor.megatron.pipeline_model_parallel_size=2",
+        'actor.megatron.transformer_impl="local"',
+        "critic.megatron.tensor_model_parallel_size=2",
+        "critic.megatron.pipeline_model_parallel_size=1",
+        'critic.megatron.transformer_impl="local"',
+        "critic.num_ranks=2",
+        "trainer.runtime=torchrun",
+        "trainer.n_gpus_per_node=6",
+    ]
+    for placement in replay_layouts.PPO_REPLAYED:
+        settings = [*placement.settings, *PPO_SETTINGS, *replay_layouts.weights(replay_layouts.WARM_MODEL)]
+        assert validate(read_run_config(PPO_CONFIG, settings)) == [], placement.name
