@@ -74,15 +74,15 @@ def write_rows(path: Path, num_rows: int, seed: int) -> Path:
     return path
 
 
-def write_config(directory: Path, data: dict[str, Any] | None = None) -> Path:
-    """Two steps of 4 prompts x 4 samples after three warm-up steps. The reward reads the first character."""
+def write_config(directory: Path, data: dict[str, Any] | None = None, base: Path = QUICKSTART) -> Path:
+    """`base` with 2 steps of 4 prompts x 4 samples after 3 warm-up steps. The reward reads the first character."""
     if data is None:
         train, val = write_rows(directory / "train.jsonl", 64, seed=1), write_rows(directory / "val.jsonl", 40, seed=2)
         data = {"task": None, "train_files": [str(train)], "val_files": [str(val)]}
     transfer = directory / "transfer"
     transfer.mkdir()
     settings = {
-        "extends": os.path.relpath(QUICKSTART, directory),
+        "extends": os.path.relpath(base, directory),
         "model": {"path": str(MODEL), "init_seed": 1},
         "data": {"train_batch_size": 4, **data},
         "actor": {"mini_batch_size": 16},

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from end_to_end_tools import DP2, MODEL, ONE_RANK, ROOT, Finished, train, write_config
 from safetensors.torch import load_file, save_file
 
@@ -99,6 +100,40 @@ def test_unknown_parts_and_wrong_parameters_at_once(config: Path) -> None:
     assert "unknown reward 'exact_mach'. Did you mean 'exact_match'?" in message
     assert "algorithm.params.epsilon ('tiny') must be" in message
     assert "actor.policy_loss.params.clip_ratio_hihg" in message and "clip_ratio_high?" in message
+
+
+def test_a_critic_that_does_not_fit_and_kl_without_weight_at_once(config: Path) -> None:
+    settings = {
+        "algorithm.adv_estimator": "gae",
+        "algorithm.use_kl_in_reward": True,
+        "algorithm.kl_ctrl.kl_coef": 0,
+        "critic.num_ranks": 3,
+        "critic.megatron.tensor_model_parallel_size": 2,
+        "critic.mini_batch_size": 5,
+        "trainer.critic_warmup": 2,
+        "trainer.n_gpus_per_node": 5,
+    }
+    message = refused(train(config, settings | {"tp": 2, "pp": 1}))
+    assert "4 problem(s)" in message
+    assert "critic.num_ranks (3) must be a multiple of critic.megatron.tensor_model_parallel_size" in message
+    assert "algorithm.kl_ctrl.kl_coef (0) must be above 0 with algorithm.use_kl_in_reward" in message
+    assert "critic.mini_batch_size (5 samples) must divide" in message
+    assert "trainer.critic_warmup (2) must be below trainer.total_training_steps (2)" in message
+
+
+def test_settings_of_a_critic_that_the_run_has_not(config: Path) -> None:
+    message = refused_settings(config, {"trainer.critic_warmup": 1, "critic.optim.lr": 1e-4})
+    assert "2 problem(s)" in message
+    for key in ("trainer.critic_warmup (1)", "critic.optim.lr (0.0001)"):
+        assert f"{key} would be ignored because algorithm.adv_estimator is grpo" in message
+    assert "use one that needs values: gae" in message
+
+
+def test_a_critic_with_a_head_of_two_labels(config: Path, model: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    save_file({**tensors, "score.weight": torch.zeros(2, 128)}, model / "model.safetensors")
+    message = refused_settings(config, {"algorithm.adv_estimator": "gae", "critic.path": str(model)})
+    assert f"{model} has a head of 2 labels (score.weight)" in message and "num_labels 1" in message
 
 
 def test_bad_rows_are_listed_with_their_lines(config: Path) -> None:
