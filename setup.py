@@ -27,8 +27,19 @@ EXTRAS = {
     "gpu": ["transformer-engine[pytorch]>=2.0"],
     "sglang": ["sglang>=0.5.21"],
     "parquet": ["pyarrow>=14"],
+    "math": ["math-verify>=0.9,<1"],
+    "reasoning-gym": ["reasoning-gym>=0.1.25,<0.2"],  # needs a C compiler (pycosat has no wheels), so not part of dev
     "demo": ["matplotlib>=3.8", "gguf>=0.10"],
-    "dev": ["pyarrow>=14", "pytest>=8", "hypothesis>=6", "ruff>=0.6", "mypy>=1.11", "types-PyYAML", "pre-commit>=3"],
+    "dev": [
+        "pyarrow>=14",
+        "pytest>=8",
+        "hypothesis>=6",
+        "ruff>=0.6",
+        "mypy>=1.11",
+        "types-PyYAML",
+        "pre-commit>=3",
+        "math-verify>=0.9,<1",
+    ],
 }
 
 setup(

@@ -24,9 +24,9 @@ def outcome(reward: Reward, sample: RewardSample, params: Any) -> RewardResult:
     try:
         return checked(reward(sample, params))
     except BadResultError as error:
-        return masked(BAD_RESULT, _end(error))
-    except Exception as error:  # a reward is somebody else's code: whatever it raises is told, counted and left out
-        return masked(type(error).__name__, _end(error))
+        return masked(BAD_RESULT, end_of_traceback(error))
+    except (Exception, SystemExit) as error:  # somebody else's code: what it raises is told, counted and left out
+        return masked(type(error).__name__, end_of_traceback(error))
 
 
 def checked(result: object) -> RewardResult:
@@ -38,6 +38,7 @@ def checked(result: object) -> RewardResult:
     return result
 
 
-def _end(error: BaseException) -> str:
+def end_of_traceback(error: BaseException) -> str:
+    """Its last lines."""
     lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
     return "\n".join(lines[-TRACEBACK_LINES:])

@@ -7,42 +7,89 @@ from pathlib import Path
 from types import TracebackType
 
 from rlhf_megatron.config.schema import RewardConfig
-from rlhf_megatron.reward_service.components import Components, combine, load_components
+from rlhf_megatron.reward_service.components import Component, Components, combine, load_components
 from rlhf_megatron.reward_service.error_rate import check_error_rate
 from rlhf_megatron.reward_service.outcome import outcome
+from rlhf_megatron.reward_service.pool import WorkerPool
+from rlhf_megatron.reward_service.wire import Task
 from rlhf_megatron.rewards import RewardResult, RewardSample
-from rlhf_megatron.rewards.base import masked
+from rlhf_megatron.rewards.base import Keyed, masked
 
 REWARD_LOG = "rewards.log"  # in the run directory: what rewards in worker processes print
 
 
 class Scorer:
-    """Used in a `with` block: it may have worker processes. Called on the controller."""
+    """Used in a `with` block, on the controller's main thread: rewards may have processes of their own."""
 
     def __init__(self, components: Components, config: RewardConfig, log: Path) -> None:
         self.components = components
         self.config = config
         self.log = log
+        self._remote = _in_processes(components)
+        self._pool = _worker_pool(self._remote, config, log) if self._remote else None
 
     def __enter__(self) -> Scorer:
+        """Does not wait for the processes: they import while the engines start."""
+        if self._pool:
+            self._pool.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        pass
+        if self._pool:
+            self._pool.close()
 
     def __call__(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         """One result a sample, in order. Raises RewardError when more than `reward.max_error_rate` of them failed."""
-        results = [self._score(sample) for sample in samples]
+        aborted = masked("aborted")
+        scored = [sample for sample in samples if sample.finish_reason != "abort"]
+        found = iter(self._score(scored))
+        results = [aborted if sample.finish_reason == "abort" else next(found) for sample in samples]
         check_error_rate(samples, results, self.config.max_error_rate, str(self.log))
         return results
 
-    def _score(self, sample: RewardSample) -> RewardResult:
-        if sample.finish_reason == "abort":
-            return masked("aborted")
-        components = self.components.of(sample.source)
-        return combine(components, [outcome(c.entry.build, sample, c.params) for c in components])
+    def _score(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
+        tasks = remote_tasks(self.components, self._remote, samples)
+        results = self._pool.run(list(tasks.values())) if self._pool else []
+        remote = dict(zip(tasks, results, strict=True))
+
+        def result(component: Component, sample: RewardSample) -> RewardResult:
+            if component.needs_process:
+                return remote[self._remote.index(component), _key(component, sample)]
+            return outcome(component.entry.build, sample, component.params)
+
+        of_samples = [(self.components.of(sample.source), sample) for sample in samples]
+        return [combine(components, [result(c, sample) for c in components]) for components, sample in of_samples]
+
+
+TaskKey = tuple[int, object]  # position among the rewards in processes, key of the sample
+
+
+def remote_tasks(
+    components: Components, remote: Sequence[Component], samples: Sequence[RewardSample]
+) -> dict[TaskKey, Task]:
+    """The calls that need a process. Samples of one key share one."""
+    tasks: dict[TaskKey, Task] = {}
+    for sample in samples:
+        for component in components.of(sample.source):
+            if component.needs_process:
+                number = remote.index(component)
+                tasks.setdefault((number, _key(component, sample)), Task(number, sample))
+    return tasks
+
+
+def _key(component: Component, sample: RewardSample) -> object:
+    return component.params.key(sample) if isinstance(component.params, Keyed) else id(sample)
+
+
+def _in_processes(components: Components) -> list[Component]:
+    return [component for component in components if component.needs_process]
+
+
+def _worker_pool(remote: Sequence[Component], config: RewardConfig, log: Path | None) -> WorkerPool:
+    named = [{"name": c.entry.name, "params": c.written, "key": c.key} for c in remote]
+    return WorkerPool(named, config.num_workers, config.timeout_s, log)
 
 
 def make_scorer(config: RewardConfig, log: Path) -> Scorer:
@@ -51,5 +98,16 @@ def make_scorer(config: RewardConfig, log: Path) -> Scorer:
 
 
 def check_reward(config: RewardConfig) -> None:
-    """Raises ConfigError with all that is wrong with the rewards. Looked at before a run is started."""
-    load_components(config)
+    """Raises ConfigError with all that is wrong with the rewards, the code that they import included.
+
+    That is imported in a process of its own, for a moment. Looked at before a run is started.
+    """
+    remote = _in_processes(load_components(config))
+    if not remote:
+        return
+    pool = _worker_pool(remote, config, log=None)
+    pool.start()
+    try:
+        pool.await_ready()
+    finally:
+        pool.close()

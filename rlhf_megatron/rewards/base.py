@@ -40,6 +40,21 @@ class Prepared(Protocol):
         """Called in the process that scores. Raises ValueError for what a user can mend."""
 
 
+@runtime_checkable
+class Limited(Protocol):
+    """Params that say how much memory a worker process may use, GiB."""
+
+    max_memory_gib: float
+
+
+@runtime_checkable
+class Keyed(Protocol):
+    """Params of a reward that depends on less than the whole sample."""
+
+    def key(self, sample: RewardSample) -> str:
+        """Samples of one key have one result: it is computed once a call."""
+
+
 @dataclass(frozen=True)
 class RewardSample:
     """What a reward reads."""
@@ -68,7 +83,12 @@ class RewardResult:
             raise BadResultError(f"status ({self.status!r}) must be {OK}, {MALFORMED}, {TIMEOUT} or {MASKED}<why>.")
         for name, value in (("score", self.score), *self.parts.items()):
             if not isinstance(value, int | float) or not abs(value) <= MAX_SCORE:
-                raise BadResultError(f"{name} ({value!r}) must be a number from {-MAX_SCORE:g} to {MAX_SCORE:g}.")
+                raise BadResultError(f"{name} ({_shown(value)}) must be a number from {-MAX_SCORE:g} to {MAX_SCORE:g}.")
+
+
+def _shown(value: object) -> str:
+    """Python refuses to write an integer of thousands of digits."""
+    return f"{value.bit_length()} bits" if isinstance(value, int) and value.bit_length() > 256 else repr(value)[:80]
 
 
 Reward = Callable[[RewardSample, Any], RewardResult]  # (sample, params)

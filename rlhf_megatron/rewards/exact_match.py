@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
+from rlhf_megatron.rewards.answer import parse_answer, pattern_problem
 from rlhf_megatron.rewards.base import MALFORMED, REWARDS, RewardResult, RewardSample
 
 
@@ -17,14 +17,8 @@ class ExactMatchParams:
     def __post_init__(self) -> None:
         if self.max_answer_chars < 1:
             raise ValueError(f"max_answer_chars ({self.max_answer_chars}) must be at least 1.")
-        if self.pattern is None:
-            return
-        try:
-            num_groups = re.compile(self.pattern).groups
-        except re.error as error:
-            raise ValueError(f"pattern ({self.pattern!r}) is not a regular expression: {error}.") from error
-        if num_groups < 1:
-            raise ValueError(f"pattern ({self.pattern!r}) needs a group; put parentheses around the answer.")
+        if problem := pattern_problem(self.pattern):
+            raise ValueError(problem)
 
 
 @REWARDS.register("exact_match", ExactMatchParams)
@@ -36,13 +30,3 @@ def exact_match(sample: RewardSample, params: ExactMatchParams) -> RewardResult:
     if not answer or len(answer) > params.max_answer_chars:
         return RewardResult(0.0, MALFORMED)
     return RewardResult(float(answer == sample.label.strip()))
-
-
-def parse_answer(response: str, pattern: str | None) -> str | None:
-    """The stripped answer slot of a response, None when `pattern` matches nowhere."""
-    if pattern is None:
-        return response.strip()
-    answer = None
-    for match in re.finditer(pattern, response):
-        answer = match.group(1)
-    return answer.strip() if answer is not None else None

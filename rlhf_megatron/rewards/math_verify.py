@@ -1,0 +1,127 @@
+r"""1 when the answer is mathematically equal to the label, by the library math-verify; else 0.
+
+The answer is what stands in the last \boxed{...}, or what `pattern` cuts out, or the whole response, where the library
+looks for it. Text that equals the label's is right without algebra. What cannot be read as mathematics, or would take
+for ever to compute, is malformed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from rlhf_megatron.rewards.answer import last_boxed, parse_answer, pattern_problem
+from rlhf_megatron.rewards.base import MALFORMED, OWN_PROCESS, REWARDS, RewardResult, RewardSample, masked
+from rlhf_megatron.rewards.math_size import is_too_large
+
+# Parsed once before workers are forked: parser and algebra are slow the first time that they meet a construct.
+REHEARSAL = (
+    r"\frac{1}{2}",
+    "0.5",
+    r"2\sqrt{3}",
+    "x^2+2x+1",
+    "(1,2)",
+    r"\{1,2\}",
+    "[0,1)",
+    "10^{5}",
+    r"\pi",
+    "x=3",
+    "12%",
+)
+PROSE = re.compile(r"\$|\\[(\[]|(?<![\\a-zA-Z])[a-zA-Z]{2}")  # formulas marked as such, or words
+
+
+@dataclass(frozen=True)
+class MathVerifyParams:
+    pattern: str | None = None  # regular expression; group 1 of its last match is the answer. null: \boxed, or all
+    max_answer_chars: int = 256  # a longer answer is malformed
+    allow_truncated: bool = False  # true: also read a response that ended by length
+    max_memory_gib: float = 2.0  # that the worker process may use
+
+    def __post_init__(self) -> None:
+        for name, value in (("max_answer_chars", self.max_answer_chars), ("max_memory_gib", self.max_memory_gib)):
+            if not value > 0:
+                raise ValueError(f"{name} ({value}) must be above 0.")
+        if problem := pattern_problem(self.pattern):
+            raise ValueError(problem)
+
+    def prepare(self) -> None:
+        """Import the library and let it meet the usual constructs. Raises ValueError when it is not installed."""
+        try:
+            import math_verify
+        except ImportError as error:
+            raise ValueError(
+                f"the reward math_verify needs a package that is not there ({error});"
+                " pip install 'rlhf-megatron[math]'."
+            ) from error
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at each call that it has no time-out
+        for text in REHEARSAL:
+            math_verify.verify(_parse(text), _parse(text), timeout_seconds=None)
+
+    def key(self, sample: RewardSample) -> str:
+        """What the result depends on."""
+        answer = cut_answer(sample, self)
+        return json.dumps([answer and (answer.text, answer.is_prose), sample.label.strip()])
+
+
+@dataclass(frozen=True)
+class Answer:
+    text: str
+    is_prose: bool  # the answer stands somewhere in it
+
+
+@REWARDS.register("math_verify", MathVerifyParams, needs=(OWN_PROCESS,))
+def math_verify(sample: RewardSample, params: MathVerifyParams) -> RewardResult:
+    """A label that cannot be read as mathematics is masked, unless the answer is the same text."""
+    answer = cut_answer(sample, params)
+    if answer is None:
+        return RewardResult(0.0, MALFORMED)
+    label = sample.label.strip()
+    return RewardResult(1.0) if answer.text == label else compare(label, answer)
+
+
+def cut_answer(sample: RewardSample, params: MathVerifyParams) -> Answer | None:
+    """None: there is none that could be read."""
+    if sample.finish_reason == "length" and not params.allow_truncated:
+        return None
+    cut = last_boxed(sample.response) if params.pattern is None else parse_answer(sample.response, params.pattern) or ""
+    text = sample.response.strip() if cut is None else cut
+    if not 0 < len(text) <= params.max_answer_chars:
+        return None
+    return Answer(text, is_prose=cut is None and PROSE.search(text) is not None)
+
+
+def compare(label: str, answer: Answer) -> RewardResult:
+    """By algebra. Runs without a limit of its own: the process that it runs in has one."""
+    from math_verify import verify
+
+    expected = [] if is_too_large(label) else _parse_label(label)
+    if not expected:
+        return masked("bad_label", f"math-verify cannot read the label {label!r}.")
+    if is_too_large(answer.text):
+        return RewardResult(0.0, MALFORMED)
+    try:
+        found = (answer.is_prose and _parse(answer.text, is_prose=True)) or _parse(answer.text)
+        if not found:
+            return RewardResult(0.0, MALFORMED)
+        return RewardResult(float(verify(expected, found, timeout_seconds=None)))
+    except Exception:  # whatever the parser and the algebra raise, the answer has made them do it
+        return RewardResult(0.0, MALFORMED)
+
+
+@lru_cache(maxsize=4096)
+def _parse_label(label: str) -> Any:
+    return _parse(label)
+
+
+def _parse(text: str, is_prose: bool = False) -> Any:
+    """What math-verify reads, best guess first; empty when nothing."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+
+    configs = [LatexExtractionConfig(), ExprExtractionConfig()]
+    formula = text if is_prose else f"${text.strip('$ ')}$"
+    return parse(formula, extraction_config=configs, parsing_timeout=None)
