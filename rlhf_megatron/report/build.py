@@ -60,7 +60,7 @@ def _draw_run(figures: Figures, run: RunFiles) -> None:
     name = run.path.resolve().name
     for section in SECTIONS:
         if section.name != "mismatch":
-            figures.charts(section.name, f"{name}: {section.title.lower()}", section_charts(run, section.name))
+            figures.charts(section.name, f"{name}: {section.title}", section_charts(run, section.name))
     found = mismatch(run.mismatch)
     if found is not None:
         figures.mismatch("mismatch", f"{name}: engine against trainer, all steps", found)

@@ -39,6 +39,7 @@ class Spec:
 class Section:
     name: str
     title: str
+    short: str  # in the bar at the top
     charts: tuple[Spec, ...]
 
 
@@ -48,6 +49,7 @@ SECTIONS = (
     Section(
         "reward",
         "Reward and held-out accuracy",
+        "Reward",
         (
             Spec("reward", "Reward", ("critic/rewards/mean",), band="interval", is_wide=True, note=_INTERVAL_NOTE),
             Spec(
@@ -95,6 +97,7 @@ SECTIONS = (
     Section(
         "policy",
         "KL, entropy and the policy's update",
+        "Policy",
         (
             Spec(
                 "reference_kl",
@@ -102,8 +105,6 @@ SECTIONS = (
                 ("actor/reward_kl_penalty", "actor/kl_loss"),
                 labels={"actor/reward_kl_penalty": "in the reward", "actor/kl_loss": "in the loss"},
             ),
-            Spec("kl_coefficient", "Coefficient of the KL in the reward", ("actor/reward_kl_penalty_coeff",)),
-            Spec("ppo_kl", "KL of the update", ("actor/ppo_kl",)),
             Spec(
                 "entropy",
                 "Entropy",
@@ -119,6 +120,8 @@ SECTIONS = (
                 from_zero=True,
             ),
             Spec("grad_norm", "Gradient norm", ("actor/grad_norm",), is_log=True),
+            Spec("ppo_kl", "KL of the update", ("actor/ppo_kl",)),
+            Spec("kl_coefficient", "Coefficient of the KL in the reward", ("actor/reward_kl_penalty_coeff",)),
             Spec("lr", "Learning rate", ("actor/lr",), from_zero=True),
             Spec(
                 "loss",
@@ -130,6 +133,7 @@ SECTIONS = (
     ),
     Section(
         "critic",
+        "Critic",
         "Critic",
         (
             Spec("vf_loss", "Value loss", ("critic/vf_loss",), from_zero=True),
@@ -154,6 +158,7 @@ SECTIONS = (
     Section(
         "lengths",
         "Lengths",
+        "Lengths",
         (
             Spec("response_length", "Response length", ("response_length/mean",), band="range", from_zero=True),
             Spec("cut", "Responses cut by the length limit", ("response_length/clip_ratio",), from_zero=True),
@@ -170,6 +175,7 @@ SECTIONS = (
     ),
     Section(
         "time",
+        "Time",
         "Time",
         (
             Spec("stages", "Stages of a step", ("timing_s/<stage>",), kind="stack", is_wide=True),
@@ -192,6 +198,7 @@ SECTIONS = (
     Section(
         "mismatch",
         "Engine against trainer",
+        "Mismatch",
         (
             Spec(
                 "difference",
@@ -222,6 +229,7 @@ SECTIONS = (
     ),
     Section(
         "warmup",
+        "Warm-up",
         "Warm-up",
         (
             Spec("warmup_loss", "Supervised loss", ("warmup/loss",), row="warmup", from_zero=True),

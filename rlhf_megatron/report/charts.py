@@ -62,13 +62,13 @@ def other_charts(run: RunFiles) -> list[Chart]:
     """A chart for each metric that no entry of the catalogue shows and that is not the same in all rows."""
     specs = [spec for section in SECTIONS for spec in section.charts]
     shown = {key for spec in specs for key in used_keys(spec, rows_of(run, spec.row))}
-    charts = []
+    charts: list[Chart] = []
     for kind in ("step", "evaluation", "warmup"):
         rows = rows_of(run, kind)
         for key in keys_of(rows):
             if key not in shown and len({row.metrics.get(key) for row in rows}) > 1:
                 style = "points" if kind == "evaluation" else "lines"
-                chart = make_chart(Spec(f"{kind}:{key}", key, (key,), row=kind, kind=style), rows)
+                chart = make_chart(Spec(f"other-{len(charts)}", key, (key,), row=kind, kind=style), rows)
                 charts += [chart] if chart else []
     return charts
 

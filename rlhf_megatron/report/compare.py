@@ -15,7 +15,9 @@ from rlhf_megatron.report.page import document, footer
 from rlhf_megatron.report.payload import Payload
 from rlhf_megatron.report.records import RunFiles
 
-BAND_NOTE = "Thick: mean over the runs of a configuration; band: its 95 % interval (Student's t); thin: each run."
+BAND_NOTE = (
+    "In charts, thick: mean over the runs of a configuration; band: its 95 % interval (Student's t); thin: each run."
+)
 
 
 def compare_page(runs: Sequence[RunFiles], pictures: Sequence[str] | None) -> str:
@@ -36,15 +38,17 @@ def compare_page(runs: Sequence[RunFiles], pictures: Sequence[str] | None) -> st
 
 def compare_charts(groups: Sequence[Group], section: str) -> list[Chart]:
     """A chart for each metric of a section that any run has, a colour for each configuration."""
-    found = []
+    found: list[Chart] = []
+    shown: set[str] = set()
     for spec in next(s.charts for s in SECTIONS if s.name == section):
         rows = [row for group in groups for run in group.runs for row in rows_of(run, spec.row)]
-        lines = matching(spec, keys_of(rows))
+        lines = [line for line in matching(spec, keys_of(rows)) if line[0] not in shown]
+        shown |= {key for key, _ in lines}
         for i, (key, label) in enumerate(lines):
             name = spec.name if i == 0 else f"{spec.name}-{i}"
             title = spec.title if len(lines) == 1 else f"{spec.title}: {label}"
             chart = _chart(replace(spec, name=name, title=title, keys=(key,), labels={key: label}), groups)
-            found += [chart] if chart else []
+            found += [replace(chart, is_wide=spec.is_wide and len(lines) == 1)] if chart else []
     return found
 
 
@@ -60,9 +64,8 @@ def _chart(spec: Spec, groups: Sequence[Group]) -> Chart | None:
         series += _series_of(group, i, [chart.series[0] for chart in of_runs])
     if not charts:
         return None
-    notes = [spec.note] if any(len(group.runs) == 1 for group in groups) else []
-    notes += [BAND_NOTE] if any(len(group.runs) > 1 for group in groups) else []
-    return replace(charts[0], series=tuple(series), note=" ".join(note for note in notes if note))
+    note = spec.note if any(len(group.runs) == 1 for group in groups) else ""
+    return replace(charts[0], series=tuple(series), note=note)
 
 
 def _bandless(spec: Spec, group: Group) -> Spec:
@@ -98,9 +101,10 @@ def mean_series(label: str, index: int, of_runs: Sequence[Series]) -> Series:
 def _head(groups: Sequence[Group], title: str) -> str:
     num_runs = sum(len(group.runs) for group in groups)
     about = f"{num_runs} runs, {html.count(len(groups), 'configuration')}"
+    legend = f" {html.text(BAND_NOTE)}" if any(len(group.runs) > 1 for group in groups) else ""
     return (
         f'<div class="title"><h1>{html.text(title)}</h1></div><p class="muted">{html.text(about)}. Samples, timelines'
-        f" and histograms are on the page of each run.</p>{_results(groups)}{_differences(groups)}"
+        f" and histograms are on the page of each run.{legend}</p>{_results(groups)}{_differences(groups)}"
     )
 
 
@@ -127,10 +131,11 @@ def _results(groups: Sequence[Group]) -> str:
                 *(html.estimate(cell) for cell in cells),
                 html.estimate(mean_over_runs(_gains(group)), signed=True),
                 html.estimate(versus, signed=True),
-            ]
+            ][: 6 + (len(groups) > 1)]
         )
     headings = ["configuration", "runs", "held-out before", "held-out after", "last reward", "gain"]
-    headings.append(f"after, minus that of {groups[0].label}")
+    if len(groups) > 1:
+        headings.append(f"after, minus that of {groups[0].label}")
     caption = "Means over runs with 95 % interval (Student's t; of a difference: Welch). A single run has none."
     return f'<div class="card">{html.table(caption, headings, rows, range(1, 7))}</div>'
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -12,7 +13,9 @@ from rlhf_megatron.report.mismatch import Mismatch
 
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a5195", "#6b7280")  # as in report.css
 COLUMNS, WIDTH, HEIGHT, DPI = 2, 5.6, 3.0, 110  # of a panel: inches
-MAX_PANELS = 8
+MAX_PANELS = 4
+MAX_LABEL = 60  # characters
+LEFT, RIGHT, TOP, BOTTOM, BETWEEN = 0.65, 0.2, 0.65, 0.55, 0.95  # margins: inches. A solver for them takes seconds
 INK, GRID = "#1b212b", "#e3e6ea"
 
 
@@ -49,9 +52,25 @@ class Figures:
             self._save(figure, name, title)
 
     def _save(self, figure: Any, name: str, title: str) -> None:
-        figure.suptitle(title, fontsize=11, fontweight="bold", x=0.02, ha="left")
-        figure.savefig(self.directory / f"{name}.png", dpi=DPI)
+        figure.suptitle(
+            plain(title),
+            fontsize=11,
+            fontweight="bold",
+            x=0.12 / figure.get_figwidth(),
+            y=1 - 0.12 / figure.get_figheight(),
+            ha="left",
+            va="top",
+        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+            figure.savefig(self.directory / f"{name}.png", dpi=DPI)
         self.names.append(f"{name}.png")
+
+
+def plain(text: str) -> str:
+    """A text that matplotlib takes for neither a formula nor a hidden label."""
+    text = "".join(c if c.isprintable() else "\ufffd" for c in text[:MAX_LABEL]).replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text
 
 
 def _style() -> AbstractContextManager[None]:
@@ -64,8 +83,19 @@ def _panels(rows: int, columns: int) -> tuple[Any, list[Any]]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(WIDTH * columns, HEIGHT * rows + 0.4), layout="constrained")
+    width, height = WIDTH * columns, HEIGHT * rows + 0.4
+    figure = Figure(figsize=(width, height))
     FigureCanvasAgg(figure)
+    panel_width = (width - LEFT - RIGHT - BETWEEN * (columns - 1)) / columns
+    panel_height = (height - TOP - BOTTOM - BETWEEN * (rows - 1)) / rows
+    figure.subplots_adjust(
+        left=LEFT / width,
+        right=1 - RIGHT / width,
+        top=1 - TOP / height,
+        bottom=BOTTOM / height,
+        wspace=BETWEEN / panel_width,
+        hspace=BETWEEN / panel_height,
+    )
     return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
 
 
@@ -76,19 +106,20 @@ def _draw(panel: Any, chart: Chart) -> None:
         for i, series in enumerate(chart.series):
             _line(panel, chart, series, PALETTE[(i if series.group is None else series.group) % len(PALETTE)])
     for value, label in chart.rules:
-        panel.axhline(value, color="#56606e", linestyle="--", linewidth=1, label=label)
+        panel.axhline(value, color="#56606e", linestyle="--", linewidth=1, label=plain(label))
     if chart.is_log:
         panel.set_yscale("log")
+        panel.minorticks_off()
     elif chart.from_zero:
         panel.set_ylim(bottom=min(0.0, panel.get_ylim()[0]) if _has_negative(chart) else 0.0)
-    panel.set_title(chart.title, fontsize=9.5, loc="left")
+    panel.set_title(plain(chart.title), fontsize=9.5, loc="left", y=1.0)  # a given place: it is not searched for
     panel.set_xlabel(chart.axis)
-    panel.set_ylabel("" if chart.unit == "1" else chart.unit)
+    panel.set_ylabel("share" if chart.kind == "stack" else "" if chart.unit == "1" else chart.unit)
     panel.grid(color=GRID, linewidth=0.7)
     panel.set_axisbelow(True)
     panel.spines[["top", "right"]].set_visible(False)
     if len([s for s in chart.series if not s.is_faint]) > 1 or chart.rules:
-        panel.legend(fontsize=7.5, frameon=False)
+        panel.legend(fontsize=7.5, frameon=chart.kind == "stack", framealpha=0.85)
 
 
 def _has_negative(chart: Chart) -> bool:
@@ -102,7 +133,7 @@ def _line(panel: Any, chart: Chart, series: Series, colour: str) -> None:
         high = [float("nan") if value is None else value for value in series.high]
         panel.fill_between(series.steps, low, high, color=colour, alpha=0.2, linewidth=0)
     style = {"marker": "o", "markersize": 3} if chart.kind == "points" or len(values) < 3 else {}
-    weight = {"alpha": 0.35, "linewidth": 0.8} if series.is_faint else {"linewidth": 1.2, "label": series.label}
+    weight = {"alpha": 0.35, "linewidth": 0.8} if series.is_faint else {"linewidth": 1.2, "label": plain(series.label)}
     panel.plot(series.steps, values, color=colour, **style, **weight)
 
 
@@ -110,7 +141,7 @@ def _stack(panel: Any, chart: Chart) -> None:
     colours = [PALETTE[(i if s.group is None else s.group) % len(PALETTE)] for i, s in enumerate(chart.series)]
     sums = [sum(value or 0.0 for value in values) or 1.0 for values in zip(*(s.values for s in chart.series))]
     shares = [[(v or 0.0) / total for v, total in zip(s.values, sums, strict=True)] for s in chart.series]
-    steps, labels = chart.series[0].steps, [s.label for s in chart.series]
+    steps, labels = chart.series[0].steps, [plain(s.label) for s in chart.series]
     panel.stackplot(steps, *shares, labels=labels, colors=colours, alpha=0.85, linewidth=0)
     panel.set_ylim(0, 1)
 
@@ -120,11 +151,15 @@ def _draw_histogram(panel: Any, found: Mismatch) -> None:
     for i, reason in enumerate(found.reasons):
         cells = [cell.counts for cell in found.cells if cell.reason == i]
         counts = [sum(values) for values in zip(*cells, strict=True)]
-        panel.stairs(counts, edges, color=PALETTE[i % len(PALETTE)], label=f"ended by {reason or '?'}", linewidth=1.3)
+        panel.stairs(
+            counts, edges, color=PALETTE[i % len(PALETTE)], label=plain(f"ended by {reason or '?'}"), linewidth=1.3
+        )
     panel.set_xscale("log")
     panel.set_yscale("log")
+    panel.minorticks_off()
     panel.set_xlabel("|log-prob of trainer − of engine|, nats (the first bin begins at 0)")
     panel.set_ylabel("tokens")
     panel.grid(color=GRID, linewidth=0.7)
+    panel.set_axisbelow(True)
     panel.spines[["top", "right"]].set_visible(False)
     panel.legend(fontsize=7.5, frameon=False)

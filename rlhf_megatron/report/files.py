@@ -7,6 +7,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ Record = TypeVar("Record")
 METRICS, SUMMARY, CONFIG = "metrics.jsonl", "summary.json", "config.yaml"
 TRACE, SAMPLES, MISMATCH = "trace.json", "samples.jsonl", "mismatch.jsonl"
 STEP_THREAD = 0  # of trace.json: whole steps
+CALL = "call"  # category of its events that are calls to hosts
 MAX_LOGS, MAX_LOG_LINES = 4, 24
 _LOG_ERROR = re.compile(r"^\S+ \S+ (?:\[[^\]]*\] )?(?:ERROR|CRITICAL) ")
 _LOG_LINE = re.compile(r"^\d{4}-\d\d-\d\d \d\d:")
@@ -167,7 +169,7 @@ class _Reader:
             self.absent[TRACE] = f"{TRACE} has no complete event"
             return ()
         begin = min(span.start_s for span in found)
-        shifted = [Span(s.name, s.start_s - begin, s.seconds, s.step, s.is_step) for s in found]
+        shifted = [replace(span, start_s=span.start_s - begin) for span in found]
         return tuple(sorted(shifted, key=lambda span: span.start_s))
 
 
@@ -297,8 +299,8 @@ def _events(text: str) -> Iterator[Mapping[str, Any] | None]:
 def _span(event: Mapping[str, Any]) -> Span:
     arguments = event.get("args")
     step = _maybe_int(arguments.get("step")) if isinstance(arguments, dict) else None
-    is_step = event.get("tid") == STEP_THREAD
-    return Span(_text(event["name"]), _number(event["ts"]) / 1e6, _number(event["dur"]) / 1e6, step, is_step)
+    times = _number(event["ts"]) / 1e6, _number(event["dur"]) / 1e6
+    return Span(_text(event["name"]), *times, step, event.get("tid") == STEP_THREAD, event.get("cat") == CALL)
 
 
 def _log_errors(path: Path) -> tuple[str, ...]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from html import escape
 
 from rlhf_megatron.report.charts import Chart
 from rlhf_megatron.report.facts import Estimate, Fact
 
+# Characters that do not print, or that turn the direction of what follows; base.js has the same list.
+_HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]")
+
 
 def text(value: object) -> str:
-    return escape(str(value), quote=True)
+    """For between tags and for attributes in double quotes; hidden characters are shown by their code."""
+    return escape(_HIDDEN.sub(lambda match: f"\\u{{{ord(match[0]):x}}}", str(value)), quote=True)
 
 
 def tile(label: str, value: str, hint: str) -> str:
@@ -49,8 +54,8 @@ def table(caption: str, headings: Sequence[str], rows: Sequence[Sequence[str]], 
 
 def figure(chart: Chart) -> str:
     """The frame that the page's script draws in."""
-    meaning = chart.series[0].meaning if len([s for s in chart.series if not s.is_faint]) == 1 else ""
-    key = chart.series[0].key if len({s.key for s in chart.series}) == 1 else ""
+    is_one = len({series.key for series in chart.series}) == 1
+    meaning, key = (chart.series[0].meaning, chart.series[0].key) if is_one else ("", "")
     shown = " · ".join(part for part in (meaning, key if key != chart.title else "") if part)
     note = f'<p class="note">{text(chart.note)}</p>' if chart.note else ""
     return (

@@ -10,6 +10,7 @@ from importlib.resources import files
 
 from rlhf_megatron import __version__
 from rlhf_megatron.report import html
+from rlhf_megatron.report.catalogue import SECTIONS
 from rlhf_megatron.report.facts import (
     Status,
     duration,
@@ -28,6 +29,7 @@ from rlhf_megatron.report.records import RunFiles
 from rlhf_megatron.report.sections import all_sections
 
 SCRIPTS = ("base.js", "lines.js", "timeline.js", "mismatch.js", "samples.js", "main.js")
+SHORT = {section.name: section.short for section in SECTIONS} | {"other": "Other"}
 Section = tuple[str, str, str]  # name, title, HTML
 
 
@@ -50,7 +52,7 @@ def document(title: str, header: str, sections: Sequence[Section], payload: Payl
     script = f'"use strict";\n{script}'
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
-    links = "".join(f'<a href="#{name}">{html.text(title)}</a>' for name, title, _ in sections)
+    links = "".join(f'<a href="#{name}">{html.text(SHORT.get(name, title))}</a>' for name, title, _ in sections)
     body = "\n".join(html.section(*section) for section in sections)
     return f"""<!doctype html>
 <html lang="en">

@@ -49,6 +49,7 @@ class Payload:
     def add_timeline(self, timeline: Timeline) -> None:
         self._views["timeline"] = {
             "stages": timeline.stages,
+            "num_calls": timeline.num_calls,
             "steps": [[s.step, round(s.start_s, 4), round(s.seconds, 4)] for s in timeline.steps],
             "bars": [[b.stage, b.step, round(b.start_s, 4), round(b.seconds, 5)] for b in timeline.bars],
         }

@@ -26,7 +26,8 @@ class Span:
     start_s: float  # since the first event
     seconds: float
     step: int | None
-    is_step: bool  # a whole step, not a stage
+    is_step: bool  # a whole step, not a part of one
+    is_call: bool  # of hosts by the controller, inside of a stage
 
 
 @dataclass(frozen=True)

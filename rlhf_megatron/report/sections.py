@@ -57,10 +57,14 @@ def _reward(run: RunFiles, payload: Payload) -> str:
     charts = section_charts(run, "reward")
     wide = [chart for chart in charts if chart.is_wide]
     small = [chart for chart in charts if not chart.is_wide]
+    is_ok = any(chart.name == "reward_status" and {s.label for s in chart.series} == {"ok"} for chart in small)
+    if is_ok:
+        small = [chart for chart in small if chart.name != "reward_status"]
     body = _add(wide, payload)
     if charts and not run.evaluations:
         body += html.missing("No held-out accuracy: this run made no evaluation (no held-out items, or a replay).")
-    return body + source_table(run) + _add(small, payload)
+    note = '<p class="note">The status of every reward was ok.</p>' if is_ok else ""
+    return body + source_table(run) + _add(small, payload) + note
 
 
 def source_table(run: RunFiles) -> str:
@@ -131,8 +135,9 @@ def _time(run: RunFiles, payload: Payload) -> str:
         note = "" if len(bars.steps) == bars.num_steps else f" {len(bars.steps)} of {bars.num_steps} steps are here."
         body += (
             '<div class="card" id="view-timeline"><h3>Timeline</h3>'
-            '<p class="meaning">When each stage of a step ran. The same file opens in Perfetto (ui.perfetto.dev)'
-            f' or chrome://tracing.{note}</p><div class="controls"></div><div class="plot"></div></div>'
+            '<p class="meaning">When each stage of a step ran; grey: calls to the hosts within. The same file opens in'
+            f" Perfetto (ui.perfetto.dev) or chrome://tracing.{note}</p>"
+            '<div class="controls"></div><div class="plot"></div></div>'
         )
     return body + _add([chart for chart in charts if not chart.is_wide], payload)
 

@@ -30,7 +30,8 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Timeline:
-    stages: tuple[str, ...]
+    stages: tuple[str, ...]  # in the order of a step; calls to hosts behind them
+    num_calls: int  # of the stages: the last so many are calls
     steps: tuple[StepTime, ...]
     bars: tuple[Bar, ...]
     num_steps: int  # of the run; more than len(steps) where some were left out
@@ -49,10 +50,11 @@ def timeline(spans: Sequence[Span]) -> Timeline | None:
     if not steps:
         return None
     kept = _chosen([steps[step] for step in sorted(steps)])
-    names = sorted({span.name for _, span in stages}, key=_place)
+    calls = sorted({span.name for _, span in stages if span.is_call})
+    names = sorted({span.name for _, span in stages} - set(calls), key=_place) + calls
     numbers = {step.step for step in kept}
     bars = [Bar(names.index(s.name), step, s.start_s, s.seconds) for step, s in stages if step in numbers]
-    return Timeline(tuple(names), tuple(kept), tuple(bars), len(steps))
+    return Timeline(tuple(names), len(calls), tuple(kept), tuple(bars), len(steps))
 
 
 def _place(name: str) -> tuple[int, str]:

@@ -28,7 +28,7 @@ class LineChart {
       onclick: (event) => this.toggle(s, event.currentTarget),
       onpointerenter: () => { this.focus = s.index; this.draw(); },
       onpointerleave: () => { this.focus = null; this.draw(); },
-    }, swatch(s.colour), s.label));
+    }, swatch(s.colour), visible(s.label)));
     if (this.spec.kind === "stack" && this.spec.unit !== "share") {
       buttons.push(el("button", { type: "button", text: "show absolute values", onclick: (event) => {
         this.isShare = !this.isShare;
@@ -59,7 +59,7 @@ class LineChart {
         const i = places[k].get(step);
         return i === undefined ? "" : number(s.y[i]) + (s.lo && known(s.lo[i]) ? ` [${number(s.lo[i])}, ${number(s.hi[i])}]` : "");
       })]);
-      const headings = [{ text: this.axis, number: true }, ...this.series.map((s) => ({ text: s.label, number: true }))];
+      const headings = [{ text: this.axis, number: true }, ...this.series.map((s) => ({ text: visible(s.label), number: true }))];
       details.append(el("div", { class: "scroll" }, table(headings, rows, stride > 1 ? `every ${stride}th step` : null)));
     });
   }
@@ -90,13 +90,14 @@ class LineChart {
 
   yDomain(curves, [first, last]) {
     let low = Infinity, high = -Infinity;
+    const withRuns = Object.fromEntries(curves.filter((c) => c.faint).map((c) => [c.group, true])); // the band of two or three runs may go far beyond
     const take = (v) => { if (known(v) && (!this.spec.log || v > 0)) { low = Math.min(low, v); high = Math.max(high, v); } };
     for (const c of curves) {
       c.x.forEach((x, i) => {
         if (x < first || x > last) return;
         take(c.y[i]);
         if (c.isSmooth) take(c.raw[i]);
-        if (c.lo) { take(c.lo[i]); take(c.hi[i]); }
+        if (c.lo && !(c.group in withRuns)) { take(c.lo[i]); take(c.hi[i]); }
       });
     }
     for (const [value] of this.spec.rules) take(value);
@@ -106,6 +107,7 @@ class LineChart {
       const pad = Math.max((high / low) ** 0.06, 1.15);
       return [low / pad, high * pad];
     }
+    if (this.spec.kind === "stack") return [0, high];
     if (this.spec.zero && low >= 0) low = 0;
     const pad = (high - low) * 0.06 || Math.abs(high) * 0.1 || 1;
     return [this.spec.zero && low === 0 ? 0 : low - pad, high + pad];
@@ -143,16 +145,15 @@ class LineChart {
 
   axes(low, high, width) {
     const { x, y, domain, right, bottom } = this.scale, group = svg("g", {});
-    const isWhole = domain[1] - domain[0] >= 4;
     const ticks = this.spec.log ? logTicks(low, high, 5) : linearTicks(low, high, this.spec.wide ? 6 : 4);
     for (const tick of ticks) {
       group.append(svg("line", { x1: MARGIN.left, x2: right, y1: y(tick.value), y2: y(tick.value), stroke: "var(--grid)" }),
         svg("text", { x: MARGIN.left - 7, y: y(tick.value) + 4, "text-anchor": "end", text: tick.text }));
     }
     for (const tick of linearTicks(domain[0], domain[1], width / 70)) {
-      if (isWhole && !Number.isInteger(tick.value)) continue;
+      if (!Number.isInteger(tick.value)) continue;
       group.append(svg("line", { x1: x(tick.value), x2: x(tick.value), y1: bottom, y2: bottom + 4, stroke: "var(--line)" }),
-        svg("text", { x: x(tick.value), y: bottom + 16, "text-anchor": "middle", text: tick.text }));
+        svg("text", { x: x(tick.value), y: bottom + 16, "text-anchor": "middle", text: tick.value }));
     }
     const unit = this.isShare ? "share" : this.spec.unit;
     group.append(svg("line", { x1: MARGIN.left, x2: right, y1: bottom, y2: bottom, stroke: "var(--line)" }),
@@ -269,7 +270,7 @@ class LineChart {
       const band = this.spec.kind !== "stack" && c.lo && known(c.lo[i]) ? ` [${number(c.lo[i])}, ${number(c.hi[i])}]` : "";
       const share = this.isShare ? ` (${Math.round(100 * (c.hi[i] - c.lo[i]))} %)` : "";
       const mean = c.isSmooth ? ` (smoothed ${number(c.y[i])})` : "";
-      rows.push([c.colour, c.label, number(c.raw[i]) + band + share + mean]);
+      rows.push([c.colour, visible(c.label), number(c.raw[i]) + band + share + mean]);
       if (this.spec.kind !== "stack") this.dots.append(svg("circle", { cx: px, cy: this.scale.y(c.y[i]), r: 3.5, fill: c.colour, stroke: "var(--card)", "stroke-width": 1.5 }));
     }
     if (this.spec.kind === "stack") rows.reverse();

@@ -9,7 +9,7 @@ class MismatchView {
     this.isLog = false;
     this.numBins = Math.max(...data.cells.map((c) => c.offset + c.counts.length));
     this.column = null; // of the map, when one is chosen
-    const all = (names) => [["", "all"], ...names.map((name, i) => [i, name || "(none)"])];
+    const all = (names) => [["", "all"], ...names.map((name, i) => [i, visible(name) || "(none)"])];
     const change = () => this.draw();
     this.version = select("policy version", all(data.versions), change);
     this.reason = select("finish reason", all(data.reasons), change);
@@ -89,7 +89,7 @@ class MismatchView {
         onpointermove: () => this.tips[0].show(to, MARGIN.top, `${this.binText(i)} nats`, [["var(--c0)", "tokens", number(n)], [null, "share", total ? number(n / total) : "–"]]),
         onpointerleave: () => this.tips[0].hide() }));
     });
-    this.xAxis(image, x, low, high, right, bottom, "|log-prob of trainer − of engine|, nats (the first bin begins at 0)");
+    this.xAxis(image, x, low, high, right, bottom, width > 500 ? "|log-prob of trainer − of engine|, nats (the first bin begins at 0)" : "nats (the first bin begins at 0)");
     image.append(svg("text", { transform: `translate(12 ${(MARGIN.top + bottom) / 2}) rotate(-90)`, "text-anchor": "middle", text: this.isLog ? "tokens, log" : "tokens" }));
     swap(this.histogram, image);
   }
@@ -130,7 +130,7 @@ class MismatchView {
     });
     for (const tick of linearTicks(columns[0][0], Math.max(columns[columns.length - 1][1], columns[0][0] + 1), width / 90)) {
       const i = columns.findIndex(([, last]) => last >= tick.value);
-      if (i >= 0 && Number.isInteger(tick.value)) image.append(svg("text", { x: MARGIN.left + wide * (i + 0.5), y: bottom + 16, "text-anchor": "middle", text: tick.text }));
+      if (i >= 0 && Number.isInteger(tick.value)) image.append(svg("text", { x: MARGIN.left + wide * (i + 0.5), y: bottom + 16, "text-anchor": "middle", text: tick.value }));
     }
     image.append(svg("line", { x1: MARGIN.left, x2: right, y1: bottom, y2: bottom, stroke: "var(--line)" }),
       svg("text", { x: (MARGIN.left + right) / 2, y: bottom + 32, "text-anchor": "middle", text: "step" }),

@@ -9,7 +9,7 @@ class SamplesView {
     this.limit = PAGE;
     this.list = root.querySelector(".list");
     this.count = root.querySelector(".count");
-    const options = (field, all) => [["", all], ...[...new Set(rows.map((r) => String(r[field])))].filter(Boolean).map((v) => [v, v])];
+    const options = (field, all) => [["", all], ...[...new Set(rows.map((r) => String(r[field])))].filter(Boolean).map((v) => [v, visible(v)])];
     const change = () => { this.limit = PAGE; this.draw(); };
     this.filters = {
       step: select("step", options("step", "all"), change),

@@ -34,7 +34,7 @@ class TimelineView {
     const width = this.plot.clientWidth;
     if (!width) return;
     const steps = this.data.steps.slice(this.from, this.from + Number(this.count.value));
-    const begin = Math.min(...steps.map((s) => s[1])), end = Math.max(...steps.map((s) => s[1] + s[2]));
+    const begin = Math.min(...steps.map((s) => s[1])), end = Math.max(...steps.map((s) => s[1] + s[2]), ...steps.flatMap((s) => this.byStep.get(s[0]).map((b) => b[2] + b[3])));
     const lane = 26, left = Math.min(110, width * 0.25), right = width - 14, lanes = this.data.stages.length + 1;
     const bottom = 8 + lane * lanes, height = bottom + 38;
     const x = (s) => left + ((s - begin) / Math.max(1e-9, end - begin)) * (right - left);
@@ -52,7 +52,7 @@ class TimelineView {
       const room = x(start + seconds) - x(start);
       if (room > 30) image.append(svg("text", { class: "lane", x: x(start) + room / 2, y: 8 + lane / 2 + 4, "text-anchor": "middle", "pointer-events": "none", text: step }));
       for (const [stage, , from, took] of this.byStep.get(step)) {
-        image.append(this.bar(x(from), x(from + took), stage + 1, lane, colour(stage), `step ${step}`, this.data.stages[stage], from, took, 0.9));
+        image.append(this.bar(x(from), x(from + took), stage + 1, lane, stage < this.data.stages.length - this.data.num_calls ? colour(stage % 7) : "var(--c7)", `step ${step}`, this.data.stages[stage], from, took, 0.9));
       }
     }
     this.label.textContent = steps.length > 1 ? `steps ${steps[0][0]} to ${steps[steps.length - 1][0]}` : `step ${steps[0][0]}`;
