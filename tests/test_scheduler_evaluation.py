@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 from scheduler_samples import MODEL
 
+from rlhf_megatron.config.schema import DataConfig, RunConfig, SourceConfig
 from rlhf_megatron.data.batch import PromptBatch
+from rlhf_megatron.data.prompts import load_prompts
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.rewards import RewardResult, RewardSample
 from rlhf_megatron.rewards.base import masked
@@ -24,6 +26,7 @@ from rlhf_megatron.scheduler.evaluation import (
     summarize,
 )
 from rlhf_megatron.scheduler.intervals import interval_over_items, t95, wilson_interval
+from rlhf_megatron.scheduler.run import run_data
 
 
 @pytest.mark.parametrize(
@@ -66,15 +69,20 @@ def test_the_interval_of_several_right_or_wrong_samples() -> None:
     assert interval_over_items(split) == pytest.approx(wilson_interval(0.5, 4, t95(3)))
 
 
-def test_the_interval_covers_the_truth() -> None:
-    """20 items of Beta(0.2, 1) difficulty, 8 samples each: the mean 1/6 lies inside 95 times of 100."""
+@pytest.mark.parametrize(
+    ("right", "wrong", "num_items", "num_samples"),
+    [(0.2, 1.0, 20, 8), (1.0, 1.0, 20, 4), (0.1, 2.0, 100, 8), (1.0, 1.0, 20, 1)],
+)
+def test_the_interval_covers_the_truth(right: float, wrong: float, num_items: int, num_samples: int) -> None:
+    """Items of Beta(right, wrong) difficulty: the mean of all such items lies inside about 95 times of 100."""
     chance = random.Random(0)
-    inside = 0
-    for _ in range(600):
-        rates = [chance.betavariate(0.2, 1) for _ in range(20)]
-        low, high = interval_over_items([[float(chance.random() < rate) for _ in range(8)] for rate in rates]) or (0, 0)
-        inside += low <= 1 / 6 <= high
-    assert 0.92 <= inside / 600 <= 0.97
+    truth, inside = right / (right + wrong), 0
+    for _ in range(400):
+        rates = [chance.betavariate(right, wrong) for _ in range(num_items)]
+        items = [[float(chance.random() < rate) for _ in range(num_samples)] for rate in rates]
+        low, high = interval_over_items(items) or (0.0, 0.0)
+        inside += low <= truth <= high
+    assert 0.90 <= inside / 400 <= 0.98
 
 
 def test_best_of() -> None:
@@ -182,3 +190,22 @@ def test_the_limit_holds_for_each_set() -> None:
     assert [len(s.prompts) for s in first_items(sets, 2)] == [2, 1]
     assert first_items(sets, None) == sets
     assert first_items(sets, 2)[0].prompts == prompts(*"12")
+
+
+def test_the_sets_of_a_run() -> None:
+    """Group ids count over all sets: no two prompts share the seeds of their samples."""
+    tokenizer = load_tokenizer(MODEL)
+    sources = tuple(
+        SourceConfig(f"digits{n}", task="addition", task_params={"num_digits": n, "num_val": 3 * n}) for n in (1, 2)
+    )
+    config = RunConfig(data=DataConfig(sources=sources, train_batch_size=10))
+    sets = load_prompts(config.data, tokenizer)
+    data = run_data(config, sets, tokenizer)
+    assert [(s.name, s.prompts.group_ids) for s in data.held_out] == [
+        ("digits1", (0, 1, 2)),
+        ("digits2", tuple(range(3, 9))),
+    ]
+    assert data.held_out[1].prompts.prompts == tuple(item.prompt for item in sets.held_out_sets[1].items)
+    assert data.stream is not None and data.stream.next(1).sources.count("digits1") == 5
+    nothing = load_prompts(DataConfig(task="addition"), tokenizer)
+    assert [s.name for s in run_data(RunConfig(), nothing, tokenizer).held_out] == ["addition"]

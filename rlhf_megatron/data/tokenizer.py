@@ -26,6 +26,7 @@ class Tokenizer:
     ) -> None:
         self._backend = backend
         self._known_ids = frozenset(backend.get_vocab(with_added_tokens=True).values())
+        self._ints = list(range(max(self._known_ids) + 1))  # an id is one object, however often it occurs: memory
         self.eos_token_ids = tuple(eos_token_ids)  # any of them ends a response
         self.pad_token_id = pad_token_id
         self.chat_template = chat_template  # jinja2; None: it has none
@@ -56,7 +57,7 @@ class Tokenizer:
                 raise ValueError(
                     f"a text cannot be spelled with this vocabulary ({error}); use another tokenizer."
                 ) from error
-            ids += [tuple(encoding.ids) for encoding in encodings]
+            ids += [tuple(map(self._ints.__getitem__, encoding.ids)) for encoding in encodings]
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
