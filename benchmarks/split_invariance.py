@@ -9,7 +9,7 @@ the same mini-batch on one rank in one micro-batch; error: L2 norm of the differ
     pure       every registered loss with its regularizers, float64, one process (split_pure.py)      <= 1e-12
                metrics of the update likewise, absolute                                               <= 1e-12
                uncut, against means over single samples; weights are float32                          <= 2e-7
-    megatron   the actor through megatron-core, float32, on the ranks of the layout (split_mcore.py)   <= 5e-6
+    megatron   actor and critic through megatron-core, float32, on the layout's ranks (split_mcore.py)  <= 5e-6
 
 Exit code 1 when a figure is over its bar. Writes benchmarks/results/split_invariance.json.
 """
@@ -151,7 +151,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--layouts", help=f"of the part megatron: {', '.join(layouts)}")
     parser.add_argument("--out", type=Path, default=RESULTS / "split_invariance.json", help="result file (%(default)s)")
     args = parser.parse_args(argv)
-    families = chosen(args.families, split_mcore.FAMILIES, "family")
+    families = chosen(args.families, list(split_mcore.FAMILIES), "family")
     axes = [layouts[name] for name in chosen(args.layouts, list(layouts), "layout")]
     torch.set_num_threads(1)
     start = time.monotonic()

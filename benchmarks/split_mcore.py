@@ -1,4 +1,4 @@
-"""The same through megatron-core in float32: the actor on worker processes, gradients before the optimizer step."""
+"""The same through megatron-core in float32: actor and critic on worker processes, gradients before the first step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.parity.cases import NUM_SAMPLES, Cut, Recipe
+from benchmarks.parity.cases import NUM_SAMPLES, Cut, Recipe, Role
 from benchmarks.parity.layouts import Axes
 from benchmarks.parity.run import Case, DistPool, make_case, run_cell
 from benchmarks.parity.sharded import run_on_rank
@@ -18,7 +18,11 @@ from rlhf_megatron.algorithms.aggregate import LOSS_AGG_MODES
 from rlhf_megatron.data.batch import token_index
 from rlhf_megatron.parallel.layout import layout_of
 
-FAMILIES = ("qwen3_tied", "llama_untied")
+FAMILIES: dict[str, tuple[str, Role]] = {
+    "qwen3_tied": ("qwen3_tied", "actor"),
+    "llama_untied": ("llama_untied", "actor"),
+    "qwen3_critic": ("qwen3_tied", "critic"),
+}
 LAYOUTS = (
     Axes(),
     Axes(dp=2),
@@ -84,8 +88,9 @@ def run_layout(
 def run_family(
     pool: DistPool, family: str, layouts: Sequence[Axes], report: Callable[[str], None]
 ) -> tuple[dict[str, dict[str, Tensor]], list[Cell]]:
-    """(mode -> gradient on one rank in one micro-batch; every other cell)."""
-    case = make_case(family, Recipe(), cuts=())
+    """(mode -> gradient on one rank in one micro-batch; every other cell). `family`: of FAMILIES."""
+    name, role = FAMILIES[family]
+    case = make_case(name, Recipe(), cuts=(), role=role)
     baseline = {cell.mode: cell.gradients for cell in run_layout(pool, case, Axes(), parts=(1,))}
     cells = []
     for axes in layouts:

@@ -173,6 +173,16 @@ def test_through_megatron(
     assert not torch.equal(cell.gradients["model.norm.weight"], baseline[mode]["model.norm.weight"]), "nothing was cut"
 
 
+@pytest.mark.dist
+def test_a_critic_through_megatron(dist_pool: DistPool) -> None:
+    case = make_case("qwen3_tied", Recipe(), cuts=(), role="critic")
+    (whole,) = split_mcore.run_layout(dist_pool, case, Axes(), ["seq-mean-token-mean"], parts=(1,))
+    (cell,) = split_mcore.run_layout(dist_pool, case, Axes(dp=2), ["seq-mean-token-mean"], parts=(7,), is_shuffled=True)
+    error, worst, alone = compare(cell.gradients, whole.gradients)
+    assert error <= MEGATRON_BAR, f"{error:.1e}; worst alone {worst}: {alone:.1e}"
+    assert not torch.equal(cell.gradients["score.weight"], whole.gradients["score.weight"]), "nothing was cut"
+
+
 def run_with_local_denominators(world: World, **arguments: Any) -> Any:
     """The benchmark's job on replicas that weigh their own shards."""
     from benchmarks.parity import sharded
