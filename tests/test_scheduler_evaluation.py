@@ -65,6 +65,7 @@ def test_the_interval_of_several_right_or_wrong_samples() -> None:
     assert interval_over_items(items) == pytest.approx(wilson_interval(0.5, 6, t95(3)))
     alike = [[1.0, 0.0]] * 4  # no difference between items: every sample is an answer of its own, never more
     assert interval_over_items(alike) == pytest.approx(wilson_interval(0.5, 8, t95(3)))
+    assert interval_over_items([[0.0] * 8] * 20) == wilson_interval(0, 20), "all wrong: samples may be one answer"
     split = [[1.0, 1.0], [0.0, 0.0]] * 2  # samples of an item agree: never fewer answers than items
     assert interval_over_items(split) == pytest.approx(wilson_interval(0.5, 4, t95(3)))
 

@@ -36,7 +36,7 @@ def t95(degrees: int) -> float:
 def interval_over_items(items: Sequence[Sequence[float]]) -> tuple[float, float] | None:
     """95 % interval of the mean over `items`, each the scores of its samples. Every item has at least one.
 
-    One 0/1 sample an item: Wilson's. Several 0/1 samples: Wilson's with the effective number of independent answers
+    One 0/1 sample an item, or all samples right or all wrong: Wilson's. Several 0/1 samples: Wilson's with the effective number of independent answers
     mean (1 - mean) / (variance of the mean over items), which lies between the number of items and that of samples,
     and Student's t in place of the normal (Korn & Graubard 1998). Other scores: mean +- t * standard error over items.
     None where one item alone has graded scores: it says nothing of other items.
@@ -48,7 +48,7 @@ def interval_over_items(items: Sequence[Sequence[float]]) -> tuple[float, float]
         half = t95(count - 1) * sqrt(variance) if count > 1 else 0.0
         return (mean - half, mean + half) if count > 1 else None
     num_samples = sum(map(len, items))
-    if num_samples == count or count == 1:
+    if num_samples == count or count == 1 or mean in (0.0, 1.0):  # all alike: nothing tells items from samples
         return wilson_interval(mean, count)
     effective = mean * (1 - mean) / variance if variance else num_samples
     return wilson_interval(mean, min(max(effective, count), num_samples), t95(count - 1))
