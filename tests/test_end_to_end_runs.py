@@ -65,8 +65,22 @@ def replay(run: Finished, settings: dict, **launch) -> Finished:
 def test_one_rank_writes_what_it_promises(one_rank: Finished) -> None:
     names = {path.name for path in one_rank.run_dir.iterdir()}
     assert names == {
-        *("summary.json", "metrics.jsonl", "curve.png", "tensorboard", "config.yaml", "engines", "logs", "record")
+        *("summary.json", "metrics.jsonl", "curve.png", "tensorboard", "config.yaml", "engines", "logs", "record"),
+        *("samples.jsonl", "mismatch.jsonl", "trace.json"),
     }
+    samples = [json.loads(line) for line in (one_rank.run_dir / "samples.jsonl").read_text().splitlines()]
+    assert [sample["step"] for sample in samples] == [1] * 6 + [2] * 6
+    mismatch = [json.loads(line) for line in (one_rank.run_dir / "mismatch.jsonl").read_text().splitlines()]
+    for row, step in zip(mismatch, one_rank.rows("step"), strict=True):
+        largest = step["training/rollout_log_probs_diff_max"]
+        assert max(group["max"] for group in row["groups"]) == row["worst"][0]["difference"] == largest
+    events = json.loads((one_rank.run_dir / "trace.json").read_text())
+    calls = {event["name"] for event in events if event.get("cat") == "call"}
+    assert {"actor.log_probs", "actor.update", "host.send_weights"} <= calls
+    spent = {
+        name: sum(e["dur"] for e in events if e.get("cat") == name and e["args"]["step"]) for name in ("step", "call")
+    }
+    assert 0 < spent["call"] < spent["step"]
     assert (one_rank.run_dir / "curve.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     (events,) = (one_rank.run_dir / "tensorboard").iterdir()
     assert events.stat().st_size > 1000
