@@ -3,6 +3,7 @@
 #
 #   launch/torchrun.sh configs/x.yaml key=value ...                          one machine, all its GPUs
 #   NPROC_PER_NODE=4 launch/torchrun.sh configs/x.yaml                       one machine, four ranks (CPU: processes)
+#   NPROC_PER_NODE=6 launch/torchrun.sh configs/quickstart_ppo_pool.yaml     four ranks of the actor, two of the critic
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 launch/torchrun.sh x.yaml      on each of two machines, NODE_RANK 0 and 1
 #
 # NNODES          machines (1)
@@ -10,7 +11,8 @@
 # MASTER_ADDR     address of machine 0 on a private network, as the others reach it; only there does the controller listen
 # MASTER_PORT     free port of machine 0 for torch's rendezvous (29500); not used on one machine
 # NPROC_PER_NODE  ranks on each machine (its GPUs, or 1); NNODES x NPROC_PER_NODE must be the configuration's
-#                 trainer.nnodes x trainer.n_gpus_per_node
+#                 trainer.nnodes x trainer.n_gpus_per_node: all ranks of the job. A critic with a pool of its own has the
+#                 last critic.num_ranks of them, counted through the machines
 # PYTHON          interpreter (python)
 # RLHF_MEGATRON_SECRET_FILE   file with at least 32 random characters, mode 0600, the same on all machines: the secret of
 #                 the control channel. Without it the secret is drawn for the run and passed through torch's rendezvous.

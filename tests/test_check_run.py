@@ -19,9 +19,14 @@ ONE_PROCESS = ("configs/quickstart.yaml", "--max-processes", "1")
 CONFIGS = {
     "quickstart": ("4", ["tp2 pp2 dp1"]),
     "quickstart_warm": ("2", ["tp1 pp2 dp1"]),
+    "quickstart_ppo": ("2", ["tp1 pp2 dp1"]),
+    "quickstart_ppo_pool": ("4", ["tp1 pp2 dp1, critic tp2 pp1 dp1"]),
     "quickstart_sglang": ("1", ["tp1 pp1 dp1"]),
     "qwen3_64_ranks": ("4", ["tp2 sequence pp2 vpp2 dp1", "tp1 pp2 vpp2 dp2"]),
     "smollm2_grpo": ("2", ["tp1 pp2 dp1"]),
+    "smollm2_grpo_tp3": ("3", ["tp3 pp1 dp1"]),
+    "smollm2_mixture": ("1", ["tp1 pp1 dp1"]),
+    "smollm2_ppo": ("2", ["tp1 pp2 dp1"]),
 }
 """Processes, and the layouts that are run on them."""
 
@@ -52,7 +57,21 @@ def test_every_shipped_configuration_is_listed_here() -> None:
 def test_every_shipped_configuration_passes(name: str, tmp_path: Path) -> None:
     processes, layouts = CONFIGS[name]
     words = (f"configs/{name}.yaml", "--no-files", "--max-processes", processes)
-    passed(check(tmp_path / "out", *words), layouts)
+    result = check(tmp_path / "out", *words)
+    passed(result, layouts)
+    if "ppo" in name:
+        passed_with_a_critic(result)
+    assert result.certificate["memory"]["has_critic_pool"] == name.endswith("_pool")
+
+
+def passed_with_a_critic(result: Checked) -> None:
+    for layout in result.certificate["proof"]["layouts"]:
+        rows = {row["quantity"] for row in layout["rows"]}
+        assert {"critic/values/mean", "critic/returns/mean", "critic/vf_loss", "critic/grad_norm"} <= rows
+        learned = {row["where"] for row in layout["rows"] if row["quantity"] == "update" and row["value"] > 0}
+        head = {"critic: score.weight", "critic: score.bias", "critic: model.embed_tokens.weight"}
+        assert head | {"model.embed_tokens.weight"} <= learned
+    assert result.certificate["memory"]["critic_stages"]
 
 
 @pytest.mark.dist
@@ -90,6 +109,28 @@ def test_context_parallelism_with_transformer_engines_names(tmp_path: Path) -> N
     words = [f"actor.megatron.{name}={value}" for name, value in settings.items()]
     result = check(tmp_path / "out", "configs/quickstart_warm.yaml", *words, "actor.loss_agg_mode=seq-mean-token-mean")
     passed(result, ["tp2 sequence pp1 cp2 dp1"])
+
+
+@pytest.mark.dist
+def test_a_critic_with_its_own_pool_directory_and_phases(tmp_path: Path) -> None:
+    """What no shipped configuration has: a warm-up before it, KL in the reward, other batches, two stages; a copy of
+    the policy at the end of the warm-up, and a critic from another directory."""
+    words = [
+        *("configs/quickstart.yaml", "trainer.n_gpus_per_node=3", "actor.megatron.tensor_model_parallel_size=1"),
+        *("actor.megatron.pipeline_model_parallel_size=1", "algorithm.adv_estimator=gae", "critic.num_ranks=2"),
+        *("critic.megatron.pipeline_model_parallel_size=2", "critic.mini_batch_size=64", "critic.ppo_epochs=2"),
+        *("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "trainer.critic_warmup=1"),
+    ]
+    result = check(tmp_path / "copy", *words)
+    passed(result, ["tp1 pp1 dp1, critic tp1 pp2 dp1"])
+    passed_with_a_critic(result)
+    assert result.certificate["memory"]["has_critic_pool"] and result.certificate["memory"]["reference_bytes"]
+    kl = {row["quantity"] for row in result.certificate["proof"]["layouts"][0]["rows"]}
+    assert {"actor/reward_kl_penalty", "actor/reward_kl_penalty_coeff", "warmup/loss"} <= kl
+
+    result = check(tmp_path / "other", *words, "critic.path=examples/quickstart/warm_model", "warmup.max_steps=0")
+    passed(result, ["tp1 pp1 dp1, critic tp1 pp2 dp1"])
+    passed_with_a_critic(result)
 
 
 @pytest.mark.dist

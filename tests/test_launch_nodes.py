@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from end_to_end_tools import DP2, Finished, train, write_config
+from end_to_end_tools import DP2, ONE_RANK, Finished, train, write_config
 from launch_tools import TIMEOUT_S, TORCHRUN, Nodes, environment, start_nodes
 
 from rlhf_megatron.runtime.nodes import interface_towards
@@ -93,6 +93,23 @@ def test_two_nodes_give_the_numbers_of_one(start, one_node: Finished) -> None:
     assert nodes.wait() == [0, 0], nodes.console(0) + nodes.console(1)
     assert nodes.console(1) == "", "node 0 alone has something to say"
     assert_same(nodes.directory, nodes.console(0), one_node)
+    assert nodes.left_over() == []
+
+
+def test_a_critic_on_the_other_node_gives_the_numbers_of_one_rank(
+    start, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Node 0 has the actor's pool and node 1 the critic's; on one rank they take turns."""
+    critic = QUICK | {"algorithm.adv_estimator": "gae", "critic.value_head_init_std": 0.1, "critic.optim.lr": 1e-3}
+    alone = train(write_config(tmp_path_factory.mktemp("one_rank")), ONE_RANK | critic)
+    assert alone.exit_code == 0, alone.console
+    nodes = start(critic | {"critic.num_ranks": 1})
+    assert nodes.wait() == [0, 0], nodes.console(0) + nodes.console(1)
+    two = Finished(nodes.directory, nodes.directory / "runs" / "tiny", 0, nodes.console(0), "")
+    assert numbers(two) == numbers(alone), "all numbers, bit for bit"
+    assert all(row["critic/vf_loss"] > 0 and row["critic/grad_norm"] > 0 for row in two.rows("step"))
+    assert "[actor dp0 pp0 tp0]" in (two.run_dir / "logs" / "rank0.log").read_text()
+    assert "[critic dp0 pp0 tp0]" in (two.run_dir / "logs" / "rank1.log").read_text()
     assert nodes.left_over() == []
 
 
