@@ -34,7 +34,11 @@ class Bars:
     final: float = 0.0  # accuracy after training, of every seed
 
 
-BARS = {"quickstart": Bars(0.25, 0.85)}
+BARS = {
+    "quickstart": Bars(0.25, 0.85),
+    "quickstart_ppo": Bars(0.25, 0.6),
+    "quickstart_ppo_pool": Bars(0.25, 0.6),
+}
 """By configuration. quickstart measures greedy accuracy, the PPO variants that of sampled answers."""
 
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t, 1 .. 9 degrees of freedom
