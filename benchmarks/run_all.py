@@ -67,6 +67,10 @@ def sync_rows(result: Mapping[str, Any]) -> list[Row]:
     return [Row(f"{name}, wall time", ratio) for name, ratio in result["ratio"].items()]
 
 
+def report_rows(result: Mapping[str, Any]) -> list[Row]:
+    return [Row(f"{result['steps']} steps, {name}", ratio, 1.0) for name, ratio in result["over_bar"].items()]
+
+
 BENCHMARKS = {
     "local_engine": Benchmark(
         "benchmarks.bench_local_engine", "local_engine", "transformers' batched generate", engine_rows
@@ -78,6 +82,7 @@ BENCHMARKS = {
     ),
     "weight_sync": Benchmark("benchmarks.bench_weight_sync", "weight_sync", "a copy of the same bytes", sync_rows),
     "grpo_step": Benchmark("benchmarks.bench_grpo_step", "grpo_step", "TRL's GRPOTrainer", step_rows),
+    "report": Benchmark("benchmarks.bench_report", "report", "the bars: 5 s and 3 MB", report_rows),
 }
 
 

@@ -60,7 +60,7 @@ class LineChart {
         return i === undefined ? "" : number(s.y[i]) + (s.lo && known(s.lo[i]) ? ` [${number(s.lo[i])}, ${number(s.hi[i])}]` : "");
       })]);
       const headings = [{ text: this.axis, number: true }, ...this.series.map((s) => ({ text: visible(s.label), number: true }))];
-      details.append(el("div", { class: "scroll" }, table(headings, rows, stride > 1 ? `every ${stride}th step` : null)));
+      details.append(el("div", { class: "scroll" }, table(headings, rows, stride > 1 ? `One row in ${stride}.` : null)));
     });
   }
 
@@ -270,7 +270,7 @@ class LineChart {
       const band = this.spec.kind !== "stack" && c.lo && known(c.lo[i]) ? ` [${number(c.lo[i])}, ${number(c.hi[i])}]` : "";
       const share = this.isShare ? ` (${Math.round(100 * (c.hi[i] - c.lo[i]))} %)` : "";
       const mean = c.isSmooth ? ` (smoothed ${number(c.y[i])})` : "";
-      rows.push([c.colour, visible(c.label), number(c.raw[i]) + band + share + mean]);
+      rows.push([c.colour, visible(this.series.length > 1 ? c.label : this.spec.title), number(c.raw[i]) + band + share + mean]);
       if (this.spec.kind !== "stack") this.dots.append(svg("circle", { cx: px, cy: this.scale.y(c.y[i]), r: 3.5, fill: c.colour, stroke: "var(--card)", "stroke-width": 1.5 }));
     }
     if (this.spec.kind === "stack") rows.reverse();

@@ -65,8 +65,9 @@ class MismatchView {
       const bin = counts.findIndex((n) => (sum += n) >= q * total);
       return total ? `${this.binText(Math.max(0, bin))}` : "–";
     };
-    const columns = this.data.columns[this.column];
-    const facts = [["steps", columns ? range(columns) : range([this.data.columns[0][0], this.data.columns[this.data.columns.length - 1][1]])], ["tokens", number(tokens)],
+    const columns = cells.map((c) => this.data.columns[c.column]);
+    const steps = columns.length ? range([Math.min(...columns.map((c) => c[0])), Math.max(...columns.map((c) => c[1]))]) : "–";
+    const facts = [["steps", steps], ["tokens", number(tokens)],
       ["mean", `${number(tokens ? mean : null)} nats`], ["median in", quantile(0.5)], ["99th percentile in", quantile(0.99)], ["largest", `${number(top)} nats`]];
     this.root.querySelector(".stats").replaceChildren(...facts.map(([name, value]) => el("span", {}, `${name} `, el("b", { text: value }))));
   }
@@ -149,7 +150,7 @@ class MismatchView {
     const body = rows.slice(0, 30).map((w) => [number(infinite(w.difference)), number(w.trainer), number(w.engine),
       el("span", { class: "mono" }, el("span", { class: "muted", text: (w.context.length > 80 ? "…" : "") + quoted(w.context.slice(-80)) }), el("mark", { text: quoted(w.token) || "(empty)" })),
       known(w.token_id) ? String(w.token_id) : "", known(w.position) ? String(w.position) : "", String(w.step), known(w.policy_version) ? String(w.policy_version) : "", w.finish_reason, visible(w.sample_id)]);
-    const node = body.length ? table(headings, body, `The ${body.length} largest differences of the selection; log-probs in nats.`) : el("p", { class: "muted", text: "No worst token was kept for this selection." });
+    const node = body.length ? table(headings, body, "The largest differences of the selection that were kept; log-probs in nats.") : el("p", { class: "muted", text: "No worst token was kept for this selection." });
     this.root.querySelector(".worst").replaceChildren(node);
   }
 }
