@@ -107,6 +107,13 @@ def test_a_later_estimator_without_values_takes_the_critic_away(tmp_path: Path) 
     assert (actor_ranks(loaded.config), actor_ranks(read_run_config(path).config)) == (8, 4)
 
 
+def test_a_later_critic_may_take_the_ranks_that_shared_optimizer_state(tmp_path: Path) -> None:
+    """The file's two replicas share it; the command line gives the ranks of one to the critic."""
+    path = tmp_path / "run.yaml"
+    path.write_text(SHARED.replace("pipeline_model_parallel_size: 2", "pipeline_model_parallel_size: 2, use_distributed_optimizer: true"))  # fmt: skip
+    assert validate(read_run_config(path)) == validate(read_run_config(path, ["critic.num_ranks=4"])) == []
+
+
 MODEL = {
     "model_type": "qwen3",
     "hidden_size": 64,

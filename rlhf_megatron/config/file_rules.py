@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.config.errors import Problem
-from rlhf_megatron.config.model_rules import model_problems
-from rlhf_megatron.config.rules import needs_reference
+from rlhf_megatron.config.model_rules import critic_model_problems, model_problems
+from rlhf_megatron.config.rules import has_critic, needs_reference
 from rlhf_megatron.config.schema import DataConfig, RunConfig
 
 SAME_IN_REFERENCE = ("model_type", "vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads")
@@ -26,6 +26,8 @@ def file_problems(config: RunConfig) -> Iterator[Problem]:
     yield from _tokenizer(config)
     if needs_reference(config) and config.reference.path:
         yield from _reference(config.reference.path, hf_config)
+    if has_critic(config) and config.critic.path:
+        yield from _critic(config, config.critic.path, hf_config)
     yield from _data(config.data)
     if config.rollout.transfer_dir is not None and not Path(config.rollout.transfer_dir).is_dir():
         key = "rollout.transfer_dir"
@@ -111,3 +113,18 @@ def _reference(path: str, hf_config: dict[str, Any] | None) -> Iterator[Problem]
                 " reference of the same architecture.",
                 (key, "model.path"),
             )
+
+
+def _critic(config: RunConfig, path: str, hf_config: dict[str, Any] | None) -> Iterator[Problem]:
+    """It may be another model than the policy, which reads the same token ids."""
+    key = "critic.path"
+    found = yield from _model_dir(key, path, with_weights=True)
+    if found is None:
+        return
+    yield from critic_model_problems(config, found)
+    if hf_config is not None and found.get("vocab_size") != hf_config.get("vocab_size"):
+        yield Problem(
+            f"{key}: vocab_size ({found.get('vocab_size')}) must be that of model.path ({hf_config.get('vocab_size')}):"
+            " the critic reads the policy's tokens; choose a critic with the same tokenizer.",
+            (key, "model.path"),
+        )

@@ -46,7 +46,8 @@ def _nothing_to_share(loaded: Loaded, section: str, m: MegatronConfig, num_ranks
     if num_ranks != m.tensor_model_parallel_size * m.pipeline_model_parallel_size or m.context_parallel_size != 1:
         return
     sizes = [f"{section}.{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context")]
-    switches = (*((GPUS, NODES) if section.startswith("actor") else ("critic.num_ranks",)), *sizes)
+    of_job = (GPUS, NODES, "algorithm.adv_estimator") if section.startswith("actor") else ()
+    switches = (*of_job, "critic.num_ranks", *sizes)  # ranks of the critic are not the actor's
     for name in ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"):
         key = f"{section}.{name}"
         is_later = loaded.origin(key).layer >= max(loaded.layer(switch) for switch in switches)
