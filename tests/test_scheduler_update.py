@@ -22,7 +22,7 @@ from rlhf_megatron.scheduler.advantages import AdvantageStage
 from rlhf_megatron.scheduler.annotate import annotate
 from rlhf_megatron.scheduler.plugins import Plugins
 from rlhf_megatron.scheduler.stages import ReplayStages
-from rlhf_megatron.scheduler.update import RoleUpdate, run_updates, update
+from rlhf_megatron.scheduler.update import RoleUpdate, run_updates
 from rlhf_megatron.scheduler.weight_sync import NoSync
 from rlhf_megatron.workers.contract import UpdateResult
 
@@ -107,22 +107,23 @@ def with_values(batch: TrainBatch) -> TrainBatch:
     return replace(batch, values=torch.zeros(batch.num_tokens), returns=torch.ones(batch.num_tokens))
 
 
-def role(name: str, count: int) -> RoleUpdate:
+def numbered(count: int) -> RoleUpdate:
     def batches() -> Iterator[TokenBatch]:
         for _ in range(count):
             yield TokenBatch(torch.tensor([0, 1]), torch.tensor([1]), torch.tensor([False]))
 
-    return RoleUpdate(name, 1, 100, {}, batches())
+    return RoleUpdate(1, 100, {}, batches())
+
+
+def stages_of(config: RunConfig, group: FakeGroup) -> ReplayStages:
+    return ReplayStages(config, group, plugins_of("gae"), None, load_tokenizer(MODEL), NoSync(version=4))
 
 
 def test_roles_take_turns_and_two_calls_of_each_are_under_way() -> None:
     group = FakeGroup()
-    results = run_updates(group, [role("critic", 2), role("actor", 4)])
+    metrics = run_updates(group, {"critic.update": numbered(2), "actor.update": numbered(4)})
     assert group.sent == ["critic.update", "actor.update"] * 2 + ["actor.update"] * 2
-    assert [[result.sums for result in of_role] for of_role in results] == [
-        [{"critic/x": 1.0}, {"critic/x": 2.0}],
-        [{"actor/x": float(i)} for i in (1, 2, 3, 4)],
-    ]
+    assert metrics["critic/x"] == 1.5 and metrics["actor/x"] == 2.5
     assert group.events[:4] == [f"send {name} {i}" for i in (1, 2) for name in ("critic.update", "actor.update")]
     assert group.events[4:8] == [
         *("wait actor.update 1", "send actor.update 3"),
@@ -137,7 +138,7 @@ def test_critic_and_actor_have_sizes_epochs_and_budgets_of_their_own() -> None:
         critic={**of_critic, "loss_agg_mode": "seq-mean-token-sum"},
     )
     group = FakeGroup()
-    metrics = update(group, config, 1, with_values(train_batch()))
+    metrics = stages_of(config, group).update(1, with_values(train_batch()))
     critic = [call for call in group.calls if call.method == "critic.update"]
     actor = [call for call in group.calls if call.method == "actor.update"]
     assert [len(call.batch) for call in critic] == [2] * 10 and [len(call.batch) for call in actor] == [5, 5]
@@ -157,6 +158,8 @@ def test_critic_and_actor_have_sizes_epochs_and_budgets_of_their_own() -> None:
         "actor/num_epochs": 1.0,
         "actor/num_optimizer_steps": 2.0,
         "actor/num_skipped_steps": 1.0,
+        "rollout/num_samples": 10.0,
+        "policy/lag": 3.0,
     }
 
 
@@ -164,7 +167,7 @@ def test_what_the_critic_leaves_out_is_the_actors() -> None:
     settings = {"mini_batch_size": 10, "ppo_epochs": 3, "ppo_max_token_len_per_gpu": 300}
     config = config_of(actor={**settings, "loss_agg_mode": "seq-mean-token-mean"})
     group = FakeGroup()
-    update(group, config, 1, with_values(train_batch()))
+    stages_of(config, group).update(1, with_values(train_batch()))
     critic, actor = (group.calls[i::2] for i in (0, 1))
     assert [call.method for call in critic] == ["critic.update"] * 3
     for of_critic, of_actor in zip(critic, actor, strict=True):
@@ -201,7 +204,7 @@ def test_the_critic_learns_alone_in_its_warm_up_and_the_policy_stays() -> None:
     """Samples were drawn with version 1. A step that leaves the policy as it was makes no sync."""
     config = config_of(actor={"mini_batch_size": 10}, trainer={"critic_warmup": 2})
     group = FakeGroup()
-    stages = ReplayStages(config, group, plugins_of("gae"), None, load_tokenizer(MODEL), NoSync(version=4))
+    stages = stages_of(config, group)
     seen = []
     for step in (1, 2, 3, 4):
         group.calls.clear()

@@ -31,7 +31,7 @@ from rlhf_megatron.scheduler.generation import build_requests, collect
 from rlhf_megatron.scheduler.mismatch_check import MismatchCheck
 from rlhf_megatron.scheduler.plugins import Plugins
 from rlhf_megatron.scheduler.recorder import Recorder
-from rlhf_megatron.scheduler.update import trains_actor, update
+from rlhf_megatron.scheduler.update import actor_update, critic_update, run_updates
 from rlhf_megatron.scheduler.weight_sync import Sync
 
 
@@ -110,12 +110,20 @@ class Stages:
         return train
 
     def update(self, step: int, batch: TrainBatch) -> dict[str, float]:
-        """Epochs x mini-batches, one optimizer step each. Returns metrics averaged over them."""
+        """Epochs x mini-batches, one optimizer step each. Returns metrics averaged over them.
+
+        There is a critic where the batch has values. In the first `trainer.critic_warmup` steps it learns alone.
+        """
+        self._is_policy_new = step > self.config.trainer.critic_warmup
+        updates = {}
+        if batch.values is not None:
+            updates["critic.update"] = critic_update(self.config, step, batch)
+        if self._is_policy_new:
+            updates["actor.update"] = actor_update(self.config, step, batch)
         version = self.weight_sync.version
-        self._step_metrics |= update(self.group, self.config, step, batch)
+        self._step_metrics |= run_updates(self.group, updates)
         self._step_metrics["policy/lag"] = (version - batch.policy_versions.float()).mean().item()
         self._step_metrics["rollout/num_samples"] = float(len(batch))
-        self._is_policy_new = trains_actor(self.config, step)
         return self._step_metrics
 
     def sync(self) -> dict[str, float]:
