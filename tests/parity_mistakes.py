@@ -33,13 +33,18 @@ def norms_not_marked(patch: pytest.MonkeyPatch) -> None:
     """Under sequence parallelism nobody adds up what the tp ranks have of a norm's gradient."""
     from rlhf_megatron.models.norm import RMSNorm
 
-    init = RMSNorm.__init__
+    _mark(patch, RMSNorm, "weight", is_summed_over_tp=False)
+
+
+def _mark(patch: pytest.MonkeyPatch, kind: Any, parameter: str, is_summed_over_tp: bool) -> None:
+    """The gradient of that parameter of each new module of `kind` is summed over tp, or not."""
+    init = kind.__init__
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        self.weight.sequence_parallel = False
+        getattr(self, parameter).sequence_parallel = is_summed_over_tp
 
-    patch.setattr(RMSNorm, "__init__", __init__)
+    patch.setattr(kind, "__init__", __init__)
 
 
 def each_replica_its_own_count(patch: pytest.MonkeyPatch) -> None:
@@ -102,13 +107,7 @@ def head_bias_counted_by_every_tp_rank(patch: pytest.MonkeyPatch) -> None:
     """Marked as if each tp rank had seen other tokens: what is whole on every rank is summed over them."""
     from rlhf_megatron.models.head import ValueHead
 
-    init = ValueHead.__init__
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        self.bias.sequence_parallel = True
-
-    patch.setattr(ValueHead, "__init__", __init__)
+    _mark(patch, ValueHead, "bias", is_summed_over_tp=True)
 
 
 def values_of_the_next_row(patch: pytest.MonkeyPatch) -> None:

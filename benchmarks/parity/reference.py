@@ -16,19 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.parity.cases import Cut, Recipe, Role
+from benchmarks.parity.value_reference import ValueModel, token_values, value_losses
 
 MIN_KINK_DISTANCE = 2e-5  # of a ratio or value from a kink of the loss; nearer, rounding decides on which side it is
 MAX_KL = 10.0  # the package bounds the KL estimate of a token there, the reference has no bound
 Columns = dict[str, Tensor]
-
-
-class ValueModel(nn.Module):
-    """The body of a transformers model and one linear output, under the names of ...ForTokenClassification."""
-
-    def __init__(self, body: nn.Module, hidden_size: int) -> None:
-        super().__init__()
-        self.model = body
-        self.score = nn.Linear(hidden_size, 1)
 
 
 def make_model(
@@ -47,7 +39,7 @@ def make_model(
     # sdpa computes in the model's type; the other implementations take the softmax in float32.
     model = model_kind(config_kind(**arguments, attn_implementation="sdpa"))
     if role == "critic":
-        model = ValueModel(model.model, hf_config["hidden_size"])
+        model = ValueModel(model, state["score.weight"], state["score.bias"])
     missing, unexpected = model.load_state_dict(state, strict=False)
     tied = ["lm_head.weight"] if role == "actor" and hf_config["tie_word_embeddings"] else []
     assert missing == tied and not unexpected, f"missing {missing}, unexpected {unexpected}"
@@ -76,15 +68,9 @@ def policy_columns(model: nn.Module, batch: Columns, samples: range, recipe: Rec
     return {"log_probs": torch.cat(log_probs), "entropies": torch.cat(entropies)}
 
 
-def value_columns(model: Any, batch: Columns, samples: range, recipe: Recipe) -> Columns:
+def value_columns(model: nn.Module, batch: Columns, samples: range, recipe: Recipe) -> Columns:
     """Values [T] of `samples`, 0 outside of the response mask: entry t is that of the tokens before t."""
-    values = []
-    for i in samples:
-        span = slice(int(batch["offsets"][i]), int(batch["offsets"][i + 1]))
-        ids, mask = batch["token_ids"][span], batch["response_mask"][span]
-        after = model.score(model.model(ids[None]).last_hidden_state[0])[:, 0]
-        values.append(torch.cat([after.new_zeros(1), after[:-1]]) * mask)
-    return {"values": torch.cat(values)}
+    return {"values": token_values(model, batch, samples)}
 
 
 def policy_losses(columns: Columns, batch: Columns, recipe: Recipe) -> Tensor:
@@ -113,19 +99,19 @@ def _check_case(ratio: Tensor, kl: Tensor, recipe: Recipe) -> None:
         raise ValueError(f"the KL estimate of a token is {float(kl.max()):.1f}, over {MAX_KL}; use a smaller lr.")
 
 
-def value_losses(columns: Columns, batch: Columns, recipe: Recipe) -> Tensor:
-    """[T]: half the squared distance to the return, of the value or of the value held near the old one: the larger."""
-    values, old, returns = columns["values"], *(batch[name].to(columns["values"]) for name in ("values", "returns"))
-    held = old + (values - old).clamp(-recipe.cliprange_value, recipe.cliprange_value)
-    _check_values(*(x.detach()[batch["response_mask"]] for x in (values, old, held, returns)), recipe)
-    return torch.maximum((values - returns).square(), (held - returns).square()) / 2
+def critic_losses(columns: Columns, batch: Columns, recipe: Recipe) -> Tensor:
+    """[T]: the clipped value loss."""
+    values, clip = columns["values"], recipe.cliprange_value
+    old, returns = (batch[name].to(values) for name in ("values", "returns"))
+    _check_values(*(x.detach()[batch["response_mask"]] for x in (values, old, returns)), clip)
+    return value_losses(values, old, returns, clip)
 
 
-def _check_values(values: Tensor, old: Tensor, held: Tensor, returns: Tensor, recipe: Recipe) -> None:
+def _check_values(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> None:
     """Raises ValueError where a value is at the border of its range, or as far from its return as the held one."""
-    moved = (values - old).abs()
-    border = float((moved - recipe.cliprange_value).abs().min())
-    ties = (values + held - 2 * returns).abs()[moved > recipe.cliprange_value]
+    moved = values - old
+    border = float((moved.abs() - clip).abs().min())
+    ties = (values + old + moved.clamp(-clip, clip) - 2 * returns).abs()[moved.abs() > clip]
     nearest = min([border, *ties.tolist()])
     if nearest < MIN_KINK_DISTANCE:
         raise ValueError(f"a value is {nearest:.1e} from a kink of the value loss; use another seed of the noise.")
@@ -149,7 +135,7 @@ COLUMNS: dict[Role, Callable[[nn.Module, Columns, range, Recipe], Columns]] = {
     "actor": policy_columns,
     "critic": value_columns,
 }
-LOSSES: dict[Role, Callable[[Columns, Columns, Recipe], Tensor]] = {"actor": policy_losses, "critic": value_losses}
+LOSSES: dict[Role, Callable[[Columns, Columns, Recipe], Tensor]] = {"actor": policy_losses, "critic": critic_losses}
 
 
 def run_reference(
