@@ -36,8 +36,8 @@ def t95(degrees: int) -> float:
 def interval_over_items(items: Sequence[Sequence[float]]) -> tuple[float, float] | None:
     """95 % interval of the mean over `items`, each the scores of its samples. Every item has at least one.
 
-    One 0/1 sample an item, or all samples right or all wrong: Wilson's. Several 0/1 samples: Wilson's with Student's t in
-    place of the normal and the effective number of independent answers, mean (1 - mean) / (variance of the mean over
+    One 0/1 sample an item, or all samples right or all wrong: Wilson's. Several 0/1 samples: Wilson's with Student's t
+    in place of the normal and the effective number of independent answers, mean (1 - mean) / (variance of the mean over
     items), which lies between the number of items and that of samples (Korn & Graubard 1998). Other scores:
     mean +- t * standard error over items.
     None where one item alone has graded scores: it says nothing of other items.
