@@ -105,6 +105,50 @@ def test_recompute_agrees_with_the_file(tmp_path: Path, capsys: pytest.CaptureFi
     assert "7 quantities, 10 figures: 0 over the bar, 0 unlike the file" in capsys.readouterr().out
 
 
+VALUE_START = {"a": START["a"], "score.weight": torch.tensor([[3.0, 0.0]]), "score.bias": torch.tensor([1.0])}
+
+
+def value_result(shift: float, bias_shift: float = 0.0, dtype: torch.dtype = torch.float32) -> Result:
+    """A critic's, off by `shift` in one place of every quantity, the head's bias by `bias_shift`."""
+    tensors = {
+        "values": torch.tensor([9.0, -1.0, -2.0 + shift]),
+        "values_after": torch.tensor([9.0, -1.0, -2.0 + shift]),
+        "grad_norms": torch.tensor([13.0 + shift]),
+        "gradient/0/a": torch.tensor([0.0, 12.0 + shift]),
+        "gradient/0/score.weight": torch.tensor([[3.0 + shift, 0.0]]),
+        "gradient/0/score.bias": torch.tensor([4.0 + bias_shift]),
+        "weights/a": START["a"] + torch.tensor([0.75, 1.0 + shift]),
+        "weights/score.weight": VALUE_START["score.weight"] + torch.tensor([[0.0, 3.0 + shift]]),
+        "weights/score.bias": VALUE_START["score.bias"] + 4.0 + bias_shift,
+    }
+    return {name: tensor.to(dtype) for name, tensor in tensors.items()}
+
+
+def test_a_critic_s_head_is_one_tensor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Float32 is right about the bias by luck: alone its bar would be 0. With the weight it is 3 x 0.25 / 5."""
+    exact, single = value_result(0.0, dtype=torch.float64), value_result(0.25)
+    found = {}
+    for name, result_of in (("near", value_result(0.25, 0.5)), ("far", value_result(0.25, 1.0))):
+        measured = measure("f", name, "c", VALUE_START, MASK, exact, single, result_of, "critic")
+        found[name] = {row.quantity: row for row in measured}
+    assert set(found["far"]) == {"values", "values_after", "value_gradient", "value_update", "value_grad_norm"}
+    near, far = found["near"]["value_gradient"], found["far"]["value_gradient"]
+    assert (near.tensor, near.ok, far.tensor, far.ok) == ("score", True, "score", False)
+    assert near.error == pytest.approx((0.25**2 + 0.5**2) ** 0.5 / 5) and near.bar == pytest.approx(0.15)
+    assert [row.quantity for row in found["far"].values() if not row.ok] == ["value_gradient", "value_update"]
+
+    dumps = Dumps(tmp_path)
+    dumps.inputs("f", "critic", VALUE_START, {"response_mask": MASK})
+    for name, tensors in (("float64", exact), ("float32", single), ("far", value_result(0.25, 1.0))):
+        dumps.result("f", "critic", "c", name, tensors)
+    layouts = {"far": {"families": [], "critic_families": ["f"]}}
+    dumps.describe({"families": {"f": {}}, "layouts": layouts, "cuts": {"c": {}}, "failures": []})
+    report = tmp_path / "parity.json"
+    report.write_text(json.dumps({"rows": [asdict(row) for row in found["far"].values()]}))
+    assert recompute([str(tmp_path), "--against", str(report)]) == 1
+    assert "5 quantities, 7 figures: 2 over the bar, 0 unlike the file" in capsys.readouterr().out
+
+
 def test_recompute_finds_a_miss_without_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dump(tmp_path, result(0.76))
     assert recompute([str(tmp_path)]) == 1
