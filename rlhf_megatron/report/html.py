@@ -10,7 +10,7 @@ from rlhf_megatron.report.charts import Chart
 from rlhf_megatron.report.facts import Estimate, Fact
 
 # Characters that do not print, or that turn the direction of what follows; base.js has the same list.
-_HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]")
+_HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
 
 
 def text(value: object) -> str:

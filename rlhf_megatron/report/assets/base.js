@@ -32,7 +32,7 @@ function number(value) {
 // Characters that do not print, or that turn the direction of what follows, are shown by their code.
 function visible(text) {
   // eslint-disable-next-line no-control-regex
-  return text.replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]/g,
+  return text.replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g,
     (c) => `\\u{${c.codePointAt(0).toString(16)}}`);
 }
 
