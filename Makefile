@@ -22,7 +22,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help install quickstart quickstart-seeds smollm2 test check format test-dist parity split-invariance replay-layouts bench gpu-check sglang-cpu sglang-smoke clean
+.PHONY: help install quickstart quickstart-ppo quickstart-seeds smollm2 smollm2-ppo test check format test-dist parity split-invariance replay-layouts bench gpu-check sglang-cpu sglang-smoke clean
 
 help:
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 20
@@ -39,12 +39,19 @@ install: $(VENV)/.installed  ## make the virtual environment
 quickstart: $(VENV)/.installed  ## train a tiny model: warm-up, then GRPO on addition at tp2 pp2 (4 processes)
 	$(BIN)/rlhf-megatron train configs/quickstart.yaml $(ARGS)
 
-quickstart-seeds: $(VENV)/.installed  ## the quickstart with three seeds, and the mean gain with its interval
+quickstart-ppo: $(VENV)/.installed  ## the same task with PPO: a critic on the actor's ranks, from the warmed-up weights
+	$(BIN)/rlhf-megatron train configs/quickstart_ppo.yaml $(ARGS)
+
+quickstart-seeds: $(VENV)/.installed  ## three seeds of a quickstart, and the mean gain; ARGS="--config configs/quickstart_ppo.yaml": of another
 	$(BIN)/python -m benchmarks.quickstart_seeds $(ARGS)
 
 smollm2: $(VENV)/.installed  ## GRPO on the real SmolLM2-135M-Instruct at pp2
 	$(BIN)/rlhf-megatron fetch smollm2
 	$(BIN)/rlhf-megatron train configs/smollm2_grpo.yaml $(ARGS)
+
+smollm2-ppo: $(VENV)/.installed  ## PPO with a critic on SmolLM2-135M-Instruct at pp2
+	$(BIN)/rlhf-megatron fetch smollm2
+	$(BIN)/rlhf-megatron train configs/smollm2_ppo.yaml $(ARGS)
 
 test: $(VENV)/.installed  ## all tests that need no GPU
 	$(BIN)/python -m pytest tests -m "not gpu" $(ARGS)

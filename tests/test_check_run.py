@@ -25,7 +25,6 @@ CONFIGS = {
     "qwen3_64_ranks": ("4", ["tp2 sequence pp2 vpp2 dp1", "tp1 pp2 vpp2 dp2"]),
     "smollm2_grpo": ("2", ["tp1 pp2 dp1"]),
     "smollm2_grpo_tp3": ("3", ["tp3 pp1 dp1"]),
-    "smollm2_mixture": ("1", ["tp1 pp1 dp1"]),
     "smollm2_ppo": ("2", ["tp1 pp2 dp1"]),
 }
 """Processes, and the layouts that are run on them."""
