@@ -59,6 +59,7 @@ def test_every_metric_is_somewhere_on_the_page(whole: tuple[Path, Page]) -> None
     assert {series["key"] for series in page.data["charts"]["other-0"]["series"]} <= shown
     changing = {k for k in run.steps[0].metrics if len({row.metrics[k] for row in run.steps}) > 1}
     bands = {"/min", "/max", "/std", "/low", "/high"}
+    changing -= {"reward/status/ok"}  # the rest of the others
     assert {key for key in changing - shown if not any(key.endswith(end) for end in bands)} == set()
 
 
@@ -159,7 +160,8 @@ def test_notes_and_log_errors_are_on_the_page(tmp_path: Path) -> None:
 
 def test_hostile_text_stays_text(tmp_path: Path) -> None:
     rows = [evaluation_row(0, 0.2, 0.1, 0.3, **{f"val/{HOSTILE}/mean@2": 0.5})]
-    rows += [step_row(i, 0.5, **{f"reward/source/{HOSTILE}/mean": 0.5, f"new/{HOSTILE}": i}) for i in (1, 2)]
+    hostile = {f"reward/source/{HOSTILE}/mean": 0.5, "reward/source/b/mean": 0.5}
+    rows += [step_row(i, 0.5, **hostile, **{f"new/{HOSTILE}": i}) for i in (1, 2)]
     line = mismatch_line(1, {HOSTILE: [1, 2, 3]})
     line["worst"][0] |= {"token": HOSTILE, "context": HOSTILE}
     fields = ("prompt", "response", "label", "source", "status", "finish_reason", "kind")
@@ -183,6 +185,35 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
     assert "</pre><script>alert(1)</script>" in page.text and "\\u{202e}" in page.text
     assert not set("\x00\x1b\u202e\u2028") & set(html)
     assert not set("<>&") & set(html.split('id="data">')[1].split("</script>")[0])
+
+
+def test_sources_are_told_apart_only_where_there_are_several(tmp_path: Path) -> None:
+    def row(step: int, *names: str) -> dict[str, object]:
+        found = {f"reward/source/{name}/mean": 0.25 * step for name in names}
+        return step_row(step, 0.5, **found, **{f"reward/source/{name}/count": 4.0 for name in names})
+
+    one = page_of(write_run_dir(tmp_path / "one", [row(1, "sums"), row(2, "sums")]))
+    assert "reward_source" not in one.data["charts"] and "samples a step" not in one.text
+    scores = {"val/sums/mean@4": 0.5, "val/sums/low": 0.4, "val/sums/high": 0.625, "val/sums/num_items": 40.0}
+    rows = [evaluation_row(0, 0.2, 0.1, 0.3, **scores), row(1, "sums", "words"), row(2, "sums", "words")]
+    two = page_of(
+        write_run_dir(
+            tmp_path / "two", [*rows, evaluation_row(2, 0.2, 0.1, 0.3, **{**scores, "val/sums/mean@4": 0.75})]
+        )
+    )
+    assert [series["label"] for series in two.series("reward_source")] == ["sums", "words"]
+    assert "sums 4.0 0.250 0.500 0.500 [0.400, 0.625] 0.750 [0.400, 0.625] +0.250 40" in two.text
+    assert "words 4.0 0.250 0.500 – – – 0" in two.text
+
+
+def test_only_statuses_that_are_not_ok_are_drawn(tmp_path: Path) -> None:
+    good = page_of(write_run_dir(tmp_path / "good", [step_row(i, 0.5, **{"reward/status/ok": 1.0}) for i in (1, 2)]))
+    assert "The status of every reward was ok." in good.text and "reward_status" not in good.data["charts"]
+    rows = [step_row(1, 0.5, **{"reward/status/ok": 1.0})]
+    rows += [step_row(2, 0.5, **{"reward/status/ok": 0.75, "reward/status/timeout": 0.25})]
+    page = page_of(write_run_dir(tmp_path / "bad", rows))
+    assert [(s["label"], s["x"], s["y"]) for s in page.series("reward_status")] == [("timeout", [1, 2], [0.0, 0.25])]
+    assert "of every reward was ok" not in page.text and not any("other" in name for name in page.data["charts"])
 
 
 def test_units_and_meanings_are_found(whole: tuple[Path, Page]) -> None:

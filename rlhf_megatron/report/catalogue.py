@@ -33,6 +33,7 @@ class Spec:
     is_wide: bool = False
     from_zero: bool = False
     note: str = ""
+    hidden: str = ""  # what the brackets of a key stand for in a line that is left out
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,14 @@ SECTIONS = (
                 from_zero=True,
             ),
             Spec("reward_part", "Parts of the reward", ("reward/part/<part>",)),
-            Spec("reward_status", "Statuses of rewards", ("reward/status/<status>",), kind="stack"),
+            Spec(
+                "reward_status",
+                "Rewards whose status is not ok",
+                ("reward/status/<status>",),
+                hidden="ok",
+                kind="stack",
+                note="The rest is ok.",
+            ),
             Spec("reward_range", "Range of rewards", ("critic/rewards/mean",), band="range"),
             Spec(
                 "groups",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 
 from rlhf_megatron.report.catalogue import SECTIONS, Spec, metric, pattern
 from rlhf_megatron.report.numbers import sample_interval, significant, thin
@@ -12,7 +13,6 @@ from rlhf_megatron.report.records import Row, RunFiles
 MAX_POINTS = 1000  # of a curve
 REWARD_STD, NUM_SAMPLES, MASKED = "critic/rewards/std", "rollout/num_samples", "reward/masked"
 STAGE_ORDER = ("next", "generate", "score", "annotate", "advantages", "update", "sync")
-PLAIN = 7  # the grey of the palette: what is as it should be
 NOT_STAGES = ("step", "evaluate")
 Values = tuple[float | None, ...]
 
@@ -76,16 +76,18 @@ def other_charts(run: RunFiles) -> list[Chart]:
 def make_chart(spec: Spec, rows: Sequence[Row]) -> Chart | None:
     """None: no row has any of its metrics."""
     found = [series_of(spec, key, label, rows) for key, label in matching(spec, keys_of(rows))]
-    series = [s for s in found if any(value is not None for value in s.values)]
+    found = [s for s in found if any(value is not None for value in s.values)]
+    is_shown = [not spec.hidden or s.label != spec.hidden for s in found]
+    series = list(compress(_same_steps(found, spec.kind), is_shown))
     if not series:
         return None
-    notes = [spec.note, *(_lack(spec, s) for s in series[:1]), *(_not_finite(s, rows) for s in series)]
+    notes = [spec.note, *(_lack(spec, s) for s in series[:1]), *(_not_finite(s) for s in compress(found, is_shown))]
     return Chart(
         name=spec.name,
         title=spec.title,
         unit=metric(series[0].key)[0],
         kind=spec.kind,
-        series=tuple(_thinned(s, spec.kind) for s in _same_steps(series, spec.kind)),
+        series=tuple(_thinned(s, spec.kind) for s in series),
         note=" ".join(note for note in notes if note),
         axis="warm-up step" if spec.row == "warmup" else "step",
         is_log=spec.is_log,
@@ -119,7 +121,7 @@ def matching(spec: Spec, keys: Sequence[str]) -> list[tuple[str, str]]:
             matches = [(other, name) for other, name in matches if name not in NOT_STAGES]
             matches.sort(key=lambda m: (STAGE_ORDER.index(m[1]) if m[1] in STAGE_ORDER else len(STAGE_ORDER), m[1]))
         else:
-            matches.sort(key=lambda m: (m[1] != "ok", m[1]))
+            matches.sort(key=lambda m: m[1])
         found += matches
     return found
 
@@ -136,7 +138,6 @@ def series_of(spec: Spec, key: str, label: str, rows: Sequence[Row]) -> Series:
         values=tuple(significant(row.metrics[key]) for row in rows),
         low=low,
         high=high,
-        group=PLAIN if spec.kind == "stack" and label == "ok" else None,
     )
 
 
@@ -186,7 +187,7 @@ def _lack(spec: Spec, series: Series) -> str:
     return ""
 
 
-def _not_finite(series: Series, rows: Sequence[Row]) -> str:
+def _not_finite(series: Series) -> str:
     steps = [step for step, value in zip(series.steps, series.values, strict=True) if value is None]
     if not steps:
         return ""

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 from rlhf_megatron.report import html
-from rlhf_megatron.report.catalogue import SECTIONS
+from rlhf_megatron.report.catalogue import SECTIONS, pattern
 from rlhf_megatron.report.charts import Chart, keys_of, other_charts, section_charts
 from rlhf_megatron.report.facts import Estimate, ends, setting
 from rlhf_megatron.report.files import MISMATCH, SAMPLES, TRACE
@@ -18,6 +18,7 @@ from rlhf_megatron.report.timeline import timeline
 
 TITLES = {section.name: section.title for section in SECTIONS} | {"samples": "Samples", "other": "Other metrics"}
 ORDER = ("reward", "policy", "critic", "lengths", "time", "samples", "mismatch", "warmup", "other")
+SOURCE_REWARD = "reward/source/<source>/mean"
 Write = Callable[[RunFiles, Payload], str]
 
 
@@ -57,9 +58,10 @@ def _reward(run: RunFiles, payload: Payload) -> str:
     charts = section_charts(run, "reward")
     wide = [chart for chart in charts if chart.is_wide]
     small = [chart for chart in charts if not chart.is_wide]
-    is_ok = any(chart.name == "reward_status" and {s.label for s in chart.series} == {"ok"} for chart in small)
-    if is_ok:
-        small = [chart for chart in small if chart.name != "reward_status"]
+    if not _sources(run):
+        small = [chart for chart in small if chart.name not in ("reward_source", "held_out_source")]
+    names = {chart.name for chart in charts}
+    is_ok = "reward_status" not in names and "reward/status/ok" in keys_of(run.steps)
     body = _add(wide, payload)
     if charts and not run.evaluations:
         body += html.missing("No held-out accuracy: this run made no evaluation (no held-out items, or a replay).")
@@ -69,9 +71,7 @@ def _reward(run: RunFiles, payload: Payload) -> str:
 
 def source_table(run: RunFiles) -> str:
     """A row for each source: its share, reward at both ends, held-out score at both ends. Empty for one source."""
-    keys = keys_of(run.steps)
-    names = [key.split("/", 2)[2].removesuffix("/mean") for key in keys if key.startswith("reward/source/")]
-    sources = list(dict.fromkeys(name for name in names if not name.endswith("/count")))
+    sources = _sources(run)
     if not sources:
         return ""
     first, last = ends(run.steps)
@@ -102,6 +102,12 @@ def source_table(run: RunFiles) -> str:
     window = html.count(len(first), "step")
     caption = f"Sources. First and last reward are means of {window}; held-out scores with 95 % interval."
     return f'<div class="card">{html.table(caption, headings, rows, range(1, 8))}</div>'
+
+
+def _sources(run: RunFiles) -> list[str]:
+    """Names of the data sources; none where there is only one, of which the whole run tells."""
+    found = [match["name"] for key in keys_of(run.steps) if (match := pattern(SOURCE_REWARD).match(key))]
+    return found if len(found) > 1 else []
 
 
 def _source_score(run: RunFiles, source: str, place: int) -> Estimate | None:

@@ -134,6 +134,7 @@ class LineChart {
       this.axes(low, high, width), svg("g", { "clip-path": `url(#${clip})` }, ...curves.map((c) => this.curve(c)), this.rules(), this.dots),
       this.cursorLine, this.selection);
     this.listen(image);
+    this.tooltip.hide(); // what it pointed at is gone
     const old = this.plot.querySelector("svg");
     if (old) old.replaceWith(image); else this.plot.prepend(image);
   }
