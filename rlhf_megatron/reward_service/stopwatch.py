@@ -1,7 +1,7 @@
 """How long a process has been at a sample, where time that the machine kept it waiting does not count.
 
-What counts is CPU time, and time in which every thread of it and of its children was seen asleep. Waiting for a CPU or a
-disk does not, nor a pause of the whole machine: on an overloaded one they make seconds out of milliseconds.
+What counts is CPU time, and time in which all threads of it and of its children were seen asleep. Waiting for a CPU or
+a disk does not, nor a pause of the whole machine: on an overloaded one they make seconds out of milliseconds.
 """
 
 from __future__ import annotations

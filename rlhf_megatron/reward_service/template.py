@@ -100,7 +100,7 @@ class Template:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for descriptor in (self.woken, self._wake):
                 os.close(descriptor)
-            os.setsid()  # a group of its own, so that what it starts is killed with it
+            os.setpgid(0, 0)  # a group of its own, so that what it starts is killed with it
             die_with(parent)
             ours.close()
             self.control.close()
@@ -113,7 +113,7 @@ class Template:
 
     def _kill(self, pid: int) -> None:
         if pid in self.workers:  # not yet buried, so the number is still its own
-            for end in (os.killpg, os.kill):  # a worker that has not got to setsid has no group yet
+            for end in (os.killpg, os.kill):  # a worker that has not got to setpgid has no group yet
                 try:
                     end(pid, signal.SIGKILL)
                 except ProcessLookupError:
