@@ -77,7 +77,7 @@ def test_parts_of_one_name_are_numbered() -> None:
 
 def components(*weights: float) -> list[Component]:
     return [
-        Component(f"reward.terms.{i}", f"part{i}", weight, REWARDS.get("exact_match"), None, {})
+        Component(f"reward.terms[{i}]", f"part{i}", weight, REWARDS.get("exact_match"), None, {})
         for i, weight in enumerate(weights)
     ]
 
@@ -150,7 +150,7 @@ def test_wrong_rewards_are_told_all_at_once() -> None:
         assert "reward: unknown reward 'exact_mach'. Did you mean 'exact_match'?" in told
         assert "reward.by_source.a.params.patern" in told and "reward.by_source.a.params.pattern" in told
         assert "buffer (6 tokens) must be from 1 to max_len (5)" in told
-        assert "reward.terms.1.params.path" in told
+        assert "reward.terms[1].params.path" in told
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from rlhf_megatron.rewards import OWN_PROCESS, REWARDS, Reward, RewardResult, is
 class Component:
     """One reward of a run."""
 
-    key: str  # where the configuration names it: "reward", "reward.terms.0"
+    key: str  # where the configuration names it: "reward", "reward.terms[0]"
     part: str  # name of its score among the parts; those of one sample differ
     weight: float
     entry: Entry[Reward]
@@ -63,7 +63,7 @@ def load_components(config: RewardConfig) -> Components:
     for i, term in enumerate(config.terms):
         part = _free_name(term.name, taken)
         taken.add(part)
-        terms.append(component(f"reward.terms.{i}", part, term.weight, term.name, term.params))
+        terms.append(component(f"reward.terms[{i}]", part, term.weight, term.name, term.params))
     if problems:
         raise ConfigError(problems)
     assert main is not None

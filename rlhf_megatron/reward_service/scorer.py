@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from rlhf_megatron.config.errors import ConfigError
+from rlhf_megatron.config.reward_rules import unknown_sources
 from rlhf_megatron.config.schema import RewardConfig
 from rlhf_megatron.reward_service.components import Component, Components, combine, load_components
 from rlhf_megatron.reward_service.error_rate import check_error_rate
@@ -95,6 +97,13 @@ def _worker_pool(remote: Sequence[Component], config: RewardConfig, log: Path | 
 def make_scorer(config: RewardConfig, log: Path) -> Scorer:
     """`log`: takes what worker processes print. Raises ConfigError with all unknown names and wrong parameters."""
     return Scorer(load_components(config), config, log)
+
+
+def check_sources(config: RewardConfig, known: Iterable[str]) -> None:
+    """Raises ConfigError for rewards of sources that the run's data does not have."""
+    problems = list(unknown_sources(config.by_source, sorted(set(known))))
+    if problems:
+        raise ConfigError(problems)
 
 
 def check_reward(config: RewardConfig) -> None:

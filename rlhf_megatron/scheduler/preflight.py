@@ -11,7 +11,7 @@ from rlhf_megatron.checkpoint.value_model import read_value_model
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.models.families.base import table_for
-from rlhf_megatron.reward_service.scorer import check_reward
+from rlhf_megatron.reward_service.scorer import check_reward, check_sources
 from rlhf_megatron.rollout.sglang_environment import check_sglang
 from rlhf_megatron.scheduler.loggers import check_loggers
 from rlhf_megatron.scheduler.plugins import load_plugins
@@ -53,6 +53,7 @@ def _check_data(config: RunConfig) -> None:
     load_plugins(config)  # a wrong task is told once, in its words
     sets, tokenizer = load_data(config)
     run_data(config, sets, tokenizer)
+    check_sources(config.reward, {item.source for item in (*sets.train, *sets.held_out)})
     vocab_size = int(read_hf_config(Path(config.model.path))["vocab_size"])
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(
