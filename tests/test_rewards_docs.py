@@ -1,0 +1,72 @@
+"""docs/rewards.md says what is there: rewards, parameters with their defaults, statuses, messages, examples that run."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+import pytest
+import yaml
+from test_docs import BLOCK, ROOT, messages
+
+from rlhf_megatron.config.schema import RewardConfig
+from rlhf_megatron.reward_service.components import load_components
+from rlhf_megatron.reward_service.scorer import make_scorer
+from rlhf_megatron.rewards import REWARDS, RewardSample
+
+TEXT = (ROOT / "docs" / "rewards.md").read_text()
+ROWS = dict(re.findall(r"^\| `(\w+)` \| [^|]*\| (.*) \|$", TEXT.split("## Several")[0], re.MULTILINE))
+
+
+def test_every_reward_has_a_row() -> None:
+    assert set(ROWS) == set(REWARDS)
+
+
+@pytest.mark.parametrize("name", sorted(REWARDS))
+def test_parameters_and_defaults(name: str) -> None:
+    """ "`name` (default)" in a row; "as above" and "as `exact_match`" take over the names of that row."""
+    params = {f.name: f for f in fields(REWARDS.get(name).params)}  # type: ignore[arg-type]
+    told = dict(re.findall(r"`([a-z_]+)`(?: \(([^)]*)\))?", ROWS[name]))
+    inherited = re.findall(r"`([a-z_]+)`", ROWS["exact_match"]) if ROWS[name].startswith("as ") else []
+    assert set(params) <= {*told, *inherited}, f"the row of {name} leaves out parameters"
+    for field, default in told.items():
+        if field in params and re.fullmatch(r"[\d.]+|true|false", default):
+            assert params[field].default == yaml.safe_load(default), f"{name}.{field}"
+        elif field in params and not default and params[field].default is not MISSING:
+            assert field in ("max_len", "buffer", "match", "pattern"), f"{name}.{field} has a default that is not told"
+
+
+def test_quoted_messages_are_in_the_sources() -> None:
+    quoted = [text for text in re.findall(r"`([^`\n]+)`", TEXT) if "…" in text]
+    assert len(quoted) >= 3
+    for message in quoted:
+        assert re.search("[^\n]*?".join(map(re.escape, message.split("…"))), messages()), message
+
+
+def test_statuses_are_in_the_sources() -> None:
+    words = re.findall(r"`masked:([a-z_]+)`", TEXT)
+    sources = messages()
+    assert len(words) >= 6 and [word for word in words if word not in sources] == []
+
+
+def test_the_composed_example_is_valid() -> None:
+    example = next(yaml.safe_load(block)["reward"] for language, block in BLOCK.findall(TEXT) if language == "yaml")
+    components = load_components(_config(example))
+    assert [one.part for one in components.of("gsm8k")] == ["exact_match", "format", "overlong"]
+
+
+def test_the_function_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    [code] = [block for language, block in BLOCK.findall(TEXT) if language == "python"]
+    (tmp_path / "my_rewards.py").write_text(code)
+    [example] = [b for language, b in BLOCK.findall(TEXT) if language == "yaml" and "my_rewards" in b]
+    samples = [RewardSample("", text, "7", "s", "stop", 1, '{"difficulty": 3}') for text in (" 7", "8")]
+    with make_scorer(_config(yaml.safe_load(example)["reward"]), tmp_path / "log") as scorer:
+        assert [result.score for result in scorer(samples)] == pytest.approx([1.0, -0.3])
+
+
+def _config(section: dict[str, object]) -> RewardConfig:
+    from rlhf_megatron.config.params import params_from_mapping
+
+    return params_from_mapping(RewardConfig, section, "reward")
