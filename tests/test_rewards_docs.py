@@ -1,4 +1,4 @@
-"""docs/rewards.md says what is there: rewards, parameters with their defaults, statuses, messages, examples that run."""
+"""docs/rewards.md says what is there: rewards, parameters and defaults, statuses, messages, examples that run."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -150,6 +151,24 @@ def test_idle_workers_that_died_are_replaced(scorer: Scorer) -> None:
         except ProcessLookupError:
             continue
     assert statuses(scorer, *[sample("7")] * 50) == ["ok"] * 50
+
+
+def test_a_batch_that_was_interrupted_leaves_nothing(tmp_path: Path) -> None:
+    """Ctrl-C while all workers sleep; the next batch gets its own results."""
+    with make_scorer(config(timeout_s=600.0, num_workers=2), tmp_path / "log") as scorer:
+        scorer([sample("7")])
+        main = threading.main_thread().ident
+        assert main is not None
+        threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            scorer([sample("sleep"), sample("sleep")])
+        assert [result.score for result in scorer([sample("7"), sample("8"), sample("7")])] == [1.0, 0.0, 1.0]
+
+
+def test_parameters_that_are_too_long_to_send() -> None:
+    params = {"path": f"{FUNCTIONS}:with_parts", "kwargs": {"scale": "x" * 200_000}}
+    with pytest.raises(ValueError, match=r"the parameters of the rewards have 200\d\d\d bytes, at most 131072"):
+        check_reward(RewardConfig(name="function", params=params))
 
 
 def test_the_template_is_replaced(scorer: Scorer) -> None:

@@ -59,6 +59,8 @@ class WorkerPool:
         if not tasks:
             return []
         self.await_ready()
+        for worker in [worker for worker in self.workers.values() if worker.in_hand]:
+            self.dismiss(worker)  # of a batch that was interrupted
         return _Batch(self, tasks).run()
 
     def hire(self, count: int) -> None:

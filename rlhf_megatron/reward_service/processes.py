@@ -77,6 +77,12 @@ class TemplateProcess:
 
     def __init__(self, rewards: Sequence[Mapping[str, Any]], log: Path | None) -> None:
         """`rewards`: name, params and key in the configuration of each. `log`: what it prints; None: nowhere."""
+        message = encode(list(rewards))
+        if len(message) > CONTROL_BYTES:
+            raise ValueError(
+                f"the parameters of the rewards have {len(message)} bytes, at most {CONTROL_BYTES} can be sent; put"
+                " long texts into a file that the function reads."
+            )
         self.log = log
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if log is not None:
@@ -91,7 +97,7 @@ class TemplateProcess:
                 start_new_session=True,  # Ctrl-C is not for it
                 env={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ, "PYTHONUNBUFFERED": "1"},
             )
-        self.control.send(encode(list(rewards)))
+        self.control.send(message)
 
     @property
     def pid(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf_megatron.rewards.base import RewardResult, RewardSample
 
-CONTROL_BYTES = 65536  # of a message between controller and template
+CONTROL_BYTES = 1 << 17  # of a message between controller and template, at most
 READ_BYTES = 1 << 20
 
 
