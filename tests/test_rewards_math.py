@@ -164,7 +164,7 @@ def test_what_a_result_depends_on() -> None:
 
 @pytest.mark.parametrize(
     ("params", "problem"),
-    [({"pattern": "x"}, "needs a group"), ({"max_answer_chars": 0}, r"max_answer_chars \(0\) must be above 0")],
+    [({"pattern": "x"}, "needs a group"), ({"max_answer_chars": 0}, r"max_answer_chars \(0\) must be at least 1")],
 )
 def test_wrong_params(params: dict[str, object], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):

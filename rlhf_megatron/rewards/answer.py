@@ -3,19 +3,40 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+
+from rlhf_megatron.rewards.base import RewardSample
 
 BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 
 
-def pattern_problem(pattern: str | None) -> str | None:
-    """Why `pattern` cannot cut out an answer."""
-    if pattern is None:
-        return None
-    try:
-        num_groups = re.compile(pattern).groups
-    except re.error as error:
-        return f"pattern ({pattern!r}) is not a regular expression: {error}."
-    return None if num_groups else f"pattern ({pattern!r}) needs a group; put parentheses around the answer."
+@dataclass(frozen=True)
+class AnswerParams:
+    """Parameters of a reward that reads an answer. A subclass may have more, or other defaults."""
+
+    pattern: str | None = None  # regular expression; group 1 of its last match is the answer. null: the whole response
+    max_answer_chars: int = 256  # a longer answer is malformed
+    allow_truncated: bool = False  # true: also read a response that ended by length
+
+    def __post_init__(self) -> None:
+        if self.max_answer_chars < 1:
+            raise ValueError(f"max_answer_chars ({self.max_answer_chars}) must be at least 1.")
+        if self.pattern is None:
+            return
+        try:
+            num_groups = re.compile(self.pattern).groups
+        except re.error as error:
+            raise ValueError(f"pattern ({self.pattern!r}) is not a regular expression: {error}.") from error
+        if num_groups < 1:
+            raise ValueError(f"pattern ({self.pattern!r}) needs a group; put parentheses around the answer.")
+
+    def can_read(self, sample: RewardSample) -> bool:
+        return sample.finish_reason != "length" or self.allow_truncated
+
+    def cut(self, sample: RewardSample) -> str | None:
+        """The answer; None where the response is malformed."""
+        answer = parse_answer(sample.response, self.pattern) if self.can_read(sample) else None
+        return answer if answer and len(answer) <= self.max_answer_chars else None
 
 
 def parse_answer(response: str, pattern: str | None) -> str | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from rlhf_megatron.rewards.answer import last_boxed, parse_answer, pattern_problem
+from rlhf_megatron.rewards.answer import AnswerParams, last_boxed
 from rlhf_megatron.rewards.base import MALFORMED, OWN_PROCESS, REWARDS, RewardResult, RewardSample, masked
 from rlhf_megatron.rewards.math_size import is_too_large
 
@@ -36,18 +36,15 @@ PROSE = re.compile(r"\$|\\[(\[]|(?<![\\a-zA-Z])[a-zA-Z]{2}")  # formulas marked 
 
 
 @dataclass(frozen=True)
-class MathVerifyParams:
-    pattern: str | None = None  # regular expression; group 1 of its last match is the answer. null: \boxed, or all
-    max_answer_chars: int = 256  # a longer answer is malformed
-    allow_truncated: bool = False  # true: also read a response that ended by length
+class MathVerifyParams(AnswerParams):
+    r"""Without a pattern the answer is in the last \boxed{...}, or somewhere in the response."""
+
     max_memory_gib: float = 2.0  # that the worker process may use
 
     def __post_init__(self) -> None:
-        for name, value in (("max_answer_chars", self.max_answer_chars), ("max_memory_gib", self.max_memory_gib)):
-            if not value > 0:
-                raise ValueError(f"{name} ({value}) must be above 0.")
-        if problem := pattern_problem(self.pattern):
-            raise ValueError(problem)
+        super().__post_init__()
+        if not self.max_memory_gib > 0:
+            raise ValueError(f"max_memory_gib ({self.max_memory_gib}) must be above 0.")
 
     def prepare(self) -> None:
         """Import the library and let it meet the usual constructs. Raises ValueError when it is not installed."""
@@ -86,13 +83,12 @@ def math_verify(sample: RewardSample, params: MathVerifyParams) -> RewardResult:
 
 def cut_answer(sample: RewardSample, params: MathVerifyParams) -> Answer | None:
     """None: there is none that could be read."""
-    if sample.finish_reason == "length" and not params.allow_truncated:
+    boxed = last_boxed(sample.response) if params.pattern is None and params.can_read(sample) else None
+    text = params.cut(sample) if boxed is None else boxed
+    if not text or len(text) > params.max_answer_chars:
         return None
-    cut = last_boxed(sample.response) if params.pattern is None else parse_answer(sample.response, params.pattern) or ""
-    text = sample.response.strip() if cut is None else cut
-    if not 0 < len(text) <= params.max_answer_chars:
-        return None
-    return Answer(text, is_prose=cut is None and PROSE.search(text) is not None)
+    is_whole = params.pattern is None and boxed is None
+    return Answer(text, is_prose=is_whole and PROSE.search(text) is not None)
 
 
 def compare(label: str, answer: Answer) -> RewardResult:

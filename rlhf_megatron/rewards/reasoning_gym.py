@@ -12,24 +12,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
-from rlhf_megatron.rewards.answer import parse_answer, pattern_problem
+from rlhf_megatron.rewards.answer import AnswerParams
 from rlhf_megatron.rewards.base import MALFORMED, OWN_PROCESS, REWARDS, RewardResult, RewardSample, masked
 
 EXTRA_KEY = "reasoning_gym"  # of the sample's extra: {"dataset", "config", "entry"}
 
 
 @dataclass(frozen=True)
-class ReasoningGymParams:
+class ReasoningGymParams(AnswerParams):
+    max_answer_chars: int = 4096
     score: Literal["exact", "library"] = "exact"  # library: from 0 to 1, with partial credit as each task has it
-    pattern: str | None = None  # regular expression; group 1 of its last match is the answer. null: the whole response
-    max_answer_chars: int = 4096  # a longer answer is malformed
-    allow_truncated: bool = False  # true: also read a response that ended by length
-
-    def __post_init__(self) -> None:
-        if self.max_answer_chars < 1:
-            raise ValueError(f"max_answer_chars ({self.max_answer_chars}) must be at least 1.")
-        if problem := pattern_problem(self.pattern):
-            raise ValueError(problem)
 
     def prepare(self) -> None:
         """Import the library. Raises ValueError when it is not installed."""
@@ -52,9 +44,8 @@ def reasoning_gym(sample: RewardSample, params: ReasoningGymParams) -> RewardRes
     if params.score == "exact" and not label:
         why = f"Problems of {problem['dataset']} have many answers; set `score: library` in the reward's params."
         return masked("no_label", why)
-    answer = parse_answer(sample.response, params.pattern)
-    is_cut_off = sample.finish_reason == "length" and not params.allow_truncated
-    if is_cut_off or not answer or len(answer) > params.max_answer_chars:
+    answer = params.cut(sample)
+    if answer is None:
         return RewardResult(0.0, MALFORMED)
     library = _library_score(answer, problem)
     parts = {} if library is None else {"library": library}
