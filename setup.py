@@ -29,6 +29,7 @@ EXTRAS = {
     "parquet": ["pyarrow>=14"],
     "math": ["math-verify>=0.9,<1"],
     "reasoning-gym": ["reasoning-gym>=0.1.25,<0.2"],  # needs a C compiler (pycosat has no wheels), so not part of dev
+    "wandb": ["wandb>=0.19"],
     "demo": ["matplotlib>=3.8", "gguf>=0.10"],
     "dev": [
         "pyarrow>=14",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from rlhf_megatron.scheduler.check.programs import ProgramError, run_train
 
 SMOLLM2 = ROOT / ".cache" / "smollm2-135m-instruct"
 needs_smollm2 = pytest.mark.skipif(not (SMOLLM2 / "config.json").is_file(), reason="run: rlhf-megatron fetch smollm2")
+needs_library = pytest.mark.skipif(not find_spec("reasoning_gym"), reason="the extra reasoning-gym is not installed")
 ONE_PROCESS = ("configs/quickstart.yaml", "--max-processes", "1")
 CONFIGS = {
     "quickstart": ("4", ["tp2 pp2 dp1"]),
@@ -26,6 +28,7 @@ CONFIGS = {
     "smollm2_grpo": ("2", ["tp1 pp2 dp1"]),
     "smollm2_grpo_tp3": ("3", ["tp3 pp1 dp1"]),
     "smollm2_ppo": ("2", ["tp1 pp2 dp1"]),
+    "smollm2_reasoning_gym": ("2", ["tp1 pp2 dp1"]),
 }
 """Processes, and the layouts that are run on them."""
 
@@ -45,14 +48,17 @@ def passed(result: Checked, layouts: list[str]) -> None:
     assert not processes_with(result.marker)
 
 
+def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    marks = [pytest.mark.smollm2, needs_smollm2] if "smollm2" in name else []
+    return [*marks, needs_library] if "reasoning_gym" in name else marks
+
+
 def test_every_shipped_configuration_is_listed_here() -> None:
     assert {path.stem for path in (ROOT / "configs").rglob("*.yaml")} == CONFIGS.keys()
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.smollm2, needs_smollm2] if "smollm2" in n else []) for n in CONFIGS]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=marks_of(n)) for n in CONFIGS])
 def test_every_shipped_configuration_passes(name: str, tmp_path: Path) -> None:
     processes, layouts = CONFIGS[name]
     words = (f"configs/{name}.yaml", "--no-files", "--max-processes", processes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import platform
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -79,7 +79,7 @@ def train(config: RunConfig, connect_group: Callable[[], WorkerGroup], run_dir: 
         run(stages, tracker, trainer.total_training_steps, trainer.test_freq, trainer.val_before_train)
         if trainer.save_hf:
             _save_hf(stages, run_dir)
-        _finish(config, tracker, run_dir, sets, warm.evaluation, str(group.layout))
+        _finish(config, tracker, run_dir, sets, warm.evaluation, _layouts(group))
 
 
 def replay(config: RunConfig, connect_group: Callable[[], WorkerGroup], run_dir: Path, source: Path, last: int) -> None:
@@ -101,7 +101,10 @@ def replay(config: RunConfig, connect_group: Callable[[], WorkerGroup], run_dir:
         run(stages, tracker, last, test_freq=0, val_before_train=False)
         if config.trainer.save_hf:
             _save_hf(stages, run_dir)
-        write_json(run_dir / "summary.json", {"layout": str(group.layout), "steps": last, "seconds": tracker.seconds})
+        layouts = _layouts(group)
+        found = {"layout": layouts["actor"], "layouts": layouts, "steps": last, "seconds": tracker.seconds}
+        write_json(run_dir / "summary.json", found)
+        tracker.note(f"report: rlhf-megatron report {run_dir}")
 
 
 def _save_hf(stages: Stages, run_dir: Path) -> None:
@@ -215,20 +218,30 @@ def _finish(
     run_dir: Path,
     sets: PromptSets,
     warm: EvaluationResult | None,
-    layout: str,
+    layouts: Mapping[str, str],
 ) -> None:
     majority = majority_accuracy([item.label for item in sets.held_out]) if sets.held_out else None
-    title = f"{config.trainer.experiment_name} ({layout})"
+    title = f"{config.trainer.experiment_name} ({layouts['actor']})"
     has_curve = draw_curve(run_dir / "curve.png", title, tracker.rewards, tracker.evaluations, majority)
-    write_json(run_dir / "summary.json", summary(config, tracker, layout, majority, warm))
+    write_json(run_dir / "summary.json", summary(config, tracker, layouts, majority, warm))
     tracker.note(f"summary: {run_dir / 'summary.json'}")
     tracker.note(
         f"curve: {run_dir / 'curve.png'}" if has_curve else "no curve: install matplotlib (pip install '.[demo]')"
     )
+    tracker.note(f"report: rlhf-megatron report {run_dir}")
+
+
+def _layouts(group: WorkerGroup) -> dict[str, str]:
+    """Pool -> its layout."""
+    return {pool: str(layout) for pool, layout in group.layouts.items()}
 
 
 def summary(
-    config: RunConfig, tracker: Tracker, layout: str, majority: float | None, warm: EvaluationResult | None
+    config: RunConfig,
+    tracker: Tracker,
+    layouts: Mapping[str, str],
+    majority: float | None,
+    warm: EvaluationResult | None,
 ) -> dict[str, Any]:
     """What a run came to, for people and for scripts."""
     found: dict[str, Any] = {}
@@ -246,7 +259,8 @@ def summary(
         "reward_first": tracker.rewards[0][1] if tracker.rewards else None,
         "reward_last": tracker.rewards[-1][1] if tracker.rewards else None,
         "steps": tracker.rewards[-1][0] if tracker.rewards else 0,
-        "layout": layout,
+        "layout": layouts["actor"],
+        "layouts": dict(layouts),
         "seconds": round(tracker.seconds, 1),
         "seed": config.trainer.seed,
         "log_prob_max_abs_diff": tracker.first_mismatch,
