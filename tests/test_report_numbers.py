@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_megatron.report.charts import section_charts
+from rlhf_megatron.report.catalogue import Spec
+from rlhf_megatron.report.charts import matching, section_charts
 from rlhf_megatron.report.facts import Estimate, duration, gain, mean_reward
 from rlhf_megatron.report.files import read_run
 from rlhf_megatron.report.groups import difference, mean_over_runs
@@ -168,3 +169,14 @@ def test_means_of_added_histograms_are_weighted() -> None:
     assert found is not None and len(found.cells) == 1
     assert (found.cells[0].mean, found.cells[0].counts, found.cells[0].num_tokens) == (7.0, (1, 3), 4)
     assert mismatch([]) is None
+
+
+def test_lines_of_one_source_are_told_apart() -> None:
+    spec = Spec("best", "Best of N", ("val/<source>/best@N",), row="evaluation")
+    keys = ["val/mul/best@2", "val/add/best@4", "val/add/best@2"]
+    assert matching(spec, keys) == [
+        ("val/add/best@4", "add, best@4"),
+        ("val/add/best@2", "add, best@2"),
+        ("val/mul/best@2", "mul, best@2"),
+    ]
+    assert [label for _, label in matching(spec, ["val/mul/best@2", "val/add/best@2"])] == ["add", "mul"]

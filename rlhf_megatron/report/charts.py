@@ -122,6 +122,8 @@ def matching(spec: Spec, keys: Sequence[str]) -> list[tuple[str, str]]:
             matches.sort(key=lambda m: (STAGE_ORDER.index(m[1]) if m[1] in STAGE_ORDER else len(STAGE_ORDER), m[1]))
         else:
             matches.sort(key=lambda m: m[1])
+        if len({name for _, name in matches}) < len(matches):  # one source has best@2, best@4, ...
+            matches = [(other, f"{name}, {other.rpartition('/')[2]}") for other, name in matches]
         found += matches
     return found
 
