@@ -6,7 +6,8 @@ A seed is trainer.seed and, where the configuration starts from random weights, 
 prompts, sampling and shuffling all follow it. Held-out accuracy is that of the configuration's rollout.val_kwargs. Runs
 go to runs/<config>-seed<N>; overrides after the options go to every run. The interval of the mean gain is Student's t
 over the seeds; each accuracy has its own Wilson interval over held-out items. Writes benchmarks/results/
-quickstart_seeds.json, or quickstart_seeds_<what follows "quickstart_" in the name of another configuration>.json.
+quickstart_seeds.json; for another configuration quickstart_seeds_<what follows "quickstart_" in its name>.json, or
+seeds_<its name>.json. `python -m benchmarks.draw_seeds` draws the curves.
 Exit code 1 when something is below the bars of the configuration (BARS), or the interval of the mean gain has 0.
 """
 
@@ -38,8 +39,10 @@ BARS = {
     "quickstart": Bars(0.25, 0.85),
     "quickstart_ppo": Bars(0.25, 0.6),
     "quickstart_ppo_pool": Bars(0.25, 0.6),
+    "smollm2_grpo": Bars(0.3, 0.6),
+    "smollm2_ppo": Bars(0.3, 0.4),
 }
-"""By configuration. quickstart measures greedy accuracy, the PPO variants that of sampled answers."""
+"""By configuration. quickstart measures greedy accuracy, the others that of sampled answers."""
 
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t, 1 .. 9 degrees of freedom
 
@@ -56,6 +59,12 @@ def run_seed(seed: int, config: Path, runs: Path, overrides: Sequence[str]) -> d
     if code:
         raise RuntimeError(f"the run with seed {seed} exited with {code}; see {runs / name / 'logs'}")
     return json.loads((runs / name / "summary.json").read_text())
+
+
+def result_name(config: str) -> str:
+    """Name of the result file of a configuration."""
+    is_quickstart = config.startswith("quickstart")
+    return f"quickstart_seeds{config.removeprefix('quickstart')}" if is_quickstart else f"seeds_{config}"
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
@@ -128,8 +137,7 @@ def main() -> int:
     result = evaluate([run_seed(seed, args.config, runs, overrides) for seed in args.seeds], bars)
     print_table(result)
     words = ["python -m benchmarks.quickstart_seeds --config", str(args.config), "--seeds", *map(str, args.seeds)]
-    which = args.config.stem.removeprefix("quickstart")
-    print(write_result(f"quickstart_seeds{which}", " ".join([*words, *overrides]), {"seeds": args.seeds, **result}))
+    print(write_result(result_name(args.config.stem), " ".join([*words, *overrides]), {"seeds": args.seeds, **result}))
     return 1 if result["problems"] else 0
 
 

@@ -71,6 +71,12 @@ def test_seeds_above_the_bars() -> None:
 
 def test_seeds_below_the_bars_are_named() -> None:
     """Gains 0.16 and 0.24: half width 12.706 x 0.0566 / sqrt(2)."""
+    names = {
+        "quickstart": "quickstart_seeds",
+        "quickstart_ppo": "quickstart_seeds_ppo",
+        "smollm2_ppo": "seeds_smollm2_ppo",
+    }
+    assert {config: quickstart_seeds.result_name(config) for config in names} == names
     result = quickstart_seeds.evaluate(
         [summary(1, 0.7, 0.86), summary(2, 0.6, 0.84)], quickstart_seeds.Bars(0.25, 0.85)
     )
