@@ -102,7 +102,7 @@ def boxed(templates: tuple[str, ...], label: str = "42") -> Callable[[int], Rewa
 OF_MATH = (
     Bad("hanging", boxed(BOMBS), ("malformed",)),  # the library alone takes over 1.4 s, mostly for ever, for each
     Bad("raising", boxed(("{}",), label=""), ("masked:bad_label",)),
-    Bad("garbage", lambda i: sample(GARBAGE[i % len(GARBAGE)].format(i), "42"), ("malformed", "ok")),
+    Bad("garbage", lambda i: sample(GARBAGE[i % len(GARBAGE)].format(i), "4242"), ("malformed", "ok")),
 )
 ENDLESS = (
     Bad("hanging", boxed((r"\sum_{{n=1}}^{{\infty}} \frac{{\sin n}}{{n^{{{}}}}}",)), ("timeout",)),
