@@ -54,8 +54,10 @@ def behave(response: str, label: str, extra: dict[str, Any]) -> Any:
         case "garbage":
             return eval(extra["value"], {})
         case "child":
-            if os.fork() == 0:
+            child = os.fork()
+            if child == 0:
                 time.sleep(3600)
+            Path(extra["pids"]).open("a").write(f"{child}\n")
             os._exit(7)
         case "stdin":
             return float(sys.stdin.read() == "")

@@ -69,11 +69,19 @@ def test_a_hanging_sample_costs_its_limit_and_no_neighbour(scorer: Scorer, how: 
         ("memory", "masked:MemoryError"),
         ("segfault", "masked:worker_died"),
         ("kill", "masked:worker_died"),
-        ("child", "masked:worker_died"),
     ],
 )
 def test_what_is_not_the_policys_fault_is_masked(scorer: Scorer, response: str, status: str) -> None:
     assert statuses(scorer, sample("7"), sample(response), *[sample("7")] * 30) == ["ok", status, *["ok"] * 30]
+
+
+def test_what_a_worker_leaves_behind_ends_too(scorer: Scorer, tmp_path: Path) -> None:
+    """A child that would sleep for an hour, and holds the worker's socket open."""
+    pids = tmp_path / "pids"
+    assert statuses(scorer, sample("child", pids=str(pids)), sample("7")) == ["masked:worker_died", "ok"]
+    left = [int(pid) for pid in pids.read_text().split()]
+    assert len(left) == 2, "it was tried once more"
+    await_that(lambda: not any(map(is_running, left)), f"of {left} some are left")
 
 
 def test_a_masked_result_tells_why(scorer: Scorer) -> None:

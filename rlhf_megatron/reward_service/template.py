@@ -121,8 +121,9 @@ class Template:
 
     def _bury(self) -> None:
         for pid in tuple(self.workers):
-            found, status = os.waitpid(pid, os.WNOHANG)
-            if found:
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                self._kill(pid)  # what it has started and left behind, while the number is still its own
+                _, status = os.waitpid(pid, 0)
                 self.workers.discard(pid)
                 self.control.send(encode({"ended": pid, "code": os.waitstatus_to_exitcode(status)}))
 
