@@ -57,7 +57,8 @@ def behave(response: str, label: str, extra: dict[str, Any]) -> Any:
             child = os.fork()
             if child == 0:
                 time.sleep(3600)
-            Path(extra["pids"]).open("a").write(f"{child}\n")
+            with open(extra["pids"], "a") as file:
+                file.write(f"{child}\n")
             os._exit(7)
         case "stdin":
             return float(sys.stdin.read() == "")

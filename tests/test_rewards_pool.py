@@ -203,10 +203,8 @@ def is_running(pid: int) -> bool:
 def test_a_starved_sample_is_not_taken_for_a_hanging_one(tmp_path: Path) -> None:
     """On one CPU with eight busy processes, 0.4 s of work take seconds; the limit is 1 s."""
     cpu = min(os.sched_getaffinity(0))
-    burners = [
-        subprocess.Popen([sys.executable, "-c", f"import os; os.sched_setaffinity(0, [{cpu}])\nwhile True: pass"])
-        for _ in range(8)
-    ]
+    burn = [sys.executable, "-c", f"import os; os.sched_setaffinity(0, [{cpu}])\nwhile True: pass"]
+    burners = [subprocess.Popen(burn, start_new_session=True) for _ in range(8)]  # a session has one share of a CPU
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, [cpu])  # of this process and of those that it starts
