@@ -143,7 +143,7 @@ def test_bad_rows_are_listed_with_their_lines(config: Path) -> None:
     assert "3 of 4 rows cannot be used" in message and "set data.skip_bad_rows=true" in message
     assert "train.jsonl:1: no key 'answer' (set data.label_key); it has 'prompt'" in message
     assert "train.jsonl:2: not JSON" in message
-    assert "train.jsonl:3: 'prompt' must be a string, not a JSON number" in message
+    assert "train.jsonl:3: 'prompt' must be a string or a list of messages, not a JSON number" in message
     assert "train.jsonl:4" not in message
 
 
