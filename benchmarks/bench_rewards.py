@@ -4,7 +4,8 @@
 
 In the bad batch 1 % of the samples hang, 1 % raise, 1 % give garbage, in places drawn at random. Every sample must get
 the status of its kind, and every good one the score that it has in the clean batch: a difference ends the benchmark.
-The ratio is wall time, bad over clean, medians of runs in turns.
+The ratio is wall time, bad over clean, medians of runs in turns; `cpu_ratio` is that of the workers' CPU time, which
+says more where the machine has other work.
 
 `function`: a user's function of some milliseconds; its hanging samples sleep. `math_verify`: real answers; the hanging
 ones keep the library alone busy for seconds or for ever, the raising ones have no label, the garbage is no mathematics.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import resource
 import tempfile
 import time
 from collections import Counter
@@ -86,13 +88,24 @@ def check(clean: Sequence[RewardResult], results: Sequence[RewardResult], where:
 
 def timed(
     config: RewardConfig, samples: Sequence[RewardSample], warm: Sequence[RewardSample]
-) -> tuple[float, list[RewardResult]]:
-    """Seconds and results, in fresh processes: what they remember of equal samples would favour the later run."""
+) -> tuple[float, float, list[RewardResult]]:
+    """Wall seconds, CPU seconds of all worker processes with their start, results.
+
+    In fresh processes: what they remember of equal samples would favour the later run.
+    """
+    before = _children_s()
     with tempfile.TemporaryDirectory() as folder, make_scorer(config, Path(folder) / "log") as scorer:
         scorer(warm)
         start = time.perf_counter()
         results = scorer(samples)
-        return time.perf_counter() - start, results
+        taken = time.perf_counter() - start
+    return taken, _children_s() - before, results
+
+
+def _children_s() -> float:
+    """CPU seconds of processes that have ended, with their children."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def measure(workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
@@ -103,13 +116,16 @@ def measure(workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
     good = workload.make(args.samples, 0)
     spoilt, where = spoil(good, workload.bad, seed=1)
     seconds: dict[str, list[float]] = {"clean": [], "bad": []}
+    cpu: dict[str, list[float]] = {"clean": [], "bad": []}
     statuses = {}
     warm = workload.make(8 * config.num_workers, 2)
     for _ in range(1 if workload.is_burning else args.repetitions):
-        taken, clean = timed(config, good, warm)
+        taken, used, clean = timed(config, good, warm)
         seconds["clean"].append(taken)
-        taken, results = timed(config, spoilt, warm)
+        cpu["clean"].append(used)
+        taken, used, results = timed(config, spoilt, warm)
         seconds["bad"].append(taken)
+        cpu["bad"].append(used)
         statuses = check(clean, results, where)
     assert all(result.status == "ok" for result in clean), "the clean batch must be clean"
     pairs = zip(seconds["bad"], seconds["clean"], strict=True)
@@ -117,6 +133,7 @@ def measure(workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
     return {
         "ratio": significant(median(seconds["bad"]) / median(seconds["clean"])),
         "ratios": [significant(bad / clean) for bad, clean in pairs],
+        "cpu_ratio": significant(median(cpu["bad"]) / median(cpu["clean"])),
         "is_burning": workload.is_burning,
         "least_added_s": num_hanging * config.timeout_s / (os.cpu_count() or 1) if workload.is_burning else 0.0,
         "num_workers": config.num_workers,
@@ -125,6 +142,8 @@ def measure(workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
         "statuses": statuses,
         "clean_s": spread(seconds["clean"]),
         "bad_s": spread(seconds["bad"]),
+        "clean_cpu_s": spread(cpu["clean"]),
+        "bad_cpu_s": spread(cpu["bad"]),
     }
 
 

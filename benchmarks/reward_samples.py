@@ -83,7 +83,7 @@ OF_FUNCTION = (
     Bad("raising", lambda i: sample(f"raise {i}", "x"), ("masked:KeyError",)),
     Bad("garbage", lambda i: sample(f"garbage {i}", "x"), ("masked:bad_result",)),
 )
-BURNING = (Bad("hanging", lambda i: sample(f"burn {i}", "x"), ("timeout",)), *OF_FUNCTION[1:])
+BURNING = (Bad("hanging", lambda i: sample(f"burn {i}", "x"), ("timeout", "masked:overloaded")), *OF_FUNCTION[1:])
 
 BOMBS = (
     r"9^{{9^{{9^{{{}}}}}}}",
@@ -105,6 +105,6 @@ OF_MATH = (
     Bad("garbage", lambda i: sample(GARBAGE[i % len(GARBAGE)].format(i), "4242"), ("malformed", "ok")),
 )
 ENDLESS = (
-    Bad("hanging", boxed((r"\sum_{{n=1}}^{{\infty}} \frac{{\sin n}}{{n^{{{}}}}}",)), ("timeout",)),
+    Bad("hanging", boxed((r"\sum_{{n=1}}^{{\infty}} \frac{{\sin n}}{{n^{{{}}}}}",)), ("timeout", "masked:overloaded")),
     *OF_MATH[1:],
 )
