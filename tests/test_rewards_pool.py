@@ -161,8 +161,10 @@ def test_idle_workers_that_died_are_replaced(scorer: Scorer) -> None:
     assert statuses(scorer, *[sample("7")] * 50) == ["ok"] * 50
 
 
-def test_a_batch_that_was_interrupted_leaves_nothing(tmp_path: Path) -> None:
+def test_a_batch_that_was_interrupted_leaves_nothing(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Ctrl-C while all workers sleep; the next batch gets its own results."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has it ignored
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     with make_scorer(config(timeout_s=600.0, num_workers=2), tmp_path / "log") as scorer:
         scorer([sample("7")])
         main = threading.main_thread().ident
