@@ -151,7 +151,11 @@ class _Batch:
         try:
             worker.give(chunk, [self.tasks[number] for number in chunk])
         except OSError:
-            self._lose(worker, "could not be reached")
+            if worker.in_hand:
+                self._lose(worker, "could not be reached")
+            else:  # it had ended before, with the template: that is not the sample's doing
+                self.pool.dismiss(worker)
+                (self.once_more if self.deaths[chunk[0]] else self.waiting).extendleft(reversed(chunk))
 
     def _hear(self, worker: Worker) -> None:
         """Replies of a worker. At the end of its stream it is on its way out: what ended it comes from the template."""

@@ -56,12 +56,14 @@ class Worker:
         self.stopwatch.reset()
 
     def give(self, numbers: Sequence[int], tasks: Sequence[Task]) -> None:
-        """Raises OSError when it cannot be reached."""
+        """Raises OSError when it cannot be reached; with nothing in hand where it had ended before."""
+        data = encode_tasks(list(tasks))
+        self.connection.settimeout(SEND_S)
+        num_sent = self.connection.send(data)
         self.in_hand.extend(numbers)
         self.is_used = True
         self.begin()
-        self.connection.settimeout(SEND_S)
-        self.connection.sendall(encode_tasks(list(tasks)))
+        self.connection.sendall(data[num_sent:])
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,8 @@ class Template:
                     self._kill(message["kill"])
         for pid in self.workers:
             self._kill(pid)
+        for pid in self.workers:
+            os.waitpid(pid, 0)
 
     def _fork(self) -> None:
         ours, theirs = socket.socketpair()
