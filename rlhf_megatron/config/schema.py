@@ -220,7 +220,7 @@ class RewardConfig:
     params: dict[str, Any] = doc("parameters of the reward, see its dataclass", factory=dict)
     by_source: dict[str, RewardTermConfig] = doc("data source -> the reward of its samples instead", factory=dict)
     terms: tuple[RewardTermConfig, ...] = doc("further rewards, added to that one for every sample", ())
-    num_workers: int = doc("processes for rewards that run in processes of their own, which can be killed", 16)
+    num_workers: int = doc("processes for rewards that run in processes of their own, which can be killed", 32)
     timeout_s: float = doc("limit of one sample in such a process, seconds; waiting for a CPU does not count", 2.0)
     max_error_rate: float = doc(
         "stop when more than this share of a step's rewards failed, the policy not to blame", 0.1
