@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from benchmarks.split_invariance import MEGATRON_BAR, PURE_BAR, Row, compare, pu
 from benchmarks.split_pure import SPLITS, Split, loss_cases
 from rlhf_megatron.algorithms.aggregate import LOSS_AGG_MODES
 from rlhf_megatron.algorithms.losses import POLICY_LOSSES
+from rlhf_megatron.algorithms.losses.kl import KLType
 from rlhf_megatron.data.batch import MiniBatch, TokenBatch
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.parallel.world import World
@@ -66,7 +67,7 @@ def test_every_registered_loss_is_compared() -> None:
     assert {(case.name, case.config.loss_agg_mode) for case in CASES} >= {
         (name, mode) for name in ("sft", *POLICY_LOSSES) for mode in LOSS_AGG_MODES
     }
-    assert {case.config.kl_loss_type for case in CASES if case.config.use_kl_loss} == {"k1", "k2", "k3"}
+    assert {case.config.kl_loss_type for case in CASES if case.config.use_kl_loss} == set(get_args(KLType))
     assert {(s.layout.dp, s.layout.cp, s.layout.pp, s.parts, s.is_shuffled) for s in SPLITS} == {
         (dp, cp, pp, parts, shuffled)
         for dp in (1, 2)
