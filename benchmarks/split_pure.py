@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch import Tensor
 from benchmarks.parity.sharded import train_batch
 from rlhf_megatron.algorithms.aggregate import LOSS_AGG_MODES
 from rlhf_megatron.algorithms.losses import POLICY_LOSSES
-from rlhf_megatron.algorithms.losses.kl import KL_TYPES
+from rlhf_megatron.algorithms.losses.kl import KLType
 from rlhf_megatron.config.schema import ActorConfig, PolicyLossConfig
 from rlhf_megatron.data.batch import MiniBatch, TrainBatch
 from rlhf_megatron.data.plan import take
@@ -87,7 +88,7 @@ def loss_cases() -> Iterator[LossCase]:
             with_entropy = replace(plain, entropy_coeff=0.03)
             yield LossCase(name, "policy", plain)
             yield LossCase(f"{name} + entropy", "policy", with_entropy)
-            for kl in KL_TYPES:
+            for kl in get_args(KLType):
                 config = replace(with_entropy, use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type=kl)
                 yield LossCase(f"{name} + entropy + {kl}", "policy", config)
 
