@@ -102,7 +102,12 @@ INTERVALS = {
     "trainer.nnodes": COUNT,
     "trainer.n_gpus_per_node": COUNT,
     "trainer.test_samples": COUNT,
+    "rollout.health_interval_s": SECONDS,
+    "rollout.health_timeout_s": SECONDS,
+    "checks.probe_prompts": COUNT,
     "trainer.stage_timeout_s": SECONDS,
+    "trainer.stop_grace_s": SECONDS,
+    "trainer.max_consecutive_skips": COUNT,
     **{f"{section}.optim.{name}": i for section in ("actor", "critic", "warmup") for name, i in OPTIM.items()},
     **{f"{section}.megatron.{name}": i for section in ("actor", "critic") for name, i in MEGATRON.items()},
 }

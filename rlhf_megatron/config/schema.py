@@ -202,6 +202,9 @@ class RolloutConfig:
     request_timeout_s: float = doc("deadline of one generate request, seconds", 600.0)
     request_retries: int = doc("times a failed request is sent again, to another engine where there is one", 2)
     startup_timeout_s: float = doc("deadline for a server to become healthy, seconds", 600.0)
+    health_interval_s: float = doc("seconds between health checks of an engine while it generates", 10.0)
+    health_timeout_s: float = doc("an engine that does not answer a health check for so long is killed, seconds", 30.0)
+    max_engine_restarts: int = doc("engines started again in a run, counted over all of them", 3)
     update_weights_bucket_megabytes: int = doc("size of one of the two weight-sync buffers a sender has, MiB", 512)
     transfer_dir: str | None = doc("directory of shared-memory buckets; null: /dev/shm where it is large enough", None)
     sglang: SGLangConfig = doc("used when engine is sglang", factory=SGLangConfig)
@@ -263,6 +266,7 @@ class CheckConfig:
     log_prob_p50_abs_diff: float = doc("bfloat16: bound on the median |difference|, nats", 2e-2)
     log_prob_p99_abs_diff: float = doc("bfloat16: bound on the 99th percentile of |difference|, nats", 0.3)
     log_prob_mean_kl: float = doc("bfloat16: bound on the mean k3 estimate of KL(engine || trainer), nats", 1e-2)
+    probe_prompts: int = doc("after a sync, for an engine without digests: prompts that engine and trainer score", 4)
 
 
 @dataclass(frozen=True)
@@ -281,12 +285,31 @@ class TrainerConfig:
     test_freq: int = doc("steps between evaluations; 0: only before and after", 10)
     test_samples: int | None = doc("held-out items of an evaluation between steps; null: all", None)
     save_hf: bool = doc("write the trained weights in Hugging Face layout at the end", False)
+    save_freq: int = doc("steps between checkpoints; 0: none, and the run cannot be resumed", 0)
+    async_save: bool = doc("write a checkpoint's files while the run goes on", True)
+    max_ckpt_to_keep: int = doc("newest checkpoints that are kept; 0: all", 3)
+    save_failure: Literal["continue", "stop"] = doc("after a checkpoint that could not be written", "continue")
+    resume_mode: Literal["auto", "disable", "resume_path"] = doc(
+        "auto: go on from the newest good checkpoint of the run directory, where there is one; disable: start anew;"
+        " resume_path: start a new run directory from resume_from_path",
+        "auto",
+    )
+    resume_from_path: str | None = doc("checkpoint directory of resume_mode resume_path", None)
+    stop_grace_s: float = doc("after SIGTERM or SIGUSR1: time for the step at hand and a checkpoint, seconds", 60.0)
+    deterministic: bool = doc(
+        "repeat bit for bit, also over a resume on one layout: closed decoding batches, deterministic torch algorithms",
+        False,
+    )
+    max_consecutive_skips: int = doc("stop after this many optimizer steps in a row with non-finite gradients", 3)
+    capsules_kept: int = doc("steps with non-finite numbers whose weights and batch are kept for --replay", 1)
+    desync_freq: int = doc("steps between comparisons of parameters that several ranks hold; 0: never", 10)
     logger: tuple[Literal["console", "jsonl", "tensorboard", "wandb"], ...] = doc(
         "where metrics go", ("console", "jsonl", "tensorboard")
     )
     samples_kept: int = doc("samples of a step in samples.jsonl: best, worst and random ones", 6)
     record: bool = doc("write every step's batches under the run directory, for --replay", False)
-    stage_timeout_s: float = doc("deadline of one call to the hosts, seconds", 1800.0)
+    stage_timeout_s: float = doc("deadline of one call to the hosts, and of a stage of a step, seconds", 1800.0)
+    stage_timeouts_s: dict[str, float] = doc("stage of a step -> its own deadline, seconds", factory=dict)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,188 @@
+"""Faults on purpose: named points of a run at which a test kills, stops or delays a process.
+
+A plan is text, `ACTION@POINT[:key=value,...]`, several separated by semicolons:
+
+    kill@ckpt.before_commit:step=4; stop@actor.before_optimizer_step:who=rank1,nth=3; delay@sync.after_bucket:seconds=2
+
+`who` is "controller" (also of an inline run), "rank0", "rank1" ... of the job; without it whoever comes first acts.
+`step` is the step of the loop, known on the controller; `nth` counts how often this process has passed the point.
+Each fault acts once, also over restarts: a file in the directory of the plan marks it as done before it acts.
+Without a plan a point costs one comparison.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+PLAN_ENV = "RLHF_MEGATRON_FAULTS"  # read by cli/ only
+DIRECTORY_ENV = "RLHF_MEGATRON_FAULTS_DIR"
+
+POINTS = {
+    "loop.step_begins": "controller: before the prompts of a step are drawn",
+    "rollout.mid_generate": "controller: some groups of the step have come, more are under way",
+    "rollout.after_generate": "controller: all groups have come",
+    "reward.before_score": "controller: before the rewards are computed",
+    "loop.after_score": "controller: rewards are known",
+    "actor.before_log_probs": "rank: before the forward pass of log-probs",
+    "loop.after_advantages": "controller: the batch to train on is complete",
+    "update.after_mini_batch": "controller: one mini-batch of the actor is done",
+    "actor.before_optimizer_step": "rank: gradients are complete",
+    "actor.after_optimizer_step": "rank: parameters are new",
+    "sync.after_begin": "controller: engines are STALE, nothing was sent",
+    "sync.after_bucket": "rank: a sender has delivered a bucket",
+    "sync.before_commit": "controller: all weights were sent and verified",
+    "sync.after_commit": "controller: engines serve the new version",
+    "loop.step_ends": "controller: metrics of the step are written",
+    "ckpt.before_data": "rank: before the first byte of a checkpoint",
+    "ckpt.mid_data": "rank: while its files are written",
+    "ckpt.before_commit": "controller: all files are complete, the directory has not got its name",
+    "ckpt.after_rename": "controller: the directory has its name, `latest` names another",
+    "ckpt.after_commit": "controller: `latest` names it; old ones have not been removed",
+    "journal.before_write": "controller: before a stage is journalled",
+    "evaluate.before": "controller: before an evaluation",
+}
+"""Where a fault can act, and who passes there."""
+
+MARK = "mark"  # the action of points where the caller itself does the damage (a NaN, a changed parameter)
+_ITEM = re.compile(r"(?P<action>\w+)@(?P<point>[\w.]+)(?::(?P<arguments>.*))?", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One entry of a plan."""
+
+    action: str
+    point: str
+    who: str | None = None
+    step: int | None = None
+    nth: int | None = None
+    seconds: float = 3600.0  # of delay
+
+
+def parse(text: str) -> tuple[Fault, ...]:
+    """Raises ValueError for an entry that is none."""
+    faults = []
+    for item in filter(None, (part.strip() for part in text.split(";"))):
+        match = _ITEM.fullmatch(item)
+        if match is None:
+            raise ValueError(f"fault {item!r} is not of the form ACTION@POINT[:key=value,...].")
+        if match["point"] not in POINTS:
+            raise ValueError(f"fault {item!r}: there is no point {match['point']!r}; the points are {sorted(POINTS)}.")
+        given = dict(pair.split("=", 1) for pair in (match["arguments"] or "").split(",") if pair)
+        if unknown := given.keys() - {"who", "step", "nth", "seconds"}:
+            raise ValueError(f"fault {item!r}: unknown {sorted(unknown)}; known are who, step, nth, seconds.")
+        faults.append(
+            Fault(
+                match["action"],
+                match["point"],
+                given.get("who"),
+                int(given["step"]) if "step" in given else None,
+                int(given["nth"]) if "nth" in given else None,
+                float(given.get("seconds", Fault.seconds)),
+            )
+        )
+    return tuple(faults)
+
+
+class FaultPlan:
+    """The faults of a run, as one process sees them."""
+
+    def __init__(self, faults: tuple[Fault, ...], who: str, directory: Path) -> None:
+        self.step: int | None = None  # set by the loop
+        self.actions: dict[str, Callable[[Fault], None]] = dict(_ACTIONS)
+        for fault in faults:
+            if fault.action not in {*self.actions, MARK, *EXTRA_ACTIONS}:
+                known = sorted({*self.actions, MARK, *EXTRA_ACTIONS})
+                raise ValueError(f"fault {fault.action}@{fault.point}: unknown action; known are {known}.")
+        self._faults = faults
+        self._who = who
+        self._directory = directory
+        self._passed: Counter[str] = Counter()
+
+    def reach(self, point: str) -> bool:
+        """Act if a fault waits for this. True where the caller is to do the damage itself (`mark`)."""
+        assert point in POINTS, f"{point} is not a named point"
+        self._passed[point] += 1
+        is_marked = False
+        for number, fault in enumerate(self._faults):
+            if fault.point != point or fault.who not in (None, self._who):
+                continue
+            if fault.step not in (None, self.step) or fault.nth not in (None, self._passed[point]):
+                continue
+            if not self._take(number, fault):
+                continue
+            if fault.action == MARK:
+                is_marked = True
+            else:
+                self.actions[fault.action](fault)
+        return is_marked
+
+    def _take(self, number: int, fault: Fault) -> bool:
+        """True for the one process that acts, once in the life of the directory."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(self._directory / f"fired{number}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        except FileExistsError:
+            return False
+        text = f"{fault.action}@{fault.point} by {self._who}, process {os.getpid()}, at {time.time():.3f}\n"
+        os.write(descriptor, text.encode())
+        os.fsync(descriptor)
+        os.close(descriptor)
+        return True
+
+
+def _signal(number: int) -> Callable[[Fault], None]:
+    return lambda fault: os.kill(os.getpid(), number)
+
+
+def _disk_full(fault: Fault) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"(injected at {fault.point})")
+
+
+def _fail(fault: Fault) -> None:
+    raise RuntimeError(f"injected at {fault.point}")
+
+
+_ACTIONS: dict[str, Callable[[Fault], None]] = {
+    "kill": _signal(signal.SIGKILL),
+    "stop": _signal(signal.SIGSTOP),
+    "term": _signal(signal.SIGTERM),
+    "delay": lambda fault: time.sleep(fault.seconds),
+    "disk_full": _disk_full,
+    "fail": _fail,
+}
+EXTRA_ACTIONS = ("kill_engine", "stop_engine")  # made by the controller (`add_action`) when its engines run
+
+_plan: FaultPlan | None = None
+
+
+def install(text: str, who: str, directory: Path) -> None:
+    """Make `text` the plan of this process. Raises ValueError for a bad one. For cli/ and tests."""
+    global _plan
+    _plan = FaultPlan(parse(text), who, directory) if text.strip() else None
+
+
+def add_action(name: str, act: Callable[[Fault], None]) -> None:
+    """What one of EXTRA_ACTIONS does, from now on."""
+    assert name in EXTRA_ACTIONS, name
+    if _plan is not None:
+        _plan.actions[name] = act
+
+
+def set_step(step: int) -> None:
+    """The step of the loop that the controller is in."""
+    if _plan is not None:
+        _plan.step = step
+
+
+def reach(point: str) -> bool:
+    """Called at a named point. True where a `mark` of the plan waits for it: the caller does the damage."""
+    return _plan is not None and _plan.reach(point)
