@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -45,6 +45,7 @@ class SendReport:
     num_bytes: int  # of tensors
     seconds: float
     digests: dict[str, str]  # Hugging Face name -> digest of what was exported, in the engine's type
+    failures: dict[str, str] = field(default_factory=dict)  # engine that did not get everything -> what it said
 
 
 def send_weights(

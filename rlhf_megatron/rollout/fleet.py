@@ -68,6 +68,11 @@ class EngineFleet:
         """Engines that are not set aside: the ones that weights go to."""
         return tuple(engine for engine in self.engines if engine.address.name not in self._down)
 
+    def set_aside(self, name: str, reason: str) -> None:
+        """Nothing goes to that engine until it takes part in a weight sync again."""
+        logger.warning("%s is set aside: %s", name, reason)
+        self._down[name] = reason
+
     def generate(self, requests: Sequence[GenerateRequest]) -> list[list[GeneratedSample]]:
         """Per request its samples, in order; each sample exactly once, whatever failed on the way.
 

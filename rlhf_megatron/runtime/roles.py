@@ -5,7 +5,7 @@ This is the one place that puts workers, resharding and engine clients together.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,9 +20,9 @@ from rlhf_megatron.models.families.base import HFConfig, table_for
 from rlhf_megatron.parallel.device import device_for, local_rank
 from rlhf_megatron.parallel.world import World, create_world, destroy_world
 from rlhf_megatron.resharding.export_hf import export_hf
-from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.resharding.sender import SendReport, send_weights
 from rlhf_megatron.rollout.clients import connect
+from rlhf_megatron.rollout.delivery import Delivery
 from rlhf_megatron.rollout.engine import EngineAddress
 from rlhf_megatron.runtime.host import BuildRoles
 from rlhf_megatron.runtime.pool import Pool
@@ -47,27 +47,21 @@ class HostRole:
     def send_weights(
         self, version: int, engines: list[EngineAddress], transfer_dir: Path, bucket_bytes: int, dtype: str
     ) -> SendReport:
-        """The actor's weights to all engines. Every rank takes part; one rank of each pipeline stage sends."""
-        clients = [connect(address, transfer_dir) for address in engines]
-        with ThreadPoolExecutor(max(1, len(clients))) as threads:
+        """The actor's weights to all engines. Every rank takes part; one rank of each pipeline stage sends.
 
-            def deliver(manifest: BucketManifest) -> None:
-                for done in [threads.submit(client.update_weights, manifest) for client in clients]:
-                    done.result()
-
-            try:
-                return send_weights(
-                    self.actor.export(),
-                    self.world,
-                    version=version,
-                    dtype=getattr(torch, dtype),
-                    bucket_bytes=bucket_bytes,
-                    transfer_dir=transfer_dir,
-                    deliver=deliver,
-                )
-            finally:
-                for client in clients:
-                    client.close()
+        An engine that fails stands in the report and ends nothing here.
+        """
+        with Delivery([connect(address, transfer_dir) for address in engines]) as delivery:
+            report = send_weights(
+                self.actor.export(),
+                self.world,
+                version=version,
+                dtype=getattr(torch, dtype),
+                bucket_bytes=bucket_bytes,
+                transfer_dir=transfer_dir,
+                deliver=delivery,
+            )
+        return replace(report, failures=delivery.failures)
 
     def save_hf(self, directory: Path) -> None:
         """The actor's weights in Hugging Face layout, with configuration and tokenizer of the model that it was."""

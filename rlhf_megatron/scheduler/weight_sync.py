@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from rlhf_megatron import faults
 from rlhf_megatron.resharding.sender import SendReport
-from rlhf_megatron.rollout.engine import EngineError
+from rlhf_megatron.rollout.engine import Engine, EngineError
 from rlhf_megatron.rollout.fleet import EngineFleet
 from rlhf_megatron.runtime.worker_group import WorkerGroup
 
@@ -24,7 +27,7 @@ class Sync(Protocol):
 
 
 class WeightSync:
-    """Callable; owned by the controller. An engine that fails on the way is STALE and serves nothing."""
+    """Callable; owned by the controller. An engine that fails on the way is STALE and set aside; the others go on."""
 
     def __init__(
         self,
@@ -41,30 +44,97 @@ class WeightSync:
         self.bucket_bytes = bucket_bytes
         self.dtype = dtype
         self.version = version
+        self._sent: dict[str, str] | None = None  # digests of what `version` is
 
     def __call__(self) -> dict[str, float]:
-        """Trainer's weights to all engines. Raises EngineError when what stands in an engine is not what was sent."""
+        """Trainer's weights to all engines. Raises EngineError when none is left in which they stand as sent."""
         start = time.monotonic()
         version = self.version + 1
         self.fleet.begin_update(version)
+        faults.reach("sync.after_begin")
+        sent = self._send(version, self.fleet.live)
+        for name, reason in sent.failures.items():
+            self.fleet.set_aside(name, reason)
+        for name, standing in self.fleet.weight_digests().items():
+            try:
+                verify(name, sent.digests, standing)
+            except EngineError as error:
+                self.fleet.set_aside(name, str(error))
+        faults.reach("sync.before_commit")
+        self.fleet.commit_update(version)
+        faults.reach("sync.after_commit")
+        self.version, self._sent = version, sent.digests
+        return {
+            "policy/version": float(version),
+            "sync/num_bytes": float(sent.num_bytes),
+            "sync/seconds": time.monotonic() - start,
+        }
+
+    def resync(self, engines: Sequence[Engine]) -> None:
+        """The same version again to these engines, verified: they were started again, or the run was.
+
+        To be called between a sync and the next update, while no call runs on the hosts. Raises EngineError naming the
+        engines that failed, which are STALE then; the others serve.
+        """
+        failures: dict[str, str] = {}
+        opened = _each(engines, lambda engine: engine.begin_update(self.version, full_resync=True), failures)
+        if opened:
+            sent = self._send(self.version, opened)
+            assert self._sent in (None, sent.digests), f"the weights have changed since version {self.version} was sent"
+            failures |= sent.failures
+            self._sent = sent.digests
+            standing = [engine for engine in opened if engine.address.name not in failures]
+            _each(standing, lambda engine: self._finish(engine, sent.digests), failures)
+        if failures:
+            raise EngineError("; ".join(failures.values()))
+
+    def _send(self, version: int, engines: Sequence[Engine]) -> _Sent:
         reports: list[SendReport] = self.group.broadcast(
             "host.send_weights",
             version=version,
-            engines=[engine.address for engine in self.fleet.live],
+            engines=[engine.address for engine in engines],
             transfer_dir=self.transfer_dir,
             bucket_bytes=self.bucket_bytes,
             dtype=self.dtype,
         ).result()
-        sent = {name: value for report in reports for name, value in report.digests.items()}
-        for name, digests in self.fleet.weight_digests().items():
-            verify(name, sent, digests)
-        self.fleet.commit_update(version)
-        self.version = version
-        return {
-            "policy/version": float(version),
-            "sync/num_bytes": float(sum(report.num_bytes for report in reports)),
-            "sync/seconds": time.monotonic() - start,
-        }
+        failures: dict[str, list[str]] = {}
+        for report in reports:
+            for name, reason in report.failures.items():
+                failures.setdefault(name, []).append(reason)
+        return _Sent(
+            num_bytes=sum(report.num_bytes for report in reports),
+            digests={name: value for report in reports for name, value in report.digests.items()},
+            failures={name: "; ".join(reasons) for name, reasons in failures.items()},
+        )
+
+    def _finish(self, engine: Engine, sent: dict[str, str]) -> None:
+        verify(engine.address.name, sent, engine.weight_digests())
+        engine.commit_update(self.version)
+        found = engine.version()
+        if found != self.version:
+            raise EngineError(f"{engine.address.name} serves version {found} after the sync of {self.version}.")
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """What all senders report."""
+
+    num_bytes: int
+    digests: dict[str, str]  # Hugging Face name -> digest, in the engines' type
+    failures: dict[str, str]  # engine name -> why it has not got everything
+
+
+def _each(engines: Sequence[Engine], act: Callable[[Engine], None], failures: dict[str, str]) -> list[Engine]:
+    """Those for which `act` raised no EngineError; what the others said is added to `failures`."""
+    good = []
+    for engine in engines:
+        try:
+            act(engine)
+        except EngineError as error:
+            failures[engine.address.name] = str(error)
+            continue
+        good.append(engine)
+    return good
 
 
 def verify(engine: str, sent: dict[str, str], standing: dict[str, str] | None) -> None:
