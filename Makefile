@@ -22,7 +22,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help install quickstart quickstart-ppo quickstart-seeds smollm2 smollm2-ppo test check format test-dist parity split-invariance replay-layouts bench gpu-check sglang-cpu sglang-smoke clean
+.PHONY: help install quickstart quickstart-ppo quickstart-seeds smollm2 smollm2-ppo test check format test-dist parity split-invariance replay-layouts chaos soak bench gpu-check sglang-cpu sglang-smoke clean
 
 help:
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 20
@@ -54,20 +54,20 @@ smollm2-ppo: $(VENV)/.installed  ## PPO with a critic on SmolLM2-135M-Instruct a
 	$(BIN)/rlhf-megatron train configs/smollm2_ppo.yaml $(ARGS)
 
 test: $(VENV)/.installed  ## all tests that need no GPU
-	$(BIN)/python -m pytest tests -m "not gpu" $(ARGS)
+	$(BIN)/python -m pytest tests -m "not gpu and not chaos" $(ARGS)
 
 check: $(VENV)/.installed  ## format, lint, types, layering, fast tests: before each commit
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests -q -m "not dist and not gpu and not smollm2 and not sglang" $(ARGS)
+	$(BIN)/python -m pytest tests -q -m "not dist and not gpu and not smollm2 and not sglang and not chaos" $(ARGS)
 
 format: $(VENV)/.installed  ## format and sort imports
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 test-dist: $(MCORE_VENV)/.installed  ## only the tests with several processes; MCORE as for parity
-	$(MCORE_VENV)/bin/python -m pytest tests -m "dist and not gpu" $(ARGS)
+	$(MCORE_VENV)/bin/python -m pytest tests -m "dist and not gpu and not chaos" $(ARGS)
 
 parity: $(MCORE_VENV)/.installed  ## every layout against transformers in float64; MCORE=0.19.2: with that megatron-core
 	$(MCORE_VENV)/bin/python -m benchmarks.parity $(PARITY_ARGS) $(ARGS)
@@ -87,6 +87,12 @@ split-invariance: $(VENV)/.installed  ## the gradient against token budget, dp, 
 
 replay-layouts: $(VENV)/.installed  ## the same recorded rollouts trained in every layout
 	$(BIN)/python -m benchmarks.replay_layouts $(ARGS)
+
+chaos: $(VENV)/.installed  ## kill, stop and terminate every process at every named point; compare with a run left alone
+	$(BIN)/python -m benchmarks.chaos $(ARGS)
+
+soak: $(VENV)/.installed  ## ten minutes of learning with twenty random faults
+	$(BIN)/python -m benchmarks.soak --minutes 10 --faults 20 --seed 1 $(ARGS)
 
 bench: $(VENV)/.installed .venv-trl/.installed  ## all benchmarks; JSON under benchmarks/results/
 	$(BIN)/python -m benchmarks.run_all $(ARGS)

@@ -1,0 +1,163 @@
+"""One case: start, wait for the fault, for the end, start again until the run is complete, compare."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.chaos.cases import Case
+from benchmarks.chaos.compare import differences
+from benchmarks.chaos.program import Launch
+from benchmarks.chaos.task import LAYOUTS, overrides, place, run_dir_of
+from rlhf_megatron.faults import DIRECTORY_ENV, PLAN_ENV, parse
+
+MAX_RESTARTS = 2
+LAUNCH_S = 300.0  # deadline of one launch; it takes 15 s on a quiet machine
+END_S = 10.0  # for the last process of a launch to be gone when the program has ended
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass
+class Outcome:
+    """What came of a case. `problems` empty: it held."""
+
+    name: str
+    plan: str
+    fired: list[str] = field(default_factory=list)  # of each fault of the plan that happened: who did what and when
+    exit_codes: list[int | None] = field(default_factory=list)  # of each launch; None: past its deadline
+    restarts: int = 0
+    seconds: float = 0.0
+    seconds_to_end: float | None = None  # from the fault to the end of the disturbed launch
+    is_equal: bool = False  # bit for bit, or by state where the case says so
+    orphans: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def undisturbed(config: Path, layout: str, directory: Path, settings: Mapping[str, Any]) -> Path:
+    """The run directory of a run that is left alone. Raises RuntimeError when it fails."""
+    prepare(directory)
+    launch = _start(config, layout, directory, settings, {})
+    try:
+        code = launch.wait(LAUNCH_S)
+    finally:
+        launch.kill()
+    if code != 0:
+        raise RuntimeError(f"the undisturbed run in {directory} ended with {code}:\n{tail(launch.console)}")
+    return run_dir_of(directory)
+
+
+def prepare(directory: Path) -> None:
+    """An empty directory."""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+
+
+def run_case(case: Case, config: Path, reference: Path, directory: Path) -> Outcome:
+    """Never raises for what the case shows: that stands in the outcome."""
+    prepare(directory)
+    outcome = Outcome(case.name, case.plan)
+    shared = set(SHARED_MEMORY.iterdir()) if SHARED_MEMORY.is_dir() else set()
+    start = time.monotonic()
+    plan = {PLAN_ENV: case.plan, DIRECTORY_ENV: str(directory / "faults")}
+    for attempt in range(1 + MAX_RESTARTS):
+        launch = _start(config, case.layout, directory, case.settings, plan)
+        try:
+            _watch(case, launch, outcome, directory / "faults", is_first=attempt == 0)
+        finally:
+            launch.kill()
+        outcome.restarts = attempt
+        if launch.exit_code == 0 or outcome.problems:
+            break
+    outcome.seconds = round(time.monotonic() - start, 1)
+    outcome.problems += _judge(case, outcome, reference, directory)
+    outcome.problems += [f"left in the transfer directory: {p.name}" for p in (directory / "transfer").iterdir()]
+    if SHARED_MEMORY.is_dir():
+        left = sorted(path.name for path in set(SHARED_MEMORY.iterdir()) - shared if "rlhf" in path.name)
+        outcome.problems += [f"left in shared memory: {name}" for name in left]
+    return outcome
+
+
+def _start(config: Path, layout: str, directory: Path, settings: Mapping[str, Any], env: Mapping[str, str]) -> Launch:
+    values = {**LAYOUTS[layout], **place(directory), **settings}
+    return Launch([str(config), *overrides(values)], directory, directory / "console", env)
+
+
+def _watch(case: Case, launch: Launch, outcome: Outcome, faults: Path, is_first: bool) -> None:
+    """Until the launch has ended: the signal from outside, the deadline, what is left."""
+    fired_at: float | None = None
+
+    def watch() -> None:
+        nonlocal fired_at
+        if fired_at is None and fired(faults):
+            fired_at = time.monotonic()
+            if case.from_outside is not None:
+                target = launch.find(case.from_outside.role)
+                if target is None:
+                    outcome.problems.append(f"there is no {case.from_outside.role} to send a signal to")
+                else:
+                    os.kill(target.pid, case.from_outside.number)
+
+    code = launch.wait(LAUNCH_S, watch if is_first else None)
+    outcome.exit_codes.append(code)
+    if code is None:
+        living = ", ".join(f"{process.role} ({process.pid})" for process in launch.processes())
+        outcome.problems.append(f"still runs after {LAUNCH_S:.0f} s: {living}")
+        return
+    if is_first and fired_at is not None:
+        outcome.seconds_to_end = round(time.monotonic() - fired_at, 1)
+    left = launch.left_over(END_S)
+    outcome.orphans += [f"{process.role}: {process.command[:200]}" for process in left]
+
+
+def fired(faults: Path) -> list[str]:
+    """The markers of the faults of a plan that have happened, in the order of the plan."""
+    return [path.read_text().strip() for path in sorted(faults.glob("fired*"))]
+
+
+def _judge(case: Case, outcome: Outcome, reference: Path, directory: Path) -> list[str]:
+    """What is wrong with how the launches went and with what the run came to."""
+    problems = []
+    first = outcome.exit_codes[0]
+    outcome.fired = fired(directory / "faults")
+    if len(outcome.fired) < len(parse(case.plan)):
+        problems.append(f"{len(outcome.fired)} of the faults of the plan have fired")
+    elif case.first_exit is None and first == 0:
+        problems.append("the disturbed launch ended with 0, as if nothing had happened")
+    elif case.first_exit is not None and first not in case.first_exit:
+        problems.append(f"the disturbed launch ended with {first}, not with {' or '.join(map(str, case.first_exit))}")
+    if outcome.orphans:
+        problems.append(f"{len(outcome.orphans)} processes were left")
+    text = said(directory)
+    problems += [f"nothing was said of {words!r}" for words in case.said if words not in text]
+    if outcome.exit_codes[-1] != 0:
+        problems.append(f"not complete after {outcome.restarts} restarts:\n{tail(directory / 'console')}")
+        return problems
+    try:
+        different = differences(reference, run_dir_of(directory), case.is_bitwise)
+    except (OSError, ValueError, KeyError) as error:
+        different = [f"cannot be compared: {type(error).__name__}: {error}"]
+    outcome.is_equal = not different
+    return problems + different
+
+
+def said(directory: Path) -> str:
+    """The console, and the hang report where there is one."""
+    report = run_dir_of(directory) / "hang_report.txt"
+    return (directory / "console").read_text(errors="replace") + (report.read_text() if report.exists() else "")
+
+
+def tail(path: Path, num_lines: int = 15) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-num_lines:])
+
+
+def signal_name(code: int | None) -> str:
+    """An exit code for people."""
+    if code is None:
+        return "deadline"
+    return signal.Signals(-code).name if code < 0 else str(code)
