@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from rollout_tools import assert_same, request, tiny_qwen3, weights_of, write_buckets
 
+from rlhf_megatron.rollout.chunks import cut
 from rlhf_megatron.rollout.engine import EngineError, EngineRequestError, GeneratedSample
-from rlhf_megatron.rollout.fleet import EngineFleet, cut
+from rlhf_megatron.rollout.fleet import EngineFleet
 from rlhf_megatron.rollout.local_client import LocalEngine
 from rlhf_megatron.rollout.process import EngineServers, start_local_engines
 
