@@ -31,6 +31,7 @@ def add_run_config(parser: argparse.ArgumentParser) -> None:
 
 def _train(parser: argparse.ArgumentParser) -> None:
     add_run_config(parser)
+    parser.add_argument("--fresh", action="store_true", help="start anew: trainer.resume_mode=disable")
     parser.add_argument("--record", action="store_true", help="write every step's batches, for --replay")
     parser.add_argument("--replay", metavar="STEP", type=int, help="train on recorded steps 1..STEP, without engines")
     parser.add_argument("--replay-from", metavar="RUN_DIR", help="the recorded run that --replay reads")

@@ -6,7 +6,9 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from rlhf_megatron import faults
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.keys import leaf_keys, value_of
 from rlhf_megatron.config.load import load_run_config
@@ -14,20 +16,31 @@ from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.show import as_text, as_yaml
 from rlhf_megatron.config.validate import check_world_size
 
+if TYPE_CHECKING:
+    from rlhf_megatron.runtime.worker_group import WorkerGroup
+    from rlhf_megatron.scheduler.run_dir import OpenRunDir, RunLock
+
 CONTROLLER_ENV = "RLHF_MEGATRON_RUN_DIR"  # set in the controller's environment: where the run goes
+LOCK_ENV = "RLHF_MEGATRON_LOCK_FD"  # set in the controller's environment: the open run.lock that it inherits
 CHECKED_ENV = "RLHF_MEGATRON_CHECKED"  # set in the environment of the ranks: the launcher has checked everything
 
 
 def train(args: argparse.Namespace) -> int:
     """The exit code of the process. Under torchrun every rank comes through here."""
+    if args.fresh:
+        args.overrides = [*args.overrides, "trainer.resume_mode=disable"]
     config = load_run_config(args.config, args.overrides).config
     if (args.replay is None) != (args.replay_from is None):
         raise ConfigError(["--replay STEP and --replay-from RUN_DIR (a run made with --record) need each other."])
     if CONTROLLER_ENV in os.environ:
+        _install_faults("controller")
         return _control(args, config, Path(os.environ.pop(CONTROLLER_ENV)))
     if config.trainer.runtime == "inline":
+        _install_faults("controller")
         _check(args, config)
-        return _inline(args, config, _new_run_dir(args, config, as_yaml(config)))
+        if _is_complete(args, config):
+            return 0
+        return _inline(args, config, _open_run_dir(args, config, as_yaml(config)))
     from rlhf_megatron.runtime import torchrun
 
     if not torchrun.is_under_torchrun():
@@ -36,9 +49,18 @@ def train(args: argparse.Namespace) -> int:
                 f"trainer.nnodes is {config.trainer.nnodes}: start this run with launch/torchrun.sh on every node."
             )
         _check(args, config)
+        if _is_complete(args, config):
+            return 0
         os.environ[CHECKED_ENV] = "1"
         torchrun.launch_single_node(_arguments(args), config.trainer.n_gpus_per_node)
+    _install_faults(f"rank{os.environ['RANK']}")
     return _host(args, config, as_yaml(config))
+
+
+def _install_faults(who: str) -> None:
+    """Faults that a test has planned for this process (`faults`)."""
+    if faults.PLAN_ENV in os.environ:
+        faults.install(os.environ[faults.PLAN_ENV], who, Path(os.environ[faults.DIRECTORY_ENV]))
 
 
 def _arguments(args: argparse.Namespace) -> Sequence[str]:
@@ -68,17 +90,43 @@ def _run_name(args: argparse.Namespace, config: RunConfig) -> str:
     return config.trainer.experiment_name + ("-replay" if args.replay is not None else "")
 
 
-def _new_run_dir(args: argparse.Namespace, config: RunConfig, resolved: str) -> Path:
-    from rlhf_megatron.scheduler.run_dir import fresh_run_dir
+def _is_complete(args: argparse.Namespace, config: RunConfig) -> bool:
+    """True, and said, where the run directory holds this very run with all of its steps."""
+    from rlhf_megatron.scheduler.resume import completion
 
-    run_dir, moved = fresh_run_dir(config.trainer.default_local_dir, _run_name(args, config))
-    if moved is not None:
-        print(f"{run_dir} held a former run; it is {moved} now")
-    (run_dir / "config.yaml").write_text(resolved)
-    return run_dir
+    said = completion(_run_dir(args, config), config) if args.replay is None else None
+    if said is not None:
+        print(said)
+    return said is not None
 
 
-def _run(args: argparse.Namespace, config: RunConfig, run_dir: Path, group) -> int:  # type: ignore[no-untyped-def]
+def _run_dir(args: argparse.Namespace, config: RunConfig) -> Path:
+    return Path(config.trainer.default_local_dir) / _run_name(args, config)
+
+
+def _open_run_dir(args: argparse.Namespace, config: RunConfig, resolved: str) -> OpenRunDir:
+    """Locked for this process and those that inherit its lock."""
+    from rlhf_megatron.scheduler.resume import goes_on
+    from rlhf_megatron.scheduler.run_dir import open_run_dir, write_text
+
+    def is_kept(path: Path) -> bool:
+        return args.replay is None and goes_on(path, config)
+
+    opened = open_run_dir(config.trainer.default_local_dir, _run_name(args, config), is_kept)
+    if opened.moved is not None:
+        print(f"{opened.path} held a former run; it is {opened.moved} now")
+    if not is_kept(opened.path):
+        write_text(opened.path / "config.yaml", resolved)
+    return opened
+
+
+def _run(
+    args: argparse.Namespace,
+    config: RunConfig,
+    run_dir: Path,
+    lock: RunLock,
+    group,  # type: ignore[no-untyped-def]
+) -> int:
     from rlhf_megatron.rollout.engine import EngineError
     from rlhf_megatron.scheduler import run
 
@@ -86,17 +134,20 @@ def _run(args: argparse.Namespace, config: RunConfig, run_dir: Path, group) -> i
         if args.replay is not None:
             run.replay(config, group, run_dir, Path(args.replay_from), args.replay)
         else:
-            run.train(config, group, run_dir, args.record or config.trainer.record)
+            run.train(config, group, run_dir, args.record or config.trainer.record, lock.since)
     except EngineError as error:
         raise ValueError(str(error)) from error
     return 0
 
 
-def _inline(args: argparse.Namespace, config: RunConfig, run_dir: Path) -> int:
+def _inline(args: argparse.Namespace, config: RunConfig, opened: OpenRunDir) -> int:
     from rlhf_megatron.runtime.inline import InlineGroup
     from rlhf_megatron.runtime.roles import role_builder
 
-    return _run(args, config, run_dir, lambda: InlineGroup(role_builder(config), backend=_backend(config)))
+    def connect() -> WorkerGroup:
+        return InlineGroup(role_builder(config), backend=_backend(config))
+
+    return _run(args, config, opened.path, opened.lock, connect)
 
 
 def _deadlines(config: RunConfig):  # type: ignore[no-untyped-def]
@@ -111,21 +162,22 @@ def _host(args: argparse.Namespace, config: RunConfig, resolved: str) -> int:
     problems = check_world_size(config, int(os.environ["WORLD_SIZE"]))
     if problems:
         raise ConfigError(problems)
-    trainer = config.trainer
-    run_dir = Path(trainer.default_local_dir) / _run_name(args, config)
+    inherited: list[int] = []
     if os.environ["RANK"] == "0":
         if CHECKED_ENV not in os.environ:
             _check(args, config)
-        run_dir = _new_run_dir(args, config, resolved)
-        os.environ[CONTROLLER_ENV] = str(run_dir)
+        opened = _open_run_dir(args, config, resolved)
+        inherited = [opened.lock.descriptor]
+        os.environ |= {CONTROLLER_ENV: str(opened.path), LOCK_ENV: str(opened.lock.descriptor)}
     return run_host(
         _lazy_roles(config),
         _pools(config),
         ["-m", "rlhf_megatron", *_arguments(args)],
-        run_dir / "logs",
+        _run_dir(args, config) / "logs",
         _deadlines(config),
         backend=_backend(config),
         settings=[f"{key}: {as_text(value_of(config, key))}" for key in leaf_keys(RunConfig)],
+        controller_descriptors=inherited,
     )
 
 
@@ -148,5 +200,11 @@ def _lazy_roles(config: RunConfig):  # type: ignore[no-untyped-def]
 
 def _control(args: argparse.Namespace, config: RunConfig, run_dir: Path) -> int:
     from rlhf_megatron.runtime.torchrun import run_controller
+    from rlhf_megatron.scheduler.run_dir import RunLock
 
-    return run_controller(lambda group: _run(args, config, run_dir, lambda: group), _pools(config), _deadlines(config))
+    lock = RunLock.inherited(int(os.environ.pop(LOCK_ENV)))
+
+    def run(group):  # type: ignore[no-untyped-def]
+        return _run(args, config, run_dir, lock, lambda: group)
+
+    return run_controller(run, _pools(config), _deadlines(config))

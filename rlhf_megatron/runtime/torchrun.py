@@ -88,12 +88,14 @@ def run_host(
     deadlines: Deadlines,
     backend: str = "gloo",
     settings: Sequence[str] = (),
+    controller_descriptors: Sequence[int] = (),
 ) -> int:
     """The life of a rank under torchrun, in the pool that has it. Returns the process's exit code: the controller's.
 
     Rank 0 starts the controller as `python controller_arguments`; that program calls `run_controller`. From then on
     this process writes to log_dir/rank<N>.log. `backend`: of the pool's process group. `settings`: "key: value" lines
-    that all ranks must have alike. Call it before CUDA is used.
+    that all ranks must have alike. `controller_descriptors`: open files that the controller inherits. Call it before
+    CUDA is used.
 
     Raises ValueError when torchrun's number of ranks is not that of `pools`, ConfigError when settings differ.
     """
@@ -109,7 +111,7 @@ def run_host(
     secret = channel.given_secret(os.environ)
     os.environ.pop(channel.SECRET_ENV, None)
     if rank == 0:
-        exit_code = _start_controller(store, secret, controller_arguments)
+        exit_code = _start_controller(store, secret, controller_arguments, controller_descriptors)
     else:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # also in the middle of a collective
         on_signals([signal.SIGTERM], _leave_after_the_controller)
@@ -208,7 +210,9 @@ def _leave_after_the_controller(number: int) -> None:
     os._exit(128 + number)
 
 
-def _start_controller(store: dist.Store, secret: bytes | None, arguments: Sequence[str]) -> Callable[[], int]:
+def _start_controller(
+    store: dist.Store, secret: bytes | None, arguments: Sequence[str], descriptors: Sequence[int]
+) -> Callable[[], int]:
     """Start it, publish where it listens, pass signals on to it. Returns a function that waits for its exit code."""
     is_single_node = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
     address = "127.0.0.1" if is_single_node else os.environ["MASTER_ADDR"]
@@ -222,7 +226,8 @@ def _start_controller(store: dist.Store, secret: bytes | None, arguments: Sequen
     environment[channel.SECRET_ENV] = secret.decode()
     environment[_LISTENER_ENV] = str(listener.fileno())
     environment[_PARENT_ENV] = str(os.getpid())
-    process = subprocess.Popen([sys.executable, *arguments], env=environment, pass_fds=[listener.fileno()])
+    passed = [listener.fileno(), *descriptors]
+    process = subprocess.Popen([sys.executable, *arguments], env=environment, pass_fds=passed)
     port = listener.getsockname()[1]
     listener.close()
 

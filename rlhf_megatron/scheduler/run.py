@@ -24,6 +24,7 @@ from rlhf_megatron.rollout.clients import connect
 from rlhf_megatron.rollout.fleet import EngineFleet
 from rlhf_megatron.runtime.pools import pools_of
 from rlhf_megatron.runtime.worker_group import WorkerGroup
+from rlhf_megatron.scheduler.attempts import Attempts
 from rlhf_megatron.scheduler.curve import draw_curve
 from rlhf_megatron.scheduler.engines import MIB, engine_dtype, start_engines, transfer_bytes
 from rlhf_megatron.scheduler.evaluation import EvaluationResult, EvaluationSet, majority_accuracy
@@ -48,11 +49,18 @@ def load_data(config: RunConfig) -> tuple[PromptSets, Tokenizer]:
     return load_prompts(config.data, tokenizer), tokenizer
 
 
-def train(config: RunConfig, connect_group: Callable[[], WorkerGroup], run_dir: Path, is_recorded: bool) -> None:
-    """A run from the first sync to the summary. `connect_group` waits for the hosts."""
+def train(
+    config: RunConfig,
+    connect_group: Callable[[], WorkerGroup],
+    run_dir: Path,
+    is_recorded: bool,
+    since: float,
+) -> None:
+    """A run from the first sync to the summary. `connect_group` waits for the hosts; `since`: when it was launched."""
     plugins = load_plugins(config)
     sets, tokenizer = load_data(config)
     with ExitStack() as stack:
+        stack.enter_context(Attempts(run_dir).attempt(since, resumed_from_step=None))
         tracker = stack.enter_context(_tracker(config, run_dir, tokenizer))
         tracker.note(_description(config, sets))
         scorer = stack.enter_context(make_scorer(config.reward, run_dir / REWARD_LOG))

@@ -1,33 +1,145 @@
-"""The directory of a run. A former run of the same name is moved aside, never overwritten."""
+"""The directory of a run: who may write to it, and whether a former run in it goes on or is moved aside."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+LOCK = "run.lock"
+_LOCK_ATTEMPTS = 5  # while others move the directory aside
+
+
+@dataclass(frozen=True)
+class RunLock:
+    """Held as long as any process has `descriptor` open: also by a child that inherited it, when its parent is dead."""
+
+    descriptor: int
+    since: float  # unix seconds: when it was taken
+
+    @staticmethod
+    def inherited(descriptor: int) -> RunLock:
+        """In a child process. What that starts in turn does not hold the lock."""
+        os.set_inheritable(descriptor, False)
+        return RunLock(descriptor, float(_owner(descriptor).get("since", time.time())))
+
+    def release(self) -> None:
+        os.close(self.descriptor)
+
+
+def take_lock(run_dir: Path) -> RunLock:
+    """Raises ValueError, with process, host and start time of the holder, when another run has the directory.
+
+    On file systems without locks over the network (some NFS) it guards against runs on the same machine only.
+    """
+    path = run_dir / LOCK
+    for _ in range(_LOCK_ATTEMPTS):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except FileNotFoundError:  # the directory was moved aside in between
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = _owner(descriptor)
+            os.close(descriptor)
+            raise ValueError(
+                f"{run_dir} is in use by process {holder.get('pid', '?')} on {holder.get('host', '?')}, since"
+                f" {holder.get('started', '?')}; wait until that run has ended, end it, or set another"
+                " trainer.experiment_name."
+            ) from None
+        if _is_at(path, descriptor):
+            return _sign(descriptor)
+        os.close(descriptor)
+    raise ValueError(f"{run_dir} is moved aside by others again and again; set another trainer.experiment_name.")
+
+
+def _sign(descriptor: int) -> RunLock:
+    since = time.time()
+    started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(since))
+    owner = {"pid": os.getpid(), "host": socket.gethostname(), "started": started, "since": since}
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(owner).encode() + b"\n", 0)
+    return RunLock(descriptor, since)
+
+
+def _owner(descriptor: int) -> dict[str, Any]:
+    """What the holder wrote; {} when it has not yet."""
+    try:
+        found = json.loads(os.pread(descriptor, 4096, 0))
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+@dataclass(frozen=True)
+class OpenRunDir:
+    """A locked directory that is ready to be written to."""
+
+    path: Path
+    lock: RunLock
+    moved: Path | None  # where a former run was moved to
+
+
+def open_run_dir(parent: str, name: str, goes_on: Callable[[Path], bool]) -> OpenRunDir:
+    """`parent`/`name`, locked. A run in it stays where `goes_on(directory)`; else it is moved aside.
+
+    Raises ValueError when another run has the directory; that one is not touched.
+    """
+    path = Path(parent) / name
+    if path.is_file():
+        move_aside(path)
+    lock, moved = take_lock(path), None
+    if any(entry.name != LOCK for entry in path.iterdir()) and not goes_on(path):
+        moved = move_aside(path)
+        (moved / LOCK).unlink()
+        lock.release()
+        lock = take_lock(path)
+    (path / "logs").mkdir(exist_ok=True)
+    return OpenRunDir(path, lock, moved)
+
 
 def fresh_run_dir(parent: str, name: str) -> tuple[Path, Path | None]:
-    """(the new empty directory, where a former one was moved to). `runs/x` becomes `runs/x.1`, `runs/x.2` ..."""
+    """(the new empty directory, where a former one was moved to), without a lock."""
     path = Path(parent) / name
-    moved: Path | None = None
-    if path.is_file() or (path.is_dir() and any(path.iterdir())):
-        number = 1
-        while path.with_name(f"{name}.{number}").exists():
-            number += 1
-        moved = path.with_name(f"{name}.{number}")
-        path.rename(moved)
+    moved = move_aside(path) if path.is_file() or (path.is_dir() and any(path.iterdir())) else None
     (path / "logs").mkdir(parents=True, exist_ok=True)
     return path, moved
 
 
+def move_aside(path: Path) -> Path:
+    """Its new path: `runs/x` becomes `runs/x.1`, `runs/x.2` ..."""
+    number = 1
+    while (moved := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    path.rename(moved)
+    return moved
+
+
 def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Appears by rename when complete."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
     """Appears by rename when complete."""
     aside = path.with_suffix(path.suffix + ".tmp")
     with aside.open("w") as file:
-        json.dump(value, file, indent=2)
-        file.write("\n")
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     aside.rename(path)
