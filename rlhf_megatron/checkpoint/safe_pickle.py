@@ -1,0 +1,257 @@
+"""What torch and megatron-core pickle into a checkpoint, read without unpickling: no stranger's code can run.
+
+`.metadata` of a torch distributed checkpoint is a plain pickle, which torch hands to `pickle.load`; `common.pt` holds
+plain values. Here every global that a file names must be on a list, and even those are not fetched: the pickle is
+replayed over inert stand-ins, which are then checked field by field and made into torch's objects.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import pickle
+import stat
+import zipfile
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+Kind = TypeVar("Kind")
+MAX_BYTES = 2 << 30  # of a file that is parsed; a .metadata of a million tensor parts has about 0.3 GiB
+COMMON_KEY = "common_state/shard_0_1"  # where megatron-core 0.19 keeps what 0.16 writes to common.pt
+
+_DTYPES = (
+    *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+    *("int64", "int32", "int16", "int8", "uint8", "bool"),
+)
+_METADATA_GLOBALS = frozenset(
+    [
+        "pathlib.PosixPath",  # where the checkpoint was written
+        "pathlib._local.PosixPath",  # the same, from Python 3.13 on
+        "torch.Size",
+        "torch.serialization._get_layout",
+        *(f"torch.{dtype}" for dtype in _DTYPES),
+        "torch.distributed.checkpoint.filesystem._StorageInfo",
+        *(
+            f"torch.distributed.checkpoint.metadata.{name}"
+            for name in (
+                *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata"),
+                *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+            )
+        ),
+        # megatron keeps the plans of its writers; they are dropped
+        *(
+            f"torch.distributed.checkpoint.planner.{name}"
+            for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")
+        ),
+    ]
+)
+
+
+def check_metadata(path: Path) -> None:
+    """Raises ValueError naming the file and what it must not hold, if torch could not load `.metadata` safely."""
+    read_metadata(path)
+
+
+def check_common(path: Path) -> None:
+    """Raises ValueError naming the file and the first global in it, if `common.pt` holds more than plain values."""
+    read_plain(str(path), read_bytes(path))
+
+
+def read_metadata(path: Path) -> Metadata:
+    """`.metadata` of a torch distributed checkpoint, of what is needed to load tensors.
+
+    The file is read once, so that what was checked is what is used. Raises ValueError (FileNotFoundError for none).
+    """
+    parsed = _replay(str(path), read_bytes(path), _METADATA_GLOBALS)
+    try:
+        return _metadata(parsed)
+    except Exception as error:  # a hostile file may hold anything anywhere
+        raise ValueError(f"{path} is no metadata of a checkpoint that is loaded here: {error}.") from error
+
+
+def read_plain(name: str, data: bytes) -> Any:
+    """What `torch.save` wrote, if that is plain values: numbers, strings, lists, dicts. Raises ValueError."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            members = [info for info in archive.infolist() if PurePosixPath(info.filename).name == "data.pkl"]
+            if len(members) != 1 or members[0].file_size > len(data):  # torch.save does not compress
+                raise ValueError(f"{name} is no file that torch.save wrote (one data.pkl, stored as it is).")
+            pickled = archive.read(members[0])
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
+        raise ValueError(f"{name} is no file that torch.save wrote: {error}.") from error
+    return _replay(name, pickled, frozenset())
+
+
+def read_bytes(path: Path) -> bytes:
+    """A plain file of at most `MAX_BYTES`. Raises ValueError for a link, a device or a larger one."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise ValueError(f"{path} is a link; a checkpoint holds plain files only.") from error
+    with os.fdopen(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_BYTES:
+            raise ValueError(f"{path} ({found.st_size} bytes) must be a plain file of at most {MAX_BYTES} bytes.")
+        return file.read(MAX_BYTES)
+
+
+class _Inert:
+    """Stands for an object of a class that is never looked up: remembers what it was called with and given."""
+
+    kind = ""
+    args: tuple[Any, ...] = ()
+    state: Any = None
+
+    def __new__(cls, *args: Any) -> _Inert:
+        made = super().__new__(cls)
+        made.args = args
+        return made
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Replay(pickle.Unpickler):
+    """Gives a fresh stand-in class for each allowed global, so that nothing of this process can be changed."""
+
+    def __init__(self, name: str, data: bytes, allowed: frozenset[str]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._name, self._allowed, self._classes = name, allowed, dict[str, type]()
+
+    def find_class(self, module: str, name: str) -> type:
+        global_name = f"{module}.{name}"
+        if global_name not in self._allowed:
+            raise ValueError(
+                f"{self._name} names {global_name}, which no checkpoint of this trainer holds: it may run code when"
+                " it is loaded, and was not. Take a checkpoint from a source that you trust."
+            )
+        if global_name not in self._classes:
+            self._classes[global_name] = type("StandIn", (_Inert,), {"kind": global_name})
+        return self._classes[global_name]
+
+    def persistent_load(self, identifier: Any) -> Any:
+        raise ValueError(f"{self._name} refers to stored tensors ({str(identifier)[:80]}); it must hold plain values.")
+
+
+def _replay(name: str, data: bytes, allowed: frozenset[str]) -> Any:
+    try:
+        return _Replay(name, data, allowed).load()
+    except ValueError:
+        raise
+    except Exception as error:  # a broken pickle fails in any way: EOFError, KeyError, UnpicklingError, ...
+        raise ValueError(f"{name} is broken: {type(error).__name__}: {error}.") from error
+
+
+# From stand-ins to torch's objects. Each step takes exactly the types that torch writes.
+
+
+def _metadata(parsed: Any) -> Metadata:
+    fields = _fields(parsed, "Metadata")
+    entries = _exactly(fields["state_dict_metadata"], dict, "state_dict_metadata")
+    storage = _exactly(fields["storage_data"], dict, "storage_data")
+    return Metadata(
+        {_exactly(key, str, "a key"): _entry(key, entry) for key, entry in entries.items()},
+        planner_data=None,  # how nested states were flattened: megatron's are flat
+        storage_data=dict(_place(index, info) for index, info in storage.items()),
+        storage_meta=StorageMeta(),
+        version=None if fields.get("version") is None else _exactly(fields["version"], str, "version"),
+    )
+
+
+def _entry(key: str, entry: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    if _is_a(entry, "BytesStorageMetadata"):
+        if key != COMMON_KEY:
+            raise ValueError(f"{key} is a pickled object; only tensors are read")
+        return BytesStorageMetadata()
+    fields = _fields(entry, "TensorStorageMetadata")
+    size = _size(fields["size"])
+    chunks = [_chunk(key, chunk, size) for chunk in _exactly(fields["chunks"], list, "chunks")]
+    return TensorStorageMetadata(_properties(fields["properties"]), size, chunks)
+
+
+def _chunk(key: str, chunk: Any, size: torch.Size) -> ChunkStorageMetadata:
+    fields = _fields(chunk, "ChunkStorageMetadata")
+    offsets, sizes = _size(fields["offsets"]), _size(fields["sizes"])
+    if (
+        len(offsets) != len(size)
+        or len(sizes) != len(size)
+        or any(start + length > whole for start, length, whole in zip(offsets, sizes, size, strict=True))
+    ):
+        raise ValueError(f"{key} has a part {tuple(sizes)} at {tuple(offsets)} outside of its shape {tuple(size)}")
+    return ChunkStorageMetadata(offsets, sizes)
+
+
+def _properties(value: Any) -> TensorProperties:
+    """Layout and memory format are deprecated in torch and always the plain ones here."""
+    if not _is_a(value, "TensorProperties"):
+        raise ValueError("tensor properties of another type")
+    dtype, _, requires_grad, _, is_pinned = _exactly(value.state, tuple, "tensor properties")
+    name = dtype.kind if isinstance(dtype, type) and issubclass(dtype, _Inert) else ""
+    if name.removeprefix("torch.") not in _DTYPES:
+        raise ValueError(f"a tensor of type {name or dtype!r}")
+    return TensorProperties(
+        dtype=getattr(torch, name.removeprefix("torch.")),
+        requires_grad=_exactly(requires_grad, bool, "requires_grad"),
+        pin_memory=_exactly(is_pinned, bool, "pin_memory"),
+    )
+
+
+def _place(index: Any, info: Any) -> tuple[MetadataIndex, _StorageInfo]:
+    """Where one part of a tensor lies: a span of a plain file beside `.metadata`, as it is."""
+    at, stored = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
+    file = _exactly(stored["relative_path"], str, "relative_path")
+    if PurePosixPath(file).name != file or not file.endswith(".distcp"):
+        raise ValueError(f"it names the file {file!r}; data lies in plain *.distcp files of the same directory")
+    if stored.get("transform_descriptors") is not None:
+        raise ValueError(f"{file} is transformed by {stored['transform_descriptors']!r}, which is not read")
+    return (
+        MetadataIndex(
+            _exactly(at["fqn"], str, "a key"),
+            None if at.get("offset") is None else _size(at["offset"]),
+            None if at.get("index") is None else _count(at["index"]),
+        ),
+        _StorageInfo(file, _count(stored["offset"]), _count(stored["length"])),
+    )
+
+
+def _size(value: Any) -> torch.Size:
+    if not _is_a(value, "Size") or len(value.args) != 1:
+        raise ValueError("a shape of another type")
+    return torch.Size([_count(number) for number in _exactly(value.args[0], tuple, "a shape")])
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ValueError(f"{value!r} where a count belongs")
+    return value
+
+
+def _fields(value: Any, class_name: str) -> dict[str, Any]:
+    if not _is_a(value, class_name):
+        raise ValueError(f"{getattr(value, 'kind', type(value).__name__)} where {class_name} belongs")
+    return _exactly(value.state, dict, class_name)
+
+
+def _is_a(value: Any, class_name: str) -> bool:
+    return isinstance(value, _Inert) and value.kind.rpartition(".")[2] == class_name
+
+
+def _exactly(value: Any, wanted: type[Kind], what: str) -> Kind:
+    if type(value) is not wanted:
+        raise ValueError(f"{what} is {type(value).__name__}, not {wanted.__name__}")
+    return value
