@@ -23,6 +23,9 @@ SAVE_FREQ = 2
 PROMPTS, GROUP_SIZE = 8, 4
 SAMPLES = PROMPTS * GROUP_SIZE
 TEST_SAMPLES = 8
+SOAK_PROMPTS, SOAK_GROUP_SIZE = 16, 8
+SOAK_LR = 1.0e-4
+SOAK_SAVE_FREQ = 20
 _TP = "actor.megatron.tensor_model_parallel_size"
 _PP = "actor.megatron.pipeline_model_parallel_size"
 
@@ -107,3 +110,40 @@ def place(directory: Path) -> dict[str, Any]:
 
 def run_dir_of(directory: Path) -> Path:
     return directory / "runs" / NAME
+
+
+def write_soak(directory: Path, seed: int) -> Path:
+    """A task that takes minutes to learn: to write the first digit of the prompt four times. Two ranks, two engines."""
+    path = write_task(directory, seed)
+    tree = settings(directory)
+    draw = random.Random(seed)
+    rows = [{"prompt": f"{i % 100:02d}+{draw.randrange(100):02d}=", "answer": "0"} for i in range(300)]
+    (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tree["data"] |= {"train_batch_size": SOAK_PROMPTS}
+    tree["actor"] |= {"optim": {"lr": SOAK_LR}, "mini_batch_size": SOAK_PROMPTS * SOAK_GROUP_SIZE}
+    tree["actor"] |= {"ppo_max_token_len_per_gpu": 1024}
+    tree["rollout"] |= {"n": SOAK_GROUP_SIZE, "max_num_seqs": 256, "num_engines": 2, "max_engine_restarts": 1000}
+    tree["rollout"] |= {"health_timeout_s": 5.0}
+    tree["reward"] = {
+        "name": "function",
+        "params": {
+            "path": f"{ROOT / 'benchmarks' / 'chaos' / 'echo.py'}:echo",
+            "kwargs": {"outage": str(directory / "outage")},
+        },
+        "num_workers": 2,
+        "max_error_rate": 0.5,
+    }
+    tree["trainer"] |= {
+        "total_training_steps": 1_000_000,
+        "test_freq": 0,
+        "val_before_train": False,
+        "deterministic": False,
+        "save_freq": SOAK_SAVE_FREQ,
+        "samples_kept": SOAK_PROMPTS * SOAK_GROUP_SIZE,
+        "seed": seed,
+        "stage_timeout_s": 60.0,
+        "desync_freq": 10,
+        "save_hf": False,
+    }
+    path.write_text(yaml.safe_dump(tree))
+    return path
