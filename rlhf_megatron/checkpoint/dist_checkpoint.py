@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,32 +12,44 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
-from megatron.core.dist_checkpointing.serialization import (
-    get_default_load_sharded_strategy,
-    get_default_save_sharded_strategy,
-)
-from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+from rlhf_megatron.checkpoint import safe_reads
+from rlhf_megatron.checkpoint.async_save import BackgroundSave
+from rlhf_megatron.checkpoint.safe_pickle import read_bytes, read_plain
+from rlhf_megatron.checkpoint.staged import COMMON, stage_sharded
+
+SAVE_TIMEOUT_S = 3600.0  # of a save that is waited for
 
 
 def save_sharded(directory: Path, state: dict[str, Any]) -> None:
     """Write `state` (sharded tensors and plain values, the latter alike on all ranks) to `directory`. All ranks.
 
-    The directory may exist if it is empty; megatron writes no other.
+    Raises OSError on all of them when one cannot write.
     """
-    if dist.get_rank() == 0:
-        directory.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
-    # A save that is waited for puts its results into this queue and takes them out in one process. megatron's own
-    # choice is the queue of a manager process, which costs seconds to start and outlives a killed run.
-    filesystem_async._results_queue = queue.Queue()
-    dist_checkpointing.save(state, str(directory), get_default_save_sharded_strategy("torch_dist"))
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    save = BackgroundSave(stage_sharded(state), directory, f"rank {dist.get_rank()}")
+    error = save.finish(SAVE_TIMEOUT_S).error
+    if error is not None:
+        raise OSError(error)
+
+
+def load_plain(directory: Path) -> Any:
+    """The plain values that were saved with a state. Raises ValueError when they cannot be read."""
+    path = directory / COMMON
+    try:
+        return read_plain(str(path), read_bytes(path))
+    except OSError as error:
+        raise ValueError(f"{directory} is not a checkpoint: {error}") from error
 
 
 def load_sharded(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
     """The values in `directory` for the sharded tensors of `state`, laid out as `state` is. All ranks.
 
-    Raises ValueError naming each tensor that the directory lacks or holds with another shape.
+    Nothing is unpickled freely, whoever wrote it. Raises ValueError for a directory that holds anything but what was
+    saved here, and naming each tensor that it lacks or holds with another shape.
     """
+    safe_reads.apply()
+    safe_reads.check_directory(directory)
     try:
         stored = dist_checkpointing.load_tensors_metadata(str(directory))
     except (CheckpointingException, OSError) as error:
@@ -50,7 +61,7 @@ def load_sharded(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
             f"checkpoint {directory} does not fit this model ({len(set(problems))} tensors); load it with the"
             f" model configuration that it was written with:\n  {shown}"
         )
-    return dist_checkpointing.load(state, str(directory), get_default_load_sharded_strategy(str(directory)))
+    return dist_checkpointing.load(state, str(directory))
 
 
 def _sharded_tensors(state: dict[str, Any]) -> Iterator[ShardedTensor]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from rlhf_megatron.checkpoint.manifest import SaveResult
 from rlhf_megatron.checkpoint.source import WeightSource
 from rlhf_megatron.config.schema import ActorConfig
 from rlhf_megatron.data.batch import LogProbs, MiniBatch, TokenBatch
@@ -90,6 +91,22 @@ class MegatronActor:
     def onload(self) -> None:
         """See `contract.Worker`."""
         self.trained.onload()
+
+    def num_save_bytes(self) -> int:
+        """See `contract.TrainedWorker`."""
+        return self.trained.num_save_bytes()
+
+    def begin_save(self, directory: Path) -> None:
+        """See `contract.TrainedWorker`."""
+        self.trained.begin_save(directory)
+
+    def is_save_done(self) -> bool:
+        """See `contract.TrainedWorker`."""
+        return self.trained.is_save_done()
+
+    def finish_save(self, timeout_s: float) -> SaveResult:
+        """See `contract.TrainedWorker`."""
+        return self.trained.finish_save(timeout_s)
 
     def save(self, directory: Path) -> None:
         """See `contract.TrainedWorker`."""

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from rlhf_megatron.checkpoint.manifest import SaveResult
 from rlhf_megatron.data.batch import LogProbs, MiniBatch, TokenBatch, ValueMiniBatch, Values
 from rlhf_megatron.data.plan import ReplicaPlan
 from rlhf_megatron.models.table import Rule
@@ -50,11 +51,29 @@ class TrainedWorker(Worker, Protocol):
     def reset_optimizer(self, phase: str) -> None:
         """Fresh optimizer and schedules: phase "warmup" or "rl"."""
 
+    def num_save_bytes(self) -> int:
+        """What this rank will about write in a save, summed over ranks all of it."""
+
+    def begin_save(self, directory: Path) -> None:
+        """Save sharded model, optimizer and schedules under `directory`, to be loaded under any layout.
+
+        Returns when they are copied to host memory: they may change from now on, while a thread writes. One at a time.
+        """
+
+    def is_save_done(self) -> bool:
+        """This rank writes nothing any more; `finish_save` will not wait for it."""
+
+    def finish_save(self, timeout_s: float) -> SaveResult:
+        """End what `begin_save` began; a rank that has not written its files `timeout_s` from now has failed.
+
+        What keeps a rank from writing is an error in the result, on all ranks, and no exception.
+        """
+
     def save(self, directory: Path) -> None:
-        """Sharded model, optimizer and schedules under `directory`; loads under another layout."""
+        """`begin_save` and `finish_save`. Raises OSError on all ranks when one cannot write."""
 
     def load(self, directory: Path) -> None:
-        """Undo `save`. Raises ValueError naming the tensor that is missing or has another shape."""
+        """Become what was saved. Raises ValueError naming the tensor that is missing or has another shape."""
 
 
 class ForwardWorker(Worker, Protocol):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.algorithms.losses.value_loss import value_loss
+from rlhf_megatron.checkpoint.manifest import SaveResult
 from rlhf_megatron.checkpoint.source import WeightSource
 from rlhf_megatron.checkpoint.value_model import read_value_model, value_model_config, with_value_head
 from rlhf_megatron.config.schema import CriticConfig, MegatronConfig
@@ -105,6 +106,22 @@ class MegatronCritic:
     def onload(self) -> None:
         """See `contract.Worker`."""
         self.trained.onload()
+
+    def num_save_bytes(self) -> int:
+        """See `contract.TrainedWorker`."""
+        return self.trained.num_save_bytes()
+
+    def begin_save(self, directory: Path) -> None:
+        """See `contract.TrainedWorker`."""
+        self.trained.begin_save(directory)
+
+    def is_save_done(self) -> bool:
+        """See `contract.TrainedWorker`."""
+        return self.trained.is_save_done()
+
+    def finish_save(self, timeout_s: float) -> SaveResult:
+        """See `contract.TrainedWorker`."""
+        return self.trained.finish_save(timeout_s)
 
     def save(self, directory: Path) -> None:
         """See `contract.TrainedWorker`."""

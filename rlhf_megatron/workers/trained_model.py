@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhf_megatron.checkpoint.dist_checkpoint import load_sharded, save_sharded
+from rlhf_megatron.checkpoint.async_save import BackgroundSave
+from rlhf_megatron.checkpoint.dist_checkpoint import SAVE_TIMEOUT_S, load_plain, load_sharded
 from rlhf_megatron.checkpoint.load_model import load_hf, local_shards
+from rlhf_megatron.checkpoint.manifest import SaveResult
 from rlhf_megatron.checkpoint.source import WeightSource
+from rlhf_megatron.checkpoint.staged import stage_sharded
 from rlhf_megatron.config.schema import MegatronConfig, OptimConfig
 from rlhf_megatron.models.build import build_model
 from rlhf_megatron.models.families.base import HFConfig, table_for
@@ -68,6 +71,7 @@ class TrainedModel:
         self.chunks = wrap(self.model.chunks, self.model.transformer_config, megatron, world)
         self.model.chunks = list(self.chunks)
         self.optimizer = self._fresh_optimizer()
+        self._save: BackgroundSave | None = None  # that was begun and not finished
 
     def update(self, packed: Packed, row_loss: RowLossFunction) -> UpdateResult | None:
         """Forward and backward over the micro-batches and one optimizer step. The result on leaders; None elsewhere."""
@@ -125,19 +129,51 @@ class TrainedModel:
         move_to_device(self._tensors(), self.world.device)
         move_buffers_to_device(self.chunks, self.world)
 
+    def num_save_bytes(self) -> int:
+        """See `contract.TrainedWorker`. Replicas hold the same; the first one counts."""
+        place = self.world.coordinates
+        if place.dp > 0 or place.cp > 0:
+            return 0
+        num_moments = 2 if self.dtype == torch.float32 else 3  # and the float32 parameters
+        a_parameter = self.dtype.itemsize + 4 * num_moments
+        return sum(parameter.numel() for chunk in self.chunks for parameter in chunk.parameters()) * a_parameter
+
+    def begin_save(self, directory: Path) -> None:
+        """See `contract.TrainedWorker`."""
+        assert self._save is None, "one save at a time"
+        sync_parameters(self.chunks)
+        plain = {"scheduler": self.optimizer.scheduler.state_dict(), "phase": self.phase}
+        staged = stage_sharded({**self._state(is_loading=False), **plain})
+        self._save = BackgroundSave(staged, directory, str(self.world))
+
+    def is_save_done(self) -> bool:
+        """See `contract.TrainedWorker`."""
+        return self._save is None or self._save.is_done
+
+    def finish_save(self, timeout_s: float) -> SaveResult:
+        """See `contract.TrainedWorker`."""
+        assert self._save is not None, "no save was begun"
+        save, self._save = self._save, None
+        return save.finish(timeout_s)
+
     def save(self, directory: Path) -> None:
         """See `contract.TrainedWorker`."""
-        sync_parameters(self.chunks)
-        save_sharded(directory, {**self._state(is_loading=False), "scheduler": self.optimizer.scheduler.state_dict()})
+        self.begin_save(directory)
+        result = self.finish_save(SAVE_TIMEOUT_S)
+        if result.error is not None:
+            raise OSError(result.error)
 
     def load(self, directory: Path) -> None:
         """See `contract.TrainedWorker`."""
+        plain = load_plain(directory)
+        if plain["phase"] != self.phase:
+            self.reset_optimizer(plain["phase"])
         loaded = load_sharded(directory, self._state(is_loading=True))
         for index, chunk in enumerate(self.chunks):
             mismatch = chunk.module.load_state_dict(loaded[f"model{index}"], strict=False)
             missing = [name for name in mismatch.missing_keys if not name.endswith(EXTRA_STATE)]
             assert not missing and not mismatch.unexpected_keys, f"missing {missing}, {mismatch.unexpected_keys}"
-        self.optimizer.load_state_dict(loaded["optimizer"], loaded["scheduler"])
+        self.optimizer.load_state_dict(loaded["optimizer"], plain["scheduler"])
 
     def _fresh_optimizer(self) -> Optimizer:
         phase = self.phases[self.phase]
