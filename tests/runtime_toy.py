@@ -24,9 +24,11 @@ from rlhf_megatron.runtime.pool import Pool
 from rlhf_megatron.runtime.pools import ACTOR, CRITIC, PoolSpec
 from rlhf_megatron.runtime.routed import RoutedGroups
 from rlhf_megatron.runtime.torchrun import Deadlines, launch_single_node, run_controller, run_host
+from rlhf_megatron.stop import STOPPED_EXIT_CODE, StopRequest
 from rlhf_megatron.workers.contract import UpdateResult
 
 CALL_TIMEOUT_S = 2.0
+STOP_GRACE_S = {"busy": 1.5}  # of a scenario; others have plenty
 MEET_TIMEOUT_S = 40.0
 
 
@@ -84,6 +86,10 @@ class Toy:
             time.sleep(600)
         if self.pool.rank == stopped:
             os.kill(os.getpid(), signal.SIGSTOP)
+        dist.barrier()
+
+    def nap(self, seconds: float) -> None:
+        time.sleep(seconds)
         dist.barrier()
 
     def close(self) -> None:
@@ -148,7 +154,17 @@ def kill_the_critic(group: RoutedGroups) -> dict[str, object]:
     raise errors[0]
 
 
-def run_scenario(name: str, group: RoutedGroups, directory: Path) -> int:
+def stop_between_calls(group: RoutedGroups, directory: Path, stop: StopRequest) -> int:
+    """What a loop does: it looks at `stop` between calls, and "saves" on the hosts before it ends."""
+    (directory / "ready").touch()
+    while not stop.is_requested:
+        group.broadcast("toy.nap", seconds=1.0).result()
+    group.broadcast("toy.place", note="saved").result()
+    (directory / "reason").write_text(stop.reason)
+    return STOPPED_EXIT_CODE
+
+
+def run_scenario(name: str, group: RoutedGroups, directory: Path, stop: StopRequest) -> int:
     if name in ("values", "two_pools"):
         (directory / "result.json").write_text(json.dumps(values(group) if name == "values" else two_pools(group)))
     elif name == "kill_the_critic":
@@ -163,7 +179,9 @@ def run_scenario(name: str, group: RoutedGroups, directory: Path) -> int:
         group.broadcast("critic.hang", sleeper=1, stopped=-1).result()
     elif name == "exit7":
         return 7
-    elif name == "busy":  # rank 0 in a collective, rank 1 asleep
+    elif name == "stop":
+        return stop_between_calls(group, directory, stop)
+    elif name in ("busy", "endless"):  # rank 0 in a collective, rank 1 asleep
         future = group.broadcast("toy.hang", sleeper=1, stopped=-1)
         inherited = [variable for variable in os.environ if variable.startswith(("RLHF_MEGATRON", "TORCHELASTIC"))]
         (directory / "ready").write_text(json.dumps(inherited))
@@ -183,7 +201,8 @@ def pools_of_text(text: str) -> tuple[PoolSpec, ...]:
 def main(command: str, scenario: str, pools_text: str, directory: str) -> int:
     arguments = [scenario, pools_text, directory]
     pools, place = pools_of_text(pools_text), Path(directory)
-    deadlines = Deadlines(startup_s=60, call_s=CALL_TIMEOUT_S if scenario in ("hang", "late_critic") else 60)
+    call_s = CALL_TIMEOUT_S if scenario in ("hang", "late_critic") else 60
+    deadlines = Deadlines(startup_s=60, call_s=call_s, stop_s=STOP_GRACE_S.get(scenario, 60.0))
     if command == "launch":
         launch_single_node(["host", *arguments], pools[-1].end, module="runtime_toy")
     if command == "host":
@@ -200,7 +219,8 @@ def main(command: str, scenario: str, pools_text: str, directory: str) -> int:
         return run_host(build_roles, pools, ["-m", "runtime_toy", "controller", *arguments], place / "logs", deadlines)
     (place / "controller.pid").write_text(str(os.getpid()))
     try:
-        return run_controller(lambda group: run_scenario(scenario, group, place), pools, deadlines)
+        stop = StopRequest()
+        return run_controller(lambda group: run_scenario(scenario, group, place, stop), pools, deadlines, stop)
     except (ValueError, RuntimeError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 3

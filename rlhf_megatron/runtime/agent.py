@@ -1,17 +1,23 @@
 """torch.distributed.run, with the run's own exit code and without the noise: `python -m rlhf_megatron.runtime.agent`.
 
 torchrun exits with 1 and prints a table whatever a rank's exit code was; the controller has said what went wrong.
-On one machine (--standalone) the control channel's secret is drawn here and gloo keeps to the loopback interface. On
-several, gloo takes the interface that leads to node 0, and an agent ends when another has (`runtime.nodes`).
+torchrun kills the ranks soon after a signal; here they get it and end by themselves, when the run's state is saved
+(`runtime.stopping`), and what is left after STOP_LIMIT_ENV seconds is killed. On one machine (--standalone) the control
+channel's secret is drawn here and gloo keeps to the loopback interface. On several, gloo takes the interface that leads
+to node 0, and an agent ends when another has (`runtime.nodes`).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
+from types import FrameType
 
 # Read when torch is imported. A store that goes away is an ordinary end here, no reason for a stack trace in C++.
 _LOG_LEVEL_ENV = "TORCH_CPP_LOG_LEVEL"
@@ -19,15 +25,68 @@ _HAS_LOG_LEVEL = _LOG_LEVEL_ENV in os.environ
 os.environ.setdefault(_LOG_LEVEL_ENV, "ERROR")
 
 from torch.distributed import DistNetworkError, DistStoreError  # noqa: E402
+from torch.distributed.elastic.multiprocessing import api as elastic_processes  # noqa: E402
 from torch.distributed.elastic.multiprocessing.api import SignalException  # noqa: E402
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: E402
 from torch.distributed.run import parse_args, run  # noqa: E402
 
 from rlhf_megatron.runtime.channel import SECRET_ENV, SECRET_FILE_ENV, new_secret  # noqa: E402
 from rlhf_megatron.runtime.nodes import OtherNodes, interface_towards  # noqa: E402
+from rlhf_megatron.runtime.processes import children_with  # noqa: E402
+from rlhf_megatron.runtime.stopping import SIGNALS, STOP_LIMIT_ENV  # noqa: E402
 
 ELASTIC = "torch.distributed.elastic"
 USAGE_EXIT_CODE = 2
+STOP_LIMIT_S = 1800.0  # where STOP_LIMIT_ENV does not say
+OTHERS_ENDED_LIMIT_S = 30.0  # the same when another node has ended
+
+
+class Ranks:
+    """The ranks of this machine, as far as signals go."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._has_limit = False
+
+    def take_signals(self) -> None:
+        """Signals go to the ranks; the agent goes on until they have ended. On the main thread.
+
+        Every version of torch sets its own handler when it starts the ranks, and looks for it in its module.
+        """
+        assert hasattr(elastic_processes, "_terminate_process_handler"), "this torch takes signals in another way"
+        self._torchs_handler = elastic_processes._terminate_process_handler
+        setattr(elastic_processes, "_terminate_process_handler", self._on_signal)  # noqa: B010  mypy sees a function
+        signal.signal(signal.SIGUSR1, self._on_signal)  # newer versions alone can be told to handle it
+
+    def end(self) -> None:
+        """The run is over elsewhere. On any thread."""
+        self._limit_s = OTHERS_ENDED_LIMIT_S
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number not in SIGNALS:
+            self._torchs_handler(number, frame)
+        pids = children_with("TORCHELASTIC_RUN_ID")
+        if not pids:  # not started yet, or all ended
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        _send(pids, number)
+        if not self._has_limit:
+            self._has_limit = True
+            timer = threading.Timer(self._limit_s, self._kill)
+            timer.daemon = True
+            timer.start()
+
+    def _kill(self) -> None:
+        pids = children_with("TORCHELASTIC_RUN_ID")
+        sys.stderr.write(f"the ranks {pids} have not ended within {self._limit_s:g} s of a signal; they are killed\n")
+        _send(pids, signal.SIGKILL)
+
+
+def _send(pids: Sequence[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -37,6 +96,8 @@ def main(arguments: Sequence[str]) -> int:
             logging.getLogger(name).setLevel(logging.CRITICAL)
     if not _HAS_LOG_LEVEL:
         del os.environ[_LOG_LEVEL_ENV]  # it is for this process, not for the ranks
+    ranks = Ranks(float(os.environ.pop(STOP_LIMIT_ENV, STOP_LIMIT_S)))
+    ranks.take_signals()
     parsed = parse_args(list(arguments))
     others = None
     if parsed.standalone:
@@ -46,7 +107,7 @@ def main(arguments: Sequence[str]) -> int:
     else:
         if interface := interface_towards(parsed.master_addr):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        others = OtherNodes(parsed.master_addr, parsed.master_port, parsed.node_rank)
+        others = OtherNodes(parsed.master_addr, parsed.master_port, parsed.node_rank, ranks.end)
     code = _run(parsed)
     if others is not None:
         others.leave(code)

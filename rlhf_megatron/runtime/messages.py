@@ -80,6 +80,15 @@ class Status:
 
 @codec.register
 @dataclass(frozen=True)
+class Signalled:
+    """Host -> controller: this process was told to stop. It stays until it is told to leave."""
+
+    signal: str  # "SIGTERM"
+    is_urgent: bool  # for the second time: the run shall end where it is
+
+
+@codec.register
+@dataclass(frozen=True)
 class Leave:
     """Controller -> host: close the roles and end. A main thread that is not done after `grace_s` is not waited for."""
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import os
-import signal
 import socket
 import struct
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 
 from torch.distributed import TCPStore
@@ -45,11 +44,12 @@ def interface_towards(address: str) -> str | None:
 
 
 class OtherNodes:
-    """Watches them from an agent, in a thread, and ends this process when another node has ended and it has not."""
+    """Watches them from an agent, in a thread, and calls `end` there when another node has ended and this has not."""
 
-    def __init__(self, address: str, port: int, node: int) -> None:
+    def __init__(self, address: str, port: int, node: int, end: Callable[[], None]) -> None:
         self.ended: tuple[str, int] | None = None  # which one, with the exit code that is to be this agent's too
         self._place, self._node = (address, port), node
+        self._end = end
         self._store: TCPStore | None = None
         self._is_over = threading.Event()
         threading.Thread(target=self._watch, name="other nodes", daemon=True).start()
@@ -69,7 +69,7 @@ class OtherNodes:
             ended = self._first_to_end(self._store)
             if not self._is_over.wait(GRACE_S):
                 self.ended = ended
-                os.kill(os.getpid(), signal.SIGTERM)
+                self._end()
 
     def _first_to_end(self, store: TCPStore) -> tuple[str, int]:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -46,7 +47,7 @@ def redirect_output(path: Path) -> int:
 
 
 def on_signals(signals: Sequence[int], act: Callable[[int], None]) -> None:
-    """Run `act(signal number)` in a thread when one of `signals` comes, once, even while the main thread cannot run
+    """Run `act(signal number)` in a thread whenever one of `signals` comes, even while the main thread cannot run
     Python (it sits in a collective). Called on the main thread."""
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
@@ -56,8 +57,32 @@ def on_signals(signals: Sequence[int], act: Callable[[int], None]) -> None:
     wanted = set(signals)
 
     def watch() -> None:
-        while (number := os.read(read_end, 1)[0]) not in wanted:
-            pass
-        act(number)
+        while True:
+            number = os.read(read_end, 1)[0]
+            if number in wanted:
+                act(number)
 
     threading.Thread(target=watch, name="signals", daemon=True).start()
+
+
+def state_of(pid: int) -> str:
+    """The letter that the kernel gives a process of this machine: "T" stopped, "D" waits for a device; "" when gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def children_with(variable: str) -> list[int]:
+    """Living children of this process that have an environment variable of that name."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if not entry.name.isdigit():
+                continue
+            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            if int(parent) != os.getpid() or state == "Z":
+                continue
+            if any(e.startswith(f"{variable}=".encode()) for e in (entry / "environ").read_bytes().split(b"\0")):
+                found.append(int(entry.name))
+    return found

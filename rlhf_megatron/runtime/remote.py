@@ -18,7 +18,7 @@ from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.runtime.channel import MAX_FRAME_BYTES, Channel, FrameError
 from rlhf_megatron.runtime.dispatch import join, scatter_calls
 from rlhf_megatron.runtime.failures import HostError, HostLostError, as_error, timeout_error
-from rlhf_megatron.runtime.messages import BUILD, Call, Leave, Ping, Reply, Status
+from rlhf_megatron.runtime.messages import BUILD, Call, Leave, Ping, Reply, Signalled, Status
 from rlhf_megatron.runtime.processes import machine_id
 
 logger = logging.getLogger(__name__)
@@ -65,17 +65,24 @@ class RemoteGroup:
 
     Groups that are tied (see `tie`) end together.
 
-    `links`: one a rank, in rank order, authenticated and registered.
+    `links`: one a rank, in rank order, authenticated and registered. `on_signalled(coordinates, message)` is called,
+    on a thread, when a host was told to stop.
     """
 
     def __init__(
-        self, layout: Layout, links: Sequence[HostLink], startup_timeout_s: float, call_timeout_s: float
+        self,
+        layout: Layout,
+        links: Sequence[HostLink],
+        startup_timeout_s: float,
+        call_timeout_s: float,
+        on_signalled: Callable[[str, Signalled], None],
     ) -> None:
         assert [link.rank for link in links] == list(range(layout.world_size)), "one link a rank, in order"
         self.layout = layout
         self.failure: HostError | None = None
         self._links = links
         self._call_timeout_s = call_timeout_s
+        self._on_signalled = on_signalled
         self._changed = threading.Condition()
         self._submit_lock = threading.Lock()
         self._pending: dict[int, _Pending] = {}  # in the order in which hosts run them
@@ -206,6 +213,8 @@ class RemoteGroup:
                     with self._changed:
                         self._statuses.get(message.id, {})[link.rank] = message
                         self._changed.notify_all()
+                elif isinstance(message, Signalled):
+                    self._on_signalled(link.where, message)
                 else:
                     raise FrameError(f"a host sent a {type(message).__name__}.")
                 del message  # and its tensors, while the next is waited for

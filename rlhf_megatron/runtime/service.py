@@ -11,7 +11,7 @@ from collections.abc import Callable
 from rlhf_megatron.runtime.channel import Channel, FrameError
 from rlhf_megatron.runtime.failures import describe
 from rlhf_megatron.runtime.host import Activity, BuildRoles, Host
-from rlhf_megatron.runtime.messages import BUILD, Call, Leave, Ping, Reply
+from rlhf_megatron.runtime.messages import BUILD, Call, Leave, Ping, Reply, Signalled
 from rlhf_megatron.runtime.pool import Pool
 
 logger = logging.getLogger(__name__)
@@ -48,6 +48,10 @@ class Service:
                 self._channel.send(Reply(reply.id, failure=describe(error, self._activity.where)))
         except ConnectionError:
             logger.warning("the controller is gone; reply %d is lost", reply.id)
+
+    def tell(self, message: Signalled) -> None:
+        """On any thread. Raises ConnectionError."""
+        self._channel.send(message)
 
     def leave(self) -> None:
         """The main thread is done."""

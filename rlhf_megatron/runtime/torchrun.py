@@ -10,7 +10,7 @@ torch world of its own, and one ends with the other.
 When the controller exits with code c, so does every host. When a host dies the controller says which and exits; then
 the other hosts leave. The secret of the control channel comes from the environment or a file (`runtime.channel`);
 without either it is drawn here and passed through the rendezvous store, which torch does not authenticate: run several
-nodes on a private network.
+nodes on a private network. What a signal does: `runtime.stopping`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -40,21 +39,21 @@ from rlhf_megatron.runtime import channel, registration
 from rlhf_megatron.runtime.host import Activity, BuildRoles
 from rlhf_megatron.runtime.pool import Pool, join_pool, where
 from rlhf_megatron.runtime.pools import PoolSpec, pool_of_rank
-from rlhf_megatron.runtime.processes import die_with_parent, on_signals, redirect_output
+from rlhf_megatron.runtime.processes import die_with_parent, machine_id, on_signals, redirect_output, state_of
 from rlhf_megatron.runtime.remote import RemoteGroup
 from rlhf_megatron.runtime.routed import RoutedGroups
 from rlhf_megatron.runtime.service import Service, serve
+from rlhf_megatron.runtime.stopping import CLEANUP_S, HOST_SLACK_S, SIGNALS, STOP_LIMIT_ENV, ControllerStop, HostStop
+from rlhf_megatron.stop import StopRequest
 
 logger = logging.getLogger(__name__)
 
-STOP_GRACE_S = 15.0  # for the controller to clean up after a signal
-SIGNAL_SKEW_S = 3.0  # within it a signal that is meant for all processes has reached the controller as well
 EXIT_CODE_POLL_S = 0.1
 COLLECTIVE_SLACK_S = 120.0  # a call's deadline comes before the deadline of the collective that it is stuck in
 _LISTENER_ENV = "RLHF_MEGATRON_CONTROL_FD"
 _PARENT_ENV = "RLHF_MEGATRON_CONTROL_PARENT"
 _ADDRESS, _SECRET, _EXIT_CODE = "control/address", "control/secret", "control/exit_code"  # keys in the store
-_SETTINGS = "control/settings"
+_SETTINGS, _RANK_0 = "control/settings", "control/rank_0"  # the second: its machine and process
 _RANK_ENV = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ROLE_", "GROUP_")
 
 
@@ -62,11 +61,15 @@ _RANK_ENV = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
 class Deadlines:
     startup_s: float  # for all hosts to register, and then for the roles to stand
     call_s: float  # of one call
+    stop_s: float = 60.0  # of the run to end by itself, once it was asked to
 
 
-def launch_single_node(arguments: Sequence[str], num_processes: int, module: str = "rlhf_megatron") -> NoReturn:
+def launch_single_node(
+    arguments: Sequence[str], num_processes: int, module: str = "rlhf_megatron", stop_s: float = Deadlines.stop_s
+) -> NoReturn:
     """Become `python -m module arguments` on `num_processes` ranks of this machine, under torchrun. Does not return."""
     environment = dict(os.environ)
+    environment[STOP_LIMIT_ENV] = str(stop_s + CLEANUP_S + 3 * HOST_SLACK_S)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
     command = [sys.executable, "-m", "rlhf_megatron.runtime.agent", "--standalone", "--local-addr", "127.0.0.1"]
     command += ["--nproc-per-node", str(num_processes), "-m", module, *arguments]
@@ -111,11 +114,12 @@ def run_host(
     secret = channel.given_secret(os.environ)
     os.environ.pop(channel.SECRET_ENV, None)
     if rank == 0:
-        exit_code = _start_controller(store, secret, controller_arguments, controller_descriptors)
+        process, exit_code = _start_controller(store, secret, controller_arguments, controller_descriptors)
+        stopping = HostStop(deadlines.stop_s, process)
     else:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # also in the middle of a collective
-        on_signals([signal.SIGTERM], _leave_after_the_controller)
         exit_code = _exit_code_from(store)
+        stopping = HostStop(deadlines.stop_s)
+    on_signals(SIGNALS, stopping.on_signal)
     pool = pool_of_rank(pools, rank)
     pool_rank = rank - pool.first_rank
     name = where(pool.name, pool.layout, pool_rank)
@@ -133,6 +137,7 @@ def run_host(
         return 1
     activity = Activity(name)
     service = Service(control, activity, exit_code)
+    stopping.send = service.tell
     pool_store = _rendezvous_store(f"pool/{pool.name}", deadlines.startup_s)
     timeout_s = deadlines.call_s + COLLECTIVE_SLACK_S
 
@@ -143,44 +148,41 @@ def run_host(
     return exit_code()
 
 
-def run_controller(run: Callable[[RoutedGroups], int], pools: Sequence[PoolSpec], deadlines: Deadlines) -> int:
+def run_controller(
+    run: Callable[[RoutedGroups], int], pools: Sequence[PoolSpec], deadlines: Deadlines, stop: StopRequest | None = None
+) -> int:
     """The life of the controller that `run_host` started: wait for the hosts, `run`, end the hosts. Returns its code.
 
-    Raises what `run` raises; HostError, also a ValueError where a user can fix it, for what goes wrong on hosts;
-    SystemExit(128 + n) on SIGTERM and SIGINT, so that `finally` clauses run. Call it on the main thread.
+    A signal, to this process or to a host, becomes `stop`, which `run` is to look at. Raises what `run` raises;
+    HostError, also a ValueError where a user can fix it, for what goes wrong on hosts; SystemExit(128 + n) for a signal
+    without `stop` or before `run` has begun, a second one, and when `run` does not end in time. On the main thread.
     """
     secret = channel.given_secret(os.environ)
     assert secret is not None, "the host that started this process gave it the secret"
     os.environ.pop(channel.SECRET_ENV)
     listener = socket.socket(fileno=int(os.environ.pop(_LISTENER_ENV)))
-    die_with_parent(signal.SIGTERM, parent=int(os.environ.pop(_PARENT_ENV)))
+    parent = int(os.environ.pop(_PARENT_ENV))
     group: RoutedGroups | None = None
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        for other in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(other, signal.SIG_IGN)
-        watchdog = threading.Timer(STOP_GRACE_S, os._exit, (128 + number,))
-        watchdog.daemon = True
-        watchdog.start()
-        if group is not None and group.failure is not None:  # torchrun ends all ranks when one has died
-            raise group.failure
-        raise SystemExit(128 + number)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
-    try:
-        links = registration.gather_hosts(listener, secret, pools, deadlines.startup_s)
-        group = RoutedGroups(
-            {
-                pool.name: RemoteGroup(pool.layout, links[pool.name], deadlines.startup_s, deadlines.call_s)
-                for pool in pools
-            }
-        )
-        group.wait_until_built()
-        return run(group)
-    finally:
-        if group is not None:
-            group.close()
+    stopping = ControllerStop(stop or StopRequest(), deadlines.stop_s, parent)
+    with stopping.installed():
+        die_with_parent(signal.SIGTERM, parent)
+        try:
+            links = registration.gather_hosts(listener, secret, pools, deadlines.startup_s)
+            group = RoutedGroups(
+                {
+                    pool.name: RemoteGroup(
+                        pool.layout, links[pool.name], deadlines.startup_s, deadlines.call_s, stopping.tell
+                    )
+                    for pool in pools
+                }
+            )
+            stopping.watch(group)
+            group.wait_until_built()
+            stopping.is_startup = stop is None
+            return run(group)
+        finally:
+            if group is not None:
+                group.close()
 
 
 def _rendezvous_store(prefix: str, timeout_s: float) -> dist.Store:
@@ -204,16 +206,10 @@ def _agree(store: dist.Store, rank: int, settings: Sequence[str]) -> None:
         raise ConfigError([f"{line}; start all nodes with the same files and arguments." for line in different])
 
 
-def _leave_after_the_controller(number: int) -> None:
-    """A job that is told to stop is told so everywhere: the controller must not take this host for lost first."""
-    time.sleep(SIGNAL_SKEW_S)
-    os._exit(128 + number)
-
-
 def _start_controller(
     store: dist.Store, secret: bytes | None, arguments: Sequence[str], descriptors: Sequence[int]
-) -> Callable[[], int]:
-    """Start it, publish where it listens, pass signals on to it. Returns a function that waits for its exit code."""
+) -> tuple[subprocess.Popen[bytes], Callable[[], int]]:
+    """Start it and publish where it listens. Returns it, and a function that waits for its exit code."""
     is_single_node = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
     address = "127.0.0.1" if is_single_node else os.environ["MASTER_ADDR"]
     listener = registration.listen(address)
@@ -242,27 +238,22 @@ def _start_controller(
             time.sleep(5 * EXIT_CODE_POLL_S)
         published.set_result(code)
 
-    def stop(number: int) -> None:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_GRACE_S + 1)
-        process.kill()
-        if not is_single_node:  # until the others have read the exit code
-            time.sleep(5 * EXIT_CODE_POLL_S)
-        os._exit(128 + number)
-
-    on_signals([signal.SIGTERM, signal.SIGINT], stop)
     threading.Thread(target=watch, name="controller", daemon=True).start()
+    store.set(_RANK_0, f"{machine_id()} {os.getpid()}")
     store.set(_ADDRESS, f"{address}:{port}")
-    return published.result
+    return process, published.result
 
 
 def _exit_code_from(store: dist.Store) -> Callable[[], int]:
-    """A function that waits until rank 0 has published the controller's exit code; 1 when the store is gone."""
+    """A function that waits until rank 0 has published the controller's exit code; 1 when it or the store is gone."""
 
     def wait() -> int:
         try:
+            machine, _, pid = store.get(_RANK_0).decode().rpartition(" ")
             while not store.check([_EXIT_CODE]):
+                if machine == machine_id() and state_of(int(pid)) in ("", "Z") and not store.check([_EXIT_CODE]):
+                    logger.warning("rank 0 has ended")
+                    return 1
                 time.sleep(EXIT_CODE_POLL_S)
             return int(store.get(_EXIT_CODE))
         except (RuntimeError, ValueError) as error:  # torch's own errors are RuntimeErrors
