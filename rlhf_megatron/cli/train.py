@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +17,7 @@ from rlhf_megatron.config.load import load_run_config
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.show import as_text, as_yaml
 from rlhf_megatron.config.validate import check_world_size
+from rlhf_megatron.stop import STOPPED_EXIT_CODE, RunStopped, StopRequest
 
 if TYPE_CHECKING:
     from rlhf_megatron.runtime.worker_group import WorkerGroup
@@ -52,7 +55,8 @@ def train(args: argparse.Namespace) -> int:
         if _is_complete(args, config):
             return 0
         os.environ[CHECKED_ENV] = "1"
-        torchrun.launch_single_node(_arguments(args), config.trainer.n_gpus_per_node)
+        stop_s = config.trainer.stop_grace_s
+        torchrun.launch_single_node(_arguments(args), config.trainer.n_gpus_per_node, stop_s=stop_s)
     _install_faults(f"rank{os.environ['RANK']}")
     return _host(args, config, as_yaml(config))
 
@@ -125,6 +129,7 @@ def _run(
     config: RunConfig,
     run_dir: Path,
     lock: RunLock,
+    stop: StopRequest,
     group,  # type: ignore[no-untyped-def]
 ) -> int:
     from rlhf_megatron.rollout.engine import EngineError
@@ -134,26 +139,37 @@ def _run(
         if args.replay is not None:
             run.replay(config, group, run_dir, Path(args.replay_from), args.replay)
         else:
-            run.train(config, group, run_dir, args.record or config.trainer.record, lock.since)
+            run.train(config, group, run_dir, args.record or config.trainer.record, lock.since, stop)
     except EngineError as error:
         raise ValueError(str(error)) from error
+    except RunStopped as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        return STOPPED_EXIT_CODE if config.trainer.save_freq else 128 + signal.SIGTERM
     return 0
 
 
 def _inline(args: argparse.Namespace, config: RunConfig, opened: OpenRunDir) -> int:
     from rlhf_megatron.runtime.inline import InlineGroup
     from rlhf_megatron.runtime.roles import role_builder
+    from rlhf_megatron.runtime.stopping import ControllerStop
 
     def connect() -> WorkerGroup:
         return InlineGroup(role_builder(config), backend=_backend(config))
 
-    return _run(args, config, opened.path, opened.lock, connect)
+    stop = StopRequest()
+    with ControllerStop(stop, config.trainer.stop_grace_s).installed():
+        return _run(args, config, opened.path, opened.lock, stop, connect)
 
 
 def _deadlines(config: RunConfig):  # type: ignore[no-untyped-def]
     from rlhf_megatron.runtime.torchrun import Deadlines
 
-    return Deadlines(startup_s=config.rollout.startup_timeout_s, call_s=config.trainer.stage_timeout_s)
+    trainer = config.trainer
+    return Deadlines(
+        startup_s=config.rollout.startup_timeout_s,
+        call_s=max(trainer.stage_timeout_s, *trainer.stage_timeouts_s.values(), 0.0),
+        stop_s=trainer.stop_grace_s,
+    )
 
 
 def _host(args: argparse.Namespace, config: RunConfig, resolved: str) -> int:
@@ -204,7 +220,9 @@ def _control(args: argparse.Namespace, config: RunConfig, run_dir: Path) -> int:
 
     lock = RunLock.inherited(int(os.environ.pop(LOCK_ENV)))
 
-    def run(group):  # type: ignore[no-untyped-def]
-        return _run(args, config, run_dir, lock, lambda: group)
+    stop = StopRequest()
 
-    return run_controller(run, _pools(config), _deadlines(config))
+    def run(group):  # type: ignore[no-untyped-def]
+        return _run(args, config, run_dir, lock, stop, lambda: group)
+
+    return run_controller(run, _pools(config), _deadlines(config), stop)

@@ -1,55 +1,73 @@
 """The loop: generate -> score -> annotate -> advantages -> update -> sync. Read this page first.
 
 Nothing here knows an algorithm, an engine, a launcher or a layout. Each line is a method of `Stages`; what flows
-between them stands in `data/batch.py`.
+between them stands in `data/batch.py`. After a kill the loop is entered again at the step after the last checkpoint:
+a stage that the journal has already hands back what was finished, and the stages behind it pass that on.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from rlhf_megatron import faults
+from rlhf_megatron.scheduler.guard import StageGuard
+from rlhf_megatron.scheduler.keeper import Keeper
 from rlhf_megatron.scheduler.stages import Stages
 from rlhf_megatron.scheduler.tracker import Tracker
 
 
-def run(
-    stages: Stages,
-    tracker: Tracker,
-    total_training_steps: int,
-    test_freq: int,
-    val_before_train: bool,
-    steps_done: int = 0,
-) -> None:
-    """The steps after `steps_done`. The engines serve the current weights when it is called and when it returns."""
-    if val_before_train and steps_done == 0:
-        with tracker.stage("evaluate"):
-            result = stages.evaluate()
-        tracker.evaluation(0, result)
+@dataclass(frozen=True)
+class LoopPlan:
+    """The steps of a run, and where it evaluates."""
 
-    for step in range(steps_done + 1, total_training_steps + 1):
+    last_step: int
+    steps_done: int = 0  # before this process
+    test_freq: int = 0  # steps between evaluations; 0: none but the last
+    val_before_train: bool = False
+    is_evaluated: bool = False  # the evaluation after `steps_done` stands
+
+    def is_evaluation_due(self, step: int) -> bool:
+        if step == 0:
+            return self.val_before_train
+        return step == self.last_step or bool(self.test_freq and step % self.test_freq == 0)
+
+
+def run(stages: Stages, tracker: Tracker, stage: StageGuard, keeper: Keeper, plan: LoopPlan) -> None:
+    """The steps after `plan.steps_done`. The engines serve the current weights when it is called and when it returns.
+
+    Raises RunStopped between two stages when the run was asked to stop: always before an update, or after its sync.
+    """
+    if plan.is_evaluation_due(plan.steps_done) and not plan.is_evaluated:
+        _evaluate(stages, tracker, stage, plan, plan.steps_done)
+
+    for step in range(plan.steps_done + 1, plan.last_step + 1):
         faults.set_step(step)
         faults.reach("loop.step_begins")
         with tracker.step(step):
-            with tracker.stage("next"):
+            with stage("next"):
                 prompts = stages.next_prompts(step)
-            with tracker.stage("generate"):
+            with stage("generate"):
                 rollout = stages.generate(step, prompts)
-            with tracker.stage("score"):
-                scored = stages.score(rollout)
-            with tracker.stage("annotate"):
+            with stage("score"):
+                scored = stages.score(step, rollout)
+            with stage("annotate"):
                 annotated = stages.annotate(step, scored)
-            with tracker.stage("advantages"):
-                train = stages.advantages(annotated)
-            faults.reach("loop.after_advantages")
-            with tracker.stage("update"):
+            with stage("advantages"):
+                train = stages.advantages(step, annotated)
+            with stage("update"):
                 stages.update(step, train)
-            with tracker.stage("sync"):
+            with stage("sync", is_begun=True):
                 metrics = stages.sync()
-            tracker.batch(train, metrics)
+            tracker.batch(train, metrics | keeper.poll())
+        keeper.step_done(step)
         faults.reach("loop.step_ends")
+        if plan.is_evaluation_due(step):
+            _evaluate(stages, tracker, stage, plan, step)
 
-        is_last = step == total_training_steps
-        if is_last or (test_freq and step % test_freq == 0):
-            faults.reach("evaluate.before")
-            with tracker.stage("evaluate"):
-                result = stages.evaluate(is_final=is_last)
-            tracker.evaluation(step, result)
+
+def _evaluate(stages: Stages, tracker: Tracker, stage: StageGuard, plan: LoopPlan, step: int) -> None:
+    """On all held-out items before the first step and after the last."""
+    faults.reach("evaluate.before")
+    with stage("evaluate"):
+        result = stages.evaluate(is_final=step in (0, plan.last_step))
+    tracker.evaluation(step, result)

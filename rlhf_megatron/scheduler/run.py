@@ -38,6 +38,7 @@ from rlhf_megatron.scheduler.traced_group import TracedGroup
 from rlhf_megatron.scheduler.tracker import Tracker
 from rlhf_megatron.scheduler.warmup import WarmupResult, warm_up
 from rlhf_megatron.scheduler.weight_sync import NoSync, WeightSync
+from rlhf_megatron.stop import StopRequest
 
 logger = logging.getLogger(__name__)
 PACKAGES = ("torch", "megatron-core", "transformers", "rlhf-megatron")
@@ -55,8 +56,12 @@ def train(
     run_dir: Path,
     is_recorded: bool,
     since: float,
+    stop: StopRequest,
 ) -> None:
-    """A run from the first sync to the summary. `connect_group` waits for the hosts; `since`: when it was launched."""
+    """A run from the first sync to the summary. `connect_group` waits for the hosts; `since`: when it was launched.
+
+    Raises RunStopped where `stop` asks for it.
+    """
     plugins = load_plugins(config)
     sets, tokenizer = load_data(config)
     with ExitStack() as stack:
@@ -82,9 +87,10 @@ def train(
         warm = _warm_up(config, stages, tracker, sets)
         if recorder:
             recorder.write_start(RecordedStart(warm.num_steps, weight_sync.version + 1))
+        stop.check()
         stages.sync()
         trainer = config.trainer
-        run(stages, tracker, trainer.total_training_steps, trainer.test_freq, trainer.val_before_train)
+        run(stages, tracker, trainer.total_training_steps, trainer.test_freq, trainer.val_before_train, stop=stop)
         if trainer.save_hf:
             _save_hf(stages, run_dir)
         _finish(config, tracker, run_dir, sets, warm.evaluation, _layouts(group))
