@@ -75,6 +75,13 @@ class BackgroundSave:
         return tuple(record_of(self._directory.parent, path) for path in paths)
 
 
+def write_together(where: str, write: Callable[[], tuple[FileRecord, ...]]) -> SaveResult:
+    """`write` on each rank of the pool, and what came of it on all of them."""
+    files, error = attempt(where, write)
+    error = agreed_error(error)
+    return SaveResult(files) if error is None else SaveResult((), error)
+
+
 def attempt(where: str, write: Callable[[], tuple[FileRecord, ...]]) -> tuple[tuple[FileRecord, ...], str | None]:
     """(what was written, None), or ((), what went wrong on this rank): its peers must be told before it goes on."""
     try:

@@ -146,6 +146,11 @@ def record_of(root: Path, path: Path) -> FileRecord:
     return FileRecord(path.relative_to(root).as_posix(), path.stat().st_size, digest_of(path))
 
 
+def records_below(directory: Path) -> tuple[FileRecord, ...]:
+    """Of all files in `directory`, which stands right below the checkpoint's."""
+    return tuple(record_of(directory.parent, directory / path) for path, _ in sorted(files_in(directory)))
+
+
 def digest_of(path: Path) -> str:
     """sha256 in hexadecimal digits. Lets other threads run meanwhile."""
     digest = hashlib.sha256()

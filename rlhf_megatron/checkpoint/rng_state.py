@@ -20,12 +20,9 @@ _TRACKER = "tracker."
 _PLAIN = "state"  # key of the metadata: what is no tensor, as JSON
 
 
-def file_name(rank: int) -> str:
-    return f"rank{rank}.safetensors"
-
-
 def save_rng(path: Path, device: torch.device) -> None:
-    """Write the states as they are now, flushed to disk. Raises OSError."""
+    """Write the states as they are now, flushed to disk. The parent directory is made. Raises OSError."""
+    path.parent.mkdir(exist_ok=True)
     version, words, gauss = random.getstate()
     numpy_state: Any = np.random.get_state(legacy=False)
     tensors: dict[str, Tensor] = {

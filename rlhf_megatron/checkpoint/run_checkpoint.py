@@ -194,7 +194,7 @@ class CheckpointStore:
             self.verify(final)
         except ValueError as error:
             number = 1
-            while os.path.lexists(aside := final.with_name(f"{final.name}.broken{number}")):
+            while os.path.lexists(aside := final.with_name(f"broken_{final.name}.{number}")):
                 number += 1
             os.rename(final, aside)
             logger.warning("%s It was moved to %s.", error, aside.name)

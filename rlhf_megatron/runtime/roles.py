@@ -10,8 +10,11 @@ from pathlib import Path
 
 import torch
 
+from rlhf_megatron.checkpoint.async_save import write_together
 from rlhf_megatron.checkpoint.hf_reader import HFReader, read_hf_config
+from rlhf_megatron.checkpoint.manifest import FileRecord, SaveResult, record_of, records_below
 from rlhf_megatron.checkpoint.random_init import random_source
+from rlhf_megatron.checkpoint.rng_state import load_rng, save_rng
 from rlhf_megatron.checkpoint.source import WeightSource
 from rlhf_megatron.checkpoint.value_model import read_value_model
 from rlhf_megatron.config.rules import has_critic, needs_reference
@@ -79,6 +82,36 @@ class HostRole:
         if self.reference is not None:
             self.reference.copy_weights(self.actor.synced_chunks())
 
+    def save_reference(self, directory: Path) -> SaveResult:
+        """The reference in Hugging Face layout, as a part of a checkpoint. What goes wrong is in the result."""
+        reference, world = self.reference, self.world
+        assert reference is not None, "there is no reference here"
+
+        def write() -> tuple[FileRecord, ...]:
+            hf_config, dtype = self.actor.model.hf_config, self.actor.dtype
+            export_hf(reference.export(), world, directory=directory, hf_config=hf_config, dtype=dtype)
+            return records_below(directory) if world.rank == 0 else ()
+
+        if reference.is_offloaded:
+            reference.onload()
+        result = write_together(str(world), write)
+        if reference.is_offloaded:
+            reference.offload()
+        return result
+
+    def load_reference(self, directory: Path) -> None:
+        """Undo `save_reference`."""
+        assert self.reference is not None, "there is no reference here"
+        self.reference.load_hf(directory)
+
+    def save_rng(self, directory: Path) -> SaveResult:
+        """This rank's random states, as a part of a checkpoint. What goes wrong is in the result."""
+        return _save_rng(directory / f"rank{self.world.rank}.safetensors", self.world)
+
+    def load_rng(self, directory: Path) -> None:
+        """Undo `save_rng`. Raises ValueError."""
+        load_rng(directory / f"rank{self.world.rank}.safetensors", self.world.device)
+
 
 class CriticRole(MegatronCritic):
     """The critic, and how it is written."""
@@ -95,6 +128,22 @@ class CriticRole(MegatronCritic):
             dtype=self.dtype,
             companions_from=self.tokenizer_path,
         )
+
+    def save_rng(self, directory: Path) -> SaveResult:
+        """See `HostRole.save_rng`; for a critic that has ranks of its own."""
+        return _save_rng(directory / f"critic_rank{self.world.rank}.safetensors", self.world)
+
+    def load_rng(self, directory: Path) -> None:
+        """Undo `save_rng`. Raises ValueError."""
+        load_rng(directory / f"critic_rank{self.world.rank}.safetensors", self.world.device)
+
+
+def _save_rng(path: Path, world: World) -> SaveResult:
+    def write() -> tuple[FileRecord, ...]:
+        save_rng(path, world.device)
+        return (record_of(path.parent.parent, path),)
+
+    return write_together(str(world), write)
 
 
 class WorldRole:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from rlhf_megatron.checkpoint.hf_reader import HFReader
 from rlhf_megatron.checkpoint.load_model import load_hf, local_shards, named_parameters
 from rlhf_megatron.checkpoint.source import WeightSource
 from rlhf_megatron.config.schema import MegatronConfig
@@ -69,6 +71,12 @@ class MegatronReference:
         with torch.no_grad():
             for name, parameter in named_parameters(self.model.chunks).items():
                 parameter.copy_(source[name])
+
+    def load_hf(self, directory: Path) -> None:
+        """Become the model of a Hugging Face directory of the same architecture. Raises ValueError."""
+        reader = HFReader(directory)
+        reader.check(table_for(self.model.hf_config, self.world.layout.tp))
+        load_hf(self.model.chunks, self.table, reader, self.world.coordinates.tp, self.world.layout.tp)
 
     def export(self) -> Iterator[tuple[Rule, Tensor]]:
         """See `contract.Worker`."""
