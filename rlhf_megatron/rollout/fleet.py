@@ -1,25 +1,34 @@
-"""Several engines as one: work is spread by what each has outstanding, and a failed piece goes to another engine."""
+"""Several engines as one: work is spread by what each has outstanding, and what an engine fails to do another does.
+
+A supervisor says which engines serve; see `rollout.supervisor`.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
 from typing import TypeVar
 
+from rlhf_megatron import faults
 from rlhf_megatron.rollout.calls import EngineCall, EngineCalls
 from rlhf_megatron.rollout.chunks import CHUNKS_IN_FLIGHT, Chunk, cut, unknown_runs, without_known
 from rlhf_megatron.rollout.engine import Engine, EngineError, EngineRequestError, GeneratedSample, GenerateRequest
+from rlhf_megatron.rollout.supervisor import Member, State, Supervision, Supervisor
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Groups = list[list[GeneratedSample]]
+OnGroups = Callable[[int, Groups], None]
+Running = dict[Future[Groups], tuple[Chunk, Member, Engine]]
 
-_POLL_S = 0.2
+COUNTERS = ("rollout/engine_failures", "rollout/engine_restarts", "rollout/requests_reissued")
+_POLL_S = 0.1
 _HEALTH_S = 5.0
+_ABORT_S = 5.0
 _VERB_S = 3600.0  # of any verb; the clients have deadlines of their own for each HTTP call in it
-OnGroups = Callable[[int, list[list[GeneratedSample]]], None]
 
 
 def _never_stop() -> None:
@@ -29,8 +38,8 @@ def _never_stop() -> None:
 class EngineFleet:
     """Engines that serve the same weights. One caller at a time.
 
-    An engine that fails and then does not answer a health check is set aside; `begin_update` takes it back when it
-    answers again, since the sync that follows gives it current weights.
+    In `generate`, engines that fail are started again where `supervision` allows it, and brought to the current weights
+    by `resync`. In a weight sync an engine that fails is left out; it is mended in the next `generate`.
     """
 
     def __init__(
@@ -39,103 +48,156 @@ class EngineFleet:
         request_timeout_s: float,
         request_retries: int,
         *,
+        supervision: Supervision | None = None,
+        is_closed: bool = False,
         should_stop: Callable[[], None] = _never_stop,
     ) -> None:
-        """`should_stop` is called every moment while samples are awaited: `StopRequest.check`, which raises."""
+        """`is_closed`: engines decode each piece of work by itself, so the cuts must not depend on what is known.
+
+        `should_stop` is called every moment while samples are awaited: `StopRequest.check`, which raises.
+        """
         if not engines:
             raise ValueError("a fleet needs at least one engine; set rollout.num_engines.")
-        self.engines = tuple(engines)
         self.request_timeout_s = request_timeout_s
         self.request_retries = request_retries
+        self.is_closed = is_closed
         self.should_stop = should_stop
-        self._down: dict[str, str] = {}  # engine name -> why
         self._calls = EngineCalls()
+        self._supervisor = Supervisor(engines, supervision or Supervision(), self._calls)
+        self._version: int | None = None  # that samples must have; None before the first sync
+        self._is_aborted = False  # by `abort`, in this call of `generate`
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        return tuple(member.engine for member in self._supervisor.members)
 
     @property
     def live(self) -> tuple[Engine, ...]:
-        """Engines that are not set aside: the ones that weights go to."""
-        return tuple(engine for engine in self.engines if engine.address.name not in self._down)
+        """Engines that serve, or take part in the weight sync that is under way: the ones that weights go to."""
+        return tuple(member.engine for member in self._live)
+
+    @property
+    def resync(self) -> Callable[[Sequence[Engine]], object] | None:
+        """Gives engines the current weights again, verified; raises EngineError. Set to `WeightSync.resync`.
+
+        Called inside `generate`, on its thread: nothing else may run on the hosts then.
+        """
+        return self._supervisor.resync
+
+    @resync.setter
+    def resync(self, function: Callable[[Sequence[Engine]], object] | None) -> None:
+        self._supervisor.resync = function
 
     def set_aside(self, name: str, reason: str) -> None:
-        """Nothing goes to that engine until it takes part in a weight sync again."""
-        logger.warning("%s is set aside: %s", name, reason)
-        self._down[name] = reason
+        """That engine has not got the weights of the sync that is under way: it serves nothing until it has."""
+        self._supervisor.stale(self._supervisor.of_name(name), reason)
+
+    def calls(self) -> list[EngineCall]:
+        """The last calls to engines, oldest first; those that still run too."""
+        return self._calls.last()
+
+    def take_counters(self) -> dict[str, float]:
+        """Metrics since the last time."""
+        counters = self._supervisor.counters
+        taken = {name: float(counters[name]) for name in COUNTERS}
+        counters.clear()
+        return taken
 
     def generate(
         self,
         requests: Sequence[GenerateRequest],
         on_groups: OnGroups | None = None,
         known: Mapping[int, list[GeneratedSample]] | None = None,
-    ) -> list[list[GeneratedSample]]:
-        """Per request its samples, in order; each sample exactly once, whatever failed on the way.
+    ) -> Groups:
+        """Per request its samples, in order; each sample exactly once, whatever failed on the way, and each of the
+        current policy version.
 
         `on_groups(first, groups)` is called with neighbouring groups as they come, once for each group. `known`: groups
         by index that an earlier process got; they are not asked for, nor handed to `on_groups`.
         Raises EngineRequestError when a request itself is wrong, EngineError when retries or engines run out, and what
         `should_stop` raises.
         """
-        known = known or {}
+        self._is_aborted = False
+        self._learn_version()
+        known = self._current(known or {})
         results: list[list[GeneratedSample] | None] = [known.get(index) for index in range(len(requests))]
-        todo = without_known(cut(requests, len(self.engines)), known, is_closed=False)
-        running: dict[Future[list[list[GeneratedSample]]], tuple[Chunk, Engine]] = {}
+        chunks = cut(requests, len(self._supervisor.members), self.is_closed)
+        todo = without_known(chunks, known, self.is_closed)
+        running: Running = {}
         try:
-            while todo or running:
-                self.should_stop()
-                self._dispatch(todo, running)
-                done, _ = wait(running, timeout=_POLL_S, return_when=FIRST_COMPLETED)
-                for future in done:
-                    chunk, engine = running.pop(future)
-                    try:
-                        groups = future.result()
-                    except EngineRequestError:
-                        raise
-                    except EngineError as error:
-                        self._failed(chunk, engine, error)
-                        todo.insert(0, chunk)
-                        continue
-                    for run in unknown_runs(chunk.start, len(groups), known):
-                        new = groups[run.start - chunk.start :][: len(run)]
-                        results[run.start : run.stop] = new
-                        if on_groups is not None:
-                            on_groups(run.start, new)
+            with self._supervisor.watching():
+                while todo or running:
+                    self.should_stop()
+                    self._supervisor.advance(self._version)
+                    self._take_back(todo, running)
+                    self._supervisor.mend(self._version)
+                    self._dispatch(todo, running)
+                    for chunk, groups in self._completed(todo, running):
+                        for run in unknown_runs(chunk.start, len(groups), known):
+                            new = groups[run.start - chunk.start :][: len(run)]
+                            results[run.start : run.stop] = new
+                            if on_groups is not None:
+                                on_groups(run.start, new)
+                        if todo or running:
+                            faults.reach("rollout.mid_generate")
         except BaseException:
             self._abandon(running)
             raise
         assert all(group is not None for group in results), "a group was lost"
         return [group for group in results if group is not None]
 
-    def calls(self) -> list[EngineCall]:
-        """The last calls to engines, oldest first; those that still run too."""
-        return self._calls.last()
-
     def begin_update(self, version: int, full_resync: bool = False) -> None:
-        """On all engines. Those set aside that answer again take part; the others stay out."""
-        for engine in self.engines:
-            if engine.address.name in self._down and self._is_healthy(engine):
-                logger.warning("%s answers again and joins the weight sync", engine.address.name)
-                del self._down[engine.address.name]
-        self._require_live()
-        self._on_all("begin_update", lambda engine: engine.begin_update(version, full_resync))
+        """On all engines that answer; `live` are then those that take part. It may be none where some will be mended
+        later. Raises EngineError where nothing is left to mend, or nothing but a refusal was heard."""
+        supervisor = self._supervisor
+        supervisor.watch()
+        supervisor.advance(self._version)
+        candidates = supervisor.of(State.SERVING, State.CHECKED, State.STALE, State.SYNCING)
+        candidates += [member for member in supervisor.of(State.DOWN) if self._is_healthy(member)]
+        done, failures = self._each(
+            "begin_update", lambda engine: engine.begin_update(version, full_resync), candidates
+        )
+        for member in done:
+            supervisor.joins(member)
+        for member, error in failures.items():
+            supervisor.stale(member, str(error))
+        self._require_future(len(done), failures.values())
 
     def commit_update(self, version: int) -> None:
-        """On all engines, then check that each serves `version`."""
-        self._on_all("commit_update", lambda engine: engine.commit_update(version))
-        found = self._on_all("version", lambda engine: engine.version())
-        wrong = {name: value for name, value in found.items() if value != version}
-        if wrong:
-            raise EngineError(f"engines serve other versions than {version} after the sync: {wrong}.")
+        """On all engines that take part, then ask each whether it serves `version`. That is the current version from
+        now on, also where an engine has not got it. Raises EngineError as `begin_update` does."""
+        supervisor = self._supervisor
+        committed, failures = self._each(
+            "commit_update", lambda engine: engine.commit_update(version), supervisor.of(State.SYNCING)
+        )
+        found, unanswered = self._each("version", lambda engine: engine.version(), committed)
+        failures |= unanswered
+        for member, value in found.items():
+            if value == version:
+                supervisor.serves(member, is_proven=True)
+            else:
+                failures[member] = EngineError(f"{member.name} serves version {value} after the sync to {version}")
+        for member, error in failures.items():
+            supervisor.stale(member, str(error))
+        supervisor.unwatch()
+        self._require_future(len(supervisor.of(State.SERVING)), failures.values())
+        self._version = version
 
     def version(self) -> int | None:
         """The version that all engines serve; None: never synced or STALE. Raises EngineError when they differ."""
-        self._require_live()
+        if not self.live:
+            raise EngineError(self._nobody())
         found = self._on_all("version", lambda engine: engine.version())
         if len(set(found.values())) > 1:
             raise EngineError(f"engines serve different versions: {found}; sync the weights again.")
         return next(iter(found.values()))
 
     def weight_digests(self) -> dict[str, dict[str, str] | None]:
-        """Per engine name what `Engine.weight_digests` returns."""
-        return self._on_all("weight_digests", lambda engine: engine.weight_digests())
+        """Per engine name what `Engine.weight_digests` returns. An engine that fails is set aside."""
+        found, failures = self._each("weight_digests", lambda engine: engine.weight_digests(), self._live)
+        for member, error in failures.items():
+            self.set_aside(member.name, str(error))
+        return {member.name: digests for member, digests in found.items()}
 
     def pause(self) -> None:
         self._on_all("pause", lambda engine: engine.pause())
@@ -144,6 +206,7 @@ class EngineFleet:
         self._on_all("resume", lambda engine: engine.resume())
 
     def abort(self) -> None:
+        self._is_aborted = True
         self._on_all("abort", lambda engine: engine.abort())
 
     def release_memory(self) -> None:
@@ -158,81 +221,155 @@ class EngineFleet:
 
     def close(self) -> None:
         """Drop all connections. Safe to call twice."""
+        self._supervisor.unwatch()
         for engine in self.engines:
             engine.close()
 
-    def _dispatch(
-        self, todo: list[Chunk], running: dict[Future[list[list[GeneratedSample]]], tuple[Chunk, Engine]]
-    ) -> None:
+    @property
+    def _live(self) -> list[Member]:
+        return self._supervisor.of(State.SYNCING) or self._supervisor.of(State.SERVING)
+
+    def _dispatch(self, todo: list[Chunk], running: Running) -> None:
         """Give chunks to the engines with the least outstanding samples, until each has enough."""
-        self._require_live()
         while todo:
-            load = {engine: [0, 0] for engine in self.live}  # chunks, samples
-            for chunk, engine in running.values():
-                if engine in load:
-                    load[engine][0] += 1
-                    load[engine][1] += chunk.num_samples
+            load = {member: [0, 0] for member in self._supervisor.of(State.SERVING)}  # chunks, samples
+            if not load:
+                if not self._supervisor.is_hopeful:
+                    raise EngineError(self._nobody())
+                return
+            for chunk, member, _ in running.values():
+                if member in load:
+                    load[member][0] += 1
+                    load[member][1] += chunk.num_samples
             chunk = todo[0]
-            fresh = [engine for engine in load if engine.address.name not in chunk.failures] or list(load)
-            engine = min(fresh, key=lambda candidate: load[candidate][1])
-            if load[engine][0] >= CHUNKS_IN_FLIGHT:
+            fresh = [member for member in load if member.name not in chunk.failures] or list(load)
+            member = min(fresh, key=lambda candidate: load[candidate][1])
+            if load[member][0] >= CHUNKS_IN_FLIGHT:
                 return
             todo.pop(0)
-            running[self._start_generate(engine, chunk)] = (chunk, engine)
+            verb = partial(member.engine.generate, chunk.requests, self.request_timeout_s)
+            running[self._calls.start(member.name, "generate", verb)] = (chunk, member, member.engine)
 
-    def _start_generate(self, engine: Engine, chunk: Chunk) -> Future[list[list[GeneratedSample]]]:
-        return self._calls.start(
-            engine.address.name, "generate", lambda: engine.generate(chunk.requests, self.request_timeout_s)
-        )
+    def _completed(self, todo: list[Chunk], running: Running) -> list[tuple[Chunk, Groups]]:
+        """Wait a moment. Chunks whose samples have come and are accepted; the others are in `todo` again."""
+        if not running:
+            time.sleep(_POLL_S)
+            return []
+        accepted: list[tuple[Chunk, Groups]] = []
+        for future in wait(running, timeout=_POLL_S, return_when=FIRST_COMPLETED).done:
+            chunk, member, engine = running.pop(future)
+            try:
+                groups = future.result(timeout=0)
+            except EngineRequestError:
+                raise
+            except EngineError as error:
+                if member.engine is engine and member.state is State.SERVING:
+                    self._supervisor.failed(member, str(error))
+                self._again(chunk, member, str(error), todo)
+                continue
+            versions = {sample.policy_version for group in groups for sample in group}
+            if self._version is not None and versions - {self._version}:
+                words = f"{member.name} returned samples of version {sorted(versions)}, the current is {self._version}"
+                if member.engine is engine and member.state is State.SERVING:
+                    self._supervisor.stale(member, words)
+                self._again(chunk, member, words, todo)
+            elif not self._is_aborted and any(s.finish_reason == "abort" for g in groups for s in g):
+                self._again(chunk, member, f"{member.name} ended samples before they were complete", todo)
+            else:
+                member.num_stale = 0
+                accepted.append((chunk, groups))
+        return accepted
 
-    def _failed(self, chunk: Chunk, engine: Engine, error: EngineError) -> None:
-        """Set the engine aside if it is ill. Raises EngineError when the chunk has used up its retries."""
-        chunk.failures[engine.address.name] = str(error)
+    def _take_back(self, todo: list[Chunk], running: Running) -> None:
+        """Chunks of engines that serve no more. What such an engine still answers is read by nobody."""
+        for future, (chunk, member, engine) in list(running.items()):
+            if member.engine is not engine or member.state not in (State.SERVING, State.CHECKED):
+                del running[future]
+                self._again(chunk, member, member.reason, todo)
+
+    def _again(self, chunk: Chunk, member: Member, words: str, todo: list[Chunk]) -> None:
+        """Ask for the chunk again, with the same seeds. Raises EngineError when it has used up its retries."""
+        chunk.failures[member.name] = words
         chunk.num_failures += 1
-        if engine.address.name not in self._down and not self._is_healthy(engine):
-            self._down[engine.address.name] = str(error)
-        logger.warning("%s failed with %d samples: %s", engine.address.name, chunk.num_samples, error)
+        logger.warning("%s failed with %d samples: %s", member.name, chunk.num_samples, words)
         if chunk.num_failures > self.request_retries:
-            words = "; ".join(chunk.failures.values())
             raise EngineError(
                 f"{chunk.num_samples} samples failed {chunk.num_failures} times (rollout.request_retries is"
-                f" {self.request_retries}): {words}"
-            ) from error
+                f" {self.request_retries}): {'; '.join(chunk.failures.values())}"
+            )
+        self._supervisor.counters["rollout/requests_reissued"] += len(chunk.requests)
+        todo.insert(0, chunk)
 
-    def _abandon(self, running: dict[Future[list[list[GeneratedSample]]], tuple[Chunk, Engine]]) -> None:
-        """Make the engines finish at once what nobody will read."""
-        for engine in {engine for _, engine in running.values()}:
-            if engine.address.name not in self._down:
-                self._calls.start(engine.address.name, "abort", engine.abort)
+    def _abandon(self, running: Running) -> None:
+        """Make the engines finish at once what nobody will read. Waits for them a moment."""
+        members = {member for _, member, engine in running.values() if member.engine is engine}
+        wait([self._calls.start(member.name, "abort", member.engine.abort) for member in members], timeout=_ABORT_S)
 
-    def _is_healthy(self, engine: Engine) -> bool:
+    def _learn_version(self) -> None:
+        """Where this fleet has made no sync, the engines may have got weights another way."""
+        if self._version is None:
+            members = self._supervisor.of(State.SERVING)
+            found, _ = self._each("version", lambda engine: engine.version(), members, _HEALTH_S)
+            if len(set(found.values())) == 1:
+                self._version = next(iter(found.values()))
+
+    def _current(self, known: Mapping[int, list[GeneratedSample]]) -> dict[int, list[GeneratedSample]]:
+        """Known groups whose samples are all of the current version."""
+        if self._version is None:
+            return dict(known)
+        good = {i: group for i, group in known.items() if all(s.policy_version == self._version for s in group)}
+        if len(good) < len(known):
+            logger.warning(
+                "%d of %d known groups are of another version than %d and are asked for again",
+                *(len(known) - len(good), len(known), self._version),
+            )
+        return good
+
+    def _is_healthy(self, member: Member) -> bool:
         try:
-            engine.health(_HEALTH_S)
+            member.engine.health(_HEALTH_S)
         except EngineError:
             return False
+        logger.warning("%s answers again and joins the weight sync", member.name)
         return True
 
-    def _require_live(self) -> None:
-        if not self.live:
-            words = "; ".join(self._down.values())
-            raise EngineError(f"no engine is left of {len(self.engines)}: {words}")
+    def _require_future(self, num_good: int, failures: Collection[EngineError]) -> None:
+        """After a verb of a sync. Raises EngineError where no engine is left, and none will come back.
+
+        Before the first sync, or where a request itself is refused, a restart would not help unless a server has died.
+        """
+        if num_good:
+            return
+        supervisor = self._supervisor
+        has_died = any(supervisor.ending(member.name) is not None for member in supervisor.members)
+        is_refused = self._version is None or any(isinstance(error, EngineRequestError) for error in failures)
+        if not supervisor.is_hopeful or (failures and is_refused and not has_died):
+            raise EngineError(self._nobody())
+        logger.warning("no engine takes part in this weight sync; they get the weights before they serve again")
+
+    def _nobody(self) -> str:
+        return f"no engine is left of {len(self._supervisor.members)}: {self._supervisor.words}"
+
+    def _each(
+        self, what: str, verb: Callable[[Engine], T], members: Collection[Member], deadline_s: float = _VERB_S
+    ) -> tuple[dict[Member, T], dict[Member, EngineError]]:
+        """Call these engines at once: what they returned, and what those that failed said."""
+        futures = {member: self._calls.start(member.name, what, partial(verb, member.engine)) for member in members}
+        deadline = time.monotonic() + deadline_s
+        results: dict[Member, T] = {}
+        failures: dict[Member, EngineError] = {}
+        for member, future in futures.items():
+            try:
+                results[member] = future.result(max(0.0, deadline - time.monotonic()))
+            except EngineError as error:
+                failures[member] = error
+            except TimeoutError:
+                failures[member] = EngineError(f"{member.name} has not ended {what} within {deadline_s:g} s")
+        return results, failures
 
     def _on_all(self, what: str, verb: Callable[[Engine], T]) -> dict[str, T]:
-        """Call every live engine at once; results by engine name. Raises one EngineError with what all said."""
-        futures = {
-            engine.address.name: self._calls.start(engine.address.name, what, partial(verb, engine))
-            for engine in self.live
-        }
-        deadline = time.monotonic() + _VERB_S
-        results: dict[str, T] = {}
-        failures: list[str] = []
-        for name, future in futures.items():
-            try:
-                results[name] = future.result(max(0.0, deadline - time.monotonic()))
-            except EngineError as error:
-                failures.append(str(error))
-            except TimeoutError:
-                failures.append(f"{name} has not ended {what} within {_VERB_S:g} s")
+        """Results by engine name. Raises one EngineError with what all said that failed."""
+        results, failures = self._each(what, verb, self._live)
         if failures:
-            raise EngineError("; ".join(failures))
-        return results
+            raise EngineError("; ".join(str(error) for error in failures.values()))
+        return {member.name: result for member, result in results.items()}

@@ -1,20 +1,26 @@
-"""Server processes: a log file each, awaited until healthy, stopped with their children on every exit path."""
+"""Server processes: a log file each, awaited until healthy, started again by name, stopped with their children on
+every exit path."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import json
+import logging
 import os
 import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError, EngineTimeoutError
 from rlhf_megatron.rollout.local_client import LocalEngine
@@ -22,9 +28,13 @@ from rlhf_megatron.rollout.local_client import LocalEngine
 Progress = Callable[[str, float, str], None]
 """Called about once a second while a server starts: its name, seconds waited, the last line of its log."""
 
+logger = logging.getLogger(__name__)
+
 _TERM_GRACE_S = 5.0
+_KILL_GRACE_S = 10.0  # a killed process ends at once unless it hangs in the kernel (a device, a network file system)
 _POLL_S = 0.05
 _TAIL_LINES = 20
+_ENDING_LINES = 3
 _running: weakref.WeakSet[ServerProcess] = weakref.WeakSet()
 
 
@@ -77,9 +87,18 @@ class ServerProcess:
         self.request_stop()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_TERM_GRACE_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL to the group. Safe to call twice."""
+        if self not in _running:
+            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait()
+        try:
+            self._process.wait(_KILL_GRACE_S)
+        except subprocess.TimeoutExpired:
+            logger.error("%s (process %d) was killed %g s ago and has not ended", self.name, self.pid, _KILL_GRACE_S)
         _running.discard(self)
 
 
@@ -97,12 +116,47 @@ def _stop_all() -> None:
     stop_together(_running)
 
 
-class EngineServers:
-    """Servers that were started together. A context manager: they stop when it ends."""
+class Launch(Protocol):
+    """One server, and how it is started."""
 
-    def __init__(self, processes: Sequence[ServerProcess], addresses: Sequence[EngineAddress]) -> None:
-        self.processes = tuple(processes)
-        self.addresses = tuple(addresses)
+    name: str
+    process: ServerProcess | None
+
+    def start(self) -> None:
+        """A new process with a new token, and a new port."""
+
+    def wait(self, deadline: float, progress: Progress | None) -> EngineAddress:
+        """Until it is healthy. Raises EngineError."""
+
+
+class EngineServers:
+    """Servers that were started together. A context manager: they stop when it ends. Thread-safe."""
+
+    def __init__(self, launches: Sequence[Launch], startup_timeout_s: float, progress: Progress | None = None) -> None:
+        """Starts all and waits until they are healthy. Raises EngineError; no server is left running then."""
+        self._launches = {launch.name: launch for launch in launches}
+        self._addresses: dict[str, EngineAddress] = {}
+        self._startup_timeout_s = startup_timeout_s
+        self._lock = threading.Lock()
+        self._is_stopped = False
+        deadline = time.monotonic() + startup_timeout_s
+        try:
+            for launch in launches:
+                launch.start()
+            for launch in launches:
+                self._addresses[launch.name] = launch.wait(deadline, progress)
+        except BaseException:
+            self.stop()
+            raise
+
+    @property
+    def processes(self) -> tuple[ServerProcess, ...]:
+        """As they are now: a server that was started again has another process."""
+        return tuple(launch.process for launch in self._launches.values() if launch.process is not None)
+
+    @property
+    def addresses(self) -> tuple[EngineAddress, ...]:
+        return tuple(self._addresses.values())
 
     def __enter__(self) -> EngineServers:
         return self
@@ -114,7 +168,52 @@ class EngineServers:
 
     def stop(self) -> None:
         """Safe to call twice."""
+        with self._lock:
+            self._is_stopped = True
         stop_together(self.processes)
+
+    def process(self, name: str) -> ServerProcess:
+        process = self._launches[name].process
+        assert process is not None, f"{name} was never started"
+        return process
+
+    def ending(self, name: str) -> str | None:
+        """How that server ended, with the end of its log; None while it runs."""
+        process = self.process(name)
+        if process.exit_code is None:
+            return None
+        return f"it exited with code {process.exit_code}; the end of {process.log}:\n{process.tail(_ENDING_LINES)}"
+
+    def kill(self, name: str) -> None:
+        """SIGKILL to its process group, at once."""
+        self.process(name).kill()
+
+    def restart(self, name: str) -> EngineAddress:
+        """Kill what is left of that server and start it again: another port, another token, the log so far kept under a
+        number. Blocks until it is healthy.
+
+        Raises EngineError; it does not run then.
+        """
+        launch, old = self._launches[name], self.process(name)
+        old.kill()
+        keep_log(old.log)
+        with self._lock:
+            if self._is_stopped:
+                raise EngineError(f"{name} is not started again: the servers of the run are being stopped.")
+            launch.start()
+        try:
+            self._addresses[name] = launch.wait(time.monotonic() + self._startup_timeout_s, None)
+        except BaseException:
+            self.process(name).kill()
+            raise
+        return self._addresses[name]
+
+
+def keep_log(log: Path) -> None:
+    """engine0.log becomes engine0.1.log, or the next free number."""
+    free = next(path for n in itertools.count(1) if not (path := log.with_suffix(f".{n}.log")).exists())
+    with contextlib.suppress(FileNotFoundError):
+        log.rename(free)
 
 
 def await_ready(
@@ -164,6 +263,7 @@ def start_local_engines(
     load_weights: bool = True,
     max_num_seqs: int = 256,
     max_num_batched_tokens: int = 131072,
+    deterministic: bool = False,
     startup_timeout_s: float = 600.0,
     env: Mapping[str, str] | Sequence[Mapping[str, str]] = (),
     progress: Progress | None = None,
@@ -175,38 +275,52 @@ def start_local_engines(
     """
     folder = Path(run_dir) / "engines"
     folder.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + startup_timeout_s
     envs = [env] * num_engines if isinstance(env, Mapping) else list(env) or [{}] * num_engines
-    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} if device == "cpu" else {}
-    servers: list[tuple[ServerProcess, Path, str]] = []
-    try:
-        for index, extra in zip(range(num_engines), envs, strict=True):
-            name = f"engine{index}"
-            token_file, ready = folder / f"{name}.token", folder / f"{name}.ready.json"
-            ready.unlink(missing_ok=True)
-            token = write_token(token_file)
-            command = [sys.executable, "-m", "rlhf_megatron.rollout.local.server", "--model", str(model_path)]
-            command += ["--token-file", str(token_file), "--ready-file", str(ready), "--dtype", dtype]
-            command += ["--device", device, "--load-weights", str(load_weights).lower()]
-            command += ["--max-num-seqs", str(max_num_seqs), "--parent-pid", str(os.getpid())]
-            command += ["--max-num-batched-tokens", str(max_num_batched_tokens)]
-            command += ["--transfer-dir", str(transfer_dir)] if transfer_dir is not None else []
-            process = ServerProcess(name, command, folder / f"{name}.log", {**threads, **extra})
-            servers.append((process, ready, token))
-        addresses = [_await_local(*server, deadline, progress) for server in servers]
-    except BaseException:
-        stop_together(process for process, _, _ in servers)
-        raise
-    return EngineServers([process for process, _, _ in servers], addresses)
+    base = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} if device == "cpu" else {}
+    base |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if deterministic else {}
+    arguments = ["--model", str(model_path), "--dtype", dtype, "--device", device]
+    arguments += ["--load-weights", str(load_weights).lower(), "--max-num-seqs", str(max_num_seqs)]
+    arguments += ["--max-num-batched-tokens", str(max_num_batched_tokens), "--parent-pid", str(os.getpid())]
+    arguments += ["--transfer-dir", str(transfer_dir)] if transfer_dir is not None else []
+    arguments += ["--deterministic"] if deterministic else []
+    launches = [
+        _LocalLaunch(f"engine{index}", folder, arguments, {**base, **extra})
+        for index, extra in zip(range(num_engines), envs, strict=True)
+    ]
+    return EngineServers(launches, startup_timeout_s, progress)
 
 
-def _await_local(
-    process: ServerProcess, ready: Path, token: str, deadline: float, progress: Progress | None
-) -> EngineAddress:
-    await_ready(process, ready.is_file, deadline, progress)
-    port = json.loads(ready.read_text())["port"]
-    address = EngineAddress(process.name, "local", f"http://127.0.0.1:{port}", token)
-    engine = LocalEngine(address)
-    engine.health(max(1.0, deadline - time.monotonic()))
-    engine.close()
-    return address
+@dataclass
+class _LocalLaunch:
+    """One bundled server. Its port is one that the kernel gives it."""
+
+    name: str
+    folder: Path
+    arguments: Sequence[str]
+    env: Mapping[str, str]
+    process: ServerProcess | None = None
+    token: str = ""
+
+    def start(self) -> None:
+        token_file = self.folder / f"{self.name}.token"
+        self._ready.unlink(missing_ok=True)
+        self.token = write_token(token_file)
+        command = [sys.executable, "-m", "rlhf_megatron.rollout.local.server", "--token-file", str(token_file)]
+        command += ["--ready-file", str(self._ready), *self.arguments]
+        self.process = ServerProcess(self.name, command, self.folder / f"{self.name}.log", self.env)
+
+    def wait(self, deadline: float, progress: Progress | None) -> EngineAddress:
+        assert self.process is not None, "wait comes after start"
+        await_ready(self.process, self._ready.is_file, deadline, progress)
+        port = json.loads(self._ready.read_text())["port"]
+        address = EngineAddress(self.name, "local", f"http://127.0.0.1:{port}", self.token)
+        engine = LocalEngine(address)
+        try:
+            engine.health(max(1.0, deadline - time.monotonic()))
+        finally:
+            engine.close()
+        return address
+
+    @property
+    def _ready(self) -> Path:
+        return self.folder / f"{self.name}.ready.json"

@@ -29,6 +29,7 @@ OWN_ARGUMENTS = {  # what the run itself must know or set, and what to do instea
 }
 _INSTALL = "install it there (`make sglang-cpu` on a machine without a GPU, else pip install 'rlhf-megatron[sglang]')"
 _TIMEOUT_S = 300.0
+DETERMINISTIC = "enable-deterministic-inference"
 _VERSION_CODE = "import importlib.metadata as m; print(m.version('sglang'))"
 _ARGUMENTS_CODE = """
 import argparse, json
@@ -48,11 +49,17 @@ class SGLangEnvironment:
 
 
 def check_sglang(
-    python: str | None, arguments: Mapping[str, object], env: Mapping[str, str], cache: Path = CACHE
+    python: str | None,
+    arguments: Mapping[str, object],
+    env: Mapping[str, str],
+    cache: Path = CACHE,
+    deterministic: bool = False,
 ) -> SGLangEnvironment:
-    """Look at the environment of `rollout.sglang`; `python` None: this one. Starts no server.
+    """Look at the environment of `rollout.sglang`; `python` None: this one. Starts no server. `deterministic`: of the
+    trainer; it adds to the arguments what the servers need for it.
 
-    Raises ValueError with the fix: no interpreter, no sglang or an old one in it, an argument that it does not know.
+    Raises ValueError with the fix: no interpreter, no sglang or an old one in it, an argument that it does not know,
+    one that `deterministic` forbids.
     """
     found = find_python(python)
     full_env = absolute_env(env)
@@ -63,7 +70,10 @@ def check_sglang(
             " there."
         )
     known = _known_arguments(found, version, full_env, cache) if arguments else []
-    return SGLangEnvironment(found, version, full_env, canonical(arguments, known, version))
+    found_arguments = canonical(arguments, known, version)
+    if deterministic:
+        found_arguments |= deterministic_arguments(found_arguments, env)
+    return SGLangEnvironment(found, version, full_env, found_arguments)
 
 
 def find_python(python: str | None) -> str:
@@ -111,6 +121,24 @@ def canonical(arguments: Mapping[str, object], known: list[list[str]], version: 
             raise ValueError(f"rollout.sglang.args.{key} is given twice, under two names; remove one.")
         result[name] = value
     return result
+
+
+def deterministic_arguments(arguments: Mapping[str, object], env: Mapping[str, str]) -> dict[str, object]:
+    """What servers need so that a sample does not depend on what is decoded beside it. `arguments`: canonical.
+
+    Raises ValueError where they cannot: on a CPU, or where the user has switched it off.
+    """
+    if arguments.get("device") == "cpu" or env.get("SGLANG_USE_CPU_ENGINE") == "1":
+        raise ValueError(
+            "trainer.deterministic needs batch-invariant kernels of rollout.engine sglang, which it has not on a CPU;"
+            " use rollout.engine: local there, or set trainer.deterministic: false."
+        )
+    if arguments.get(DETERMINISTIC, True) is not True:
+        raise ValueError(
+            "trainer.deterministic needs rollout.sglang.args.enable_deterministic_inference, which is set to"
+            f" {arguments[DETERMINISTIC]!r}; remove it, or set trainer.deterministic: false."
+        )
+    return {DETERMINISTIC: True}
 
 
 def _known_arguments(python: str, version: str, env: Mapping[str, str], cache: Path) -> list[list[str]]:

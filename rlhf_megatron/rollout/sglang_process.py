@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import socket
-import time
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,11 +21,10 @@ from rlhf_megatron.rollout.process import (
     Progress,
     ServerProcess,
     await_ready,
-    stop_together,
     write_token,
 )
 from rlhf_megatron.rollout.sglang_client import SGLangEngine
-from rlhf_megatron.rollout.sglang_environment import SGLangEnvironment, check_sglang
+from rlhf_megatron.rollout.sglang_environment import DETERMINISTIC, SGLangEnvironment, check_sglang
 from rlhf_megatron.rollout.sglang_server.loader import LOAD_FORMAT, TRANSFER_DIR
 
 logger = logging.getLogger(__name__)
@@ -52,6 +51,7 @@ def start_sglang_engines(
     arguments: Mapping[str, Any],
     env: Mapping[str, str],
     startup_timeout_s: float,
+    deterministic: bool = False,
     progress: Progress | None = None,
 ) -> EngineServers:
     """Start servers with `python -m sglang.launch_server` and wait until all answer.
@@ -62,9 +62,8 @@ def start_sglang_engines(
     """
     folder = Path(run_dir) / "engines"
     folder.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + startup_timeout_s
-    installed = check_sglang(python, arguments, env)
-    if not installed.arguments.get("enable-deterministic-inference", False):
+    installed = check_sglang(python, arguments, env, deterministic=deterministic)
+    if not installed.arguments.get(DETERMINISTIC, False):
         logger.warning(
             "sglang ignores the seed of a sample without rollout.sglang.args.enable_deterministic_inference: samples of"
             " a group differ, but a run does not repeat."
@@ -82,33 +81,28 @@ def start_sglang_engines(
     launches = [
         _Launch(f"engine{index}", folder, installed, settings, transfer_dir, ports) for index in range(num_engines)
     ]
-    try:
-        for launch in launches:
-            launch.start()
-        addresses = [launch.wait(deadline, progress) for launch in launches]
-    except BaseException:
-        stop_together([launch.process for launch in launches if launch.process is not None])
-        raise
-    return EngineServers([launch.process for launch in launches if launch.process is not None], addresses)
+    return EngineServers(launches, startup_timeout_s, progress)
 
 
 class _Ports:
-    """Free loopback ports below the range from which the kernel gives out ports by itself; none twice."""
+    """Free loopback ports below the range from which the kernel gives out ports by itself; none twice. Thread-safe."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
         self._next = 20000 + os.getpid() * 37 % max(1, low - 21000)
 
     def take(self) -> int:
         """Raises EngineError when a thousand in a row are taken."""
-        for port in range(self._next, self._next + 1000):
-            with socket.socket() as probe:
-                try:
-                    probe.bind(("127.0.0.1", port))
-                except OSError:
-                    continue
-            self._next = port + 1
-            return port
+        with self._lock:
+            for port in range(self._next, self._next + 1000):
+                with socket.socket() as probe:
+                    try:
+                        probe.bind(("127.0.0.1", port))
+                    except OSError:
+                        continue
+                self._next = port + 1
+                return port
         raise EngineError(f"no free port on 127.0.0.1 in {self._next}..{self._next + 999}; end what uses them.")
 
 

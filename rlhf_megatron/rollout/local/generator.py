@@ -151,6 +151,11 @@ class Generator:
         self.retract()
         self._slots = Slots(self.model, 0, 0)
 
+    def reset(self) -> None:
+        """Forget the sizes to which earlier samples have made the cache grow."""
+        assert not self.has_work, "samples are on their way"
+        self._slots = Slots(self.model, 0, 0)
+
     def generate(self, requests: Sequence[GenerateRequest]) -> list[list[GeneratedSample]]:
         """All samples of `requests`, in order. For use without a server."""
         groups = [self.add(request) for request in requests]

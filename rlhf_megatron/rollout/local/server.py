@@ -187,6 +187,11 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--load-weights", choices=("true", "false"), default="true")
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-num-batched-tokens", type=int, default=131072)
+    parser.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="decode each generate call by itself with deterministic algorithms: the same bits whatever else runs",
+    )
     parser.add_argument("--parent-pid", type=int, help="exit when this process, our parent, is gone")
     args = parser.parse_args(argv)
     if args.host not in _LOOPBACK and not args.allow_remote:
@@ -195,10 +200,16 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _build(args: argparse.Namespace) -> tuple[DecodeService, dict[str, Any]]:
+    import torch
+
     from rlhf_megatron.rollout.local.generator import Generator
     from rlhf_megatron.rollout.local.model import load_model
     from rlhf_megatron.rollout.local.weights import WeightReceiver
 
+    if args.deterministic:
+        # On CUDA torch lists no deterministic cumsum and would raise. Ours sum rows of at most a few hundred numbers,
+        # each in one thread block, in the same order every time.
+        torch.use_deterministic_algorithms(True, warn_only=args.device != "cpu")
     is_loaded = args.load_weights == "true"
     model = load_model(args.model, args.dtype, args.device, is_loaded)
     generator = Generator(model, args.max_num_seqs, args.max_num_batched_tokens)
@@ -207,12 +218,13 @@ def _build(args: argparse.Namespace) -> tuple[DecodeService, dict[str, Any]]:
         "kind": "local",
         "dtype": args.dtype,
         "device": args.device,
+        "deterministic": args.deterministic,
         "max_num_seqs": args.max_num_seqs,
         "max_positions": model.max_positions,
         "vocab_size": model.vocab_size,
         "capabilities": ["abort", "pause", "digests", "release_memory", "seeds"],
     }
-    return DecodeService(generator, weights), description
+    return DecodeService(generator, weights, is_closed=args.deterministic), description
 
 
 async def _serve(args: argparse.Namespace, token: str, service: DecodeService, description: dict[str, Any]) -> None:

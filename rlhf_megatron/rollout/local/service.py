@@ -1,4 +1,9 @@
-"""The decode loop in its own thread. HTTP handlers hand it requests and calls and get futures back."""
+"""The decode loop in its own thread. HTTP handlers hand it requests and calls and get futures back.
+
+Closed: the requests of one generate call are decoded together and with nothing else, one call after the other in the
+order in which they came, in a cache that holds no trace of earlier ones. What a call returns then depends on its
+requests, the weights and the settings alone, to the bit.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +39,12 @@ class _Job:
 class DecodeService:
     """All methods but `generate`, `call` and `close` run in the loop's thread: reach them through `call`."""
 
-    def __init__(self, generator: Generator, weights: WeightReceiver) -> None:
+    def __init__(self, generator: Generator, weights: WeightReceiver, is_closed: bool = False) -> None:
         self.generator = generator
         self.weights = weights
+        self.is_closed = is_closed
         self.is_paused = False
+        self._queue: deque[_Job] = deque()  # closed: those that wait for their turn
         self._inbox: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._condition = threading.Condition()
         self._is_closing = False
@@ -74,18 +81,34 @@ class DecodeService:
             raise StaleError(self.weights.stale_reason)
         for request in job.requests:
             self.generator.check(request)
+        if not job.unfinished:
+            job.future.set_result([])
+        elif self.is_closed:
+            self._queue.append(job)
+        else:
+            self._admit(job)
+
+    def _admit(self, job: _Job) -> None:
         job.groups = [self.generator.add(request) for request in job.requests]
         for member in (member for group in job.groups for member in group):
             self._jobs[id(member)] = job
-        if not job.unfinished:
-            job.future.set_result([])
+
+    def _admit_next(self) -> None:
+        """Closed: the next call's turn, once the one before has ended."""
+        if self._queue and not self.generator.has_work:
+            self.generator.reset()
+            self._admit(self._queue.popleft())
 
     def drop(self, job: _Job) -> None:
         """The client is gone: take the rest of its samples out."""
+        if job in self._queue:
+            self._queue.remove(job)
         members = [member for group in job.groups for member in group if id(member) in self._jobs]
         self._deliver(self.generator.abort(members))
 
     def abort(self) -> None:
+        while self._queue:
+            self._admit(self._queue.popleft())
         self._deliver(self.generator.abort())
 
     def pause(self) -> None:
@@ -114,8 +137,9 @@ class DecodeService:
         self.generator.release_memory()
 
     def _fail_all(self, error: Exception) -> None:
-        jobs = {id(job): job for job in self._jobs.values()}
+        jobs = {id(job): job for job in (*self._jobs.values(), *self._queue)}
         self._jobs.clear()
+        self._queue.clear()
         self.generator.abort()
         for job in jobs.values():
             job.future.set_exception(error)
@@ -150,6 +174,7 @@ class DecodeService:
                     future.set_exception(error)
             if self._can_decode():
                 try:
+                    self._admit_next()
                     self._deliver(self.generator.step())
                 except Exception as error:  # e.g. out of memory: the requests fail, the engine lives
                     logger.exception("decoding failed")
@@ -160,7 +185,8 @@ class DecodeService:
                 future.set_exception(StaleError("the engine is shutting down"))
 
     def _can_decode(self) -> bool:
-        return not self.is_paused and self.weights.stale_reason is None and self.generator.has_work
+        has_work = self.generator.has_work or bool(self._queue)
+        return not self.is_paused and self.weights.stale_reason is None and has_work
 
 
 class _FailsWaiting:

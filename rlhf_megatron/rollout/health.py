@@ -1,0 +1,67 @@
+"""A watch over one engine, in a thread: has its process ended, does its scheduler answer in time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from rlhf_megatron.rollout.engine import Engine, EngineError
+
+_POLL_S = 0.1  # between looks at the process
+_RETRY_S = 0.5  # after a health check that failed at once
+
+
+class HealthWatch:
+    """Calls `on_ill` with what is wrong, at most once, from its own thread, unless `stop` came before."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        ending: Callable[[], str | None],
+        on_ill: Callable[[HealthWatch, str], None],
+        interval_s: float,
+        timeout_s: float,
+    ) -> None:
+        """`ending`: how its process ended, None while it runs. A first check comes after `interval_s`."""
+        self.engine = engine
+        self._ending = ending
+        self._on_ill = on_ill
+        self._interval_s = interval_s
+        self._timeout_s = timeout_s
+        self._stopped = threading.Event()
+        threading.Thread(target=self._run, name=f"watch-{engine.address.name}", daemon=True).start()
+
+    def stop(self) -> None:
+        """Does not wait for a check that is under way; what it finds is dropped."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        due = time.monotonic() + self._interval_s
+        while not self._stopped.wait(_POLL_S):
+            words = self._ending()
+            if words is None and time.monotonic() >= due:
+                words = self._check()
+                due = time.monotonic() + self._interval_s
+            if words is not None and not self._stopped.is_set():
+                self._on_ill(self, words)
+                return
+
+    def _check(self) -> str | None:
+        """None: it answered. A check that fails at once is repeated until the time is over."""
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                self.engine.health(max(0.1, deadline - time.monotonic()))
+                return None
+            except EngineError as error:
+                words = self._ending()
+                if words is not None:
+                    return words
+                if time.monotonic() >= deadline:
+                    return (
+                        f"no good answer to a health check within rollout.health_timeout_s ({self._timeout_s:g} s):"
+                        + (f" {error}")
+                    )
+            if self._stopped.wait(_RETRY_S):
+                return None
