@@ -1,13 +1,18 @@
-"""Engines of a run: servers started for it, or running ones that the configuration names."""
+"""Engines of a run: the servers that are started for it, and the fleet that they make."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.parallel.device import has_accelerator
+from rlhf_megatron.rollout.clients import connect
+from rlhf_megatron.rollout.fleet import EngineFleet
 from rlhf_megatron.rollout.process import EngineServers, Progress, start_local_engines
 from rlhf_megatron.rollout.sglang_process import start_sglang_engines
+from rlhf_megatron.rollout.supervisor import Supervision
 
 MIB = 1 << 20
 
@@ -37,6 +42,7 @@ def start_engines(config: RunConfig, run_dir: Path, transfer_dir: Path, progress
             arguments=rollout.sglang.args,
             env=rollout.sglang.env,
             startup_timeout_s=rollout.startup_timeout_s,
+            deterministic=config.trainer.deterministic,
             progress=progress,
         )
     use_cuda = config.trainer.device == "cuda" or (config.trainer.device == "auto" and has_accelerator())
@@ -50,6 +56,26 @@ def start_engines(config: RunConfig, run_dir: Path, transfer_dir: Path, progress
         load_weights=False,
         max_num_seqs=rollout.max_num_seqs,
         max_num_batched_tokens=rollout.max_num_batched_tokens,
+        deterministic=config.trainer.deterministic,
         startup_timeout_s=rollout.startup_timeout_s,
         progress=progress,
+    )
+
+
+def make_fleet(
+    config: RunConfig, servers: EngineServers, transfer_dir: Path, should_stop: Callable[[], None]
+) -> EngineFleet:
+    """Those servers as one, supervised. `should_stop`: see EngineFleet. Its `resync` is set by WeightSync."""
+    rollout = config.rollout
+    make_client = partial(connect, transfer_dir=transfer_dir)
+    supervision = Supervision(
+        servers, make_client, rollout.health_interval_s, rollout.health_timeout_s, rollout.max_engine_restarts
+    )
+    return EngineFleet(
+        [make_client(address) for address in servers.addresses],
+        rollout.request_timeout_s,
+        rollout.request_retries,
+        supervision=supervision,
+        is_closed=config.trainer.deterministic,
+        should_stop=should_stop,
     )

@@ -45,6 +45,7 @@ class WeightSync:
         self.dtype = dtype
         self.version = version
         self._sent: dict[str, str] | None = None  # digests of what `version` is
+        fleet.resync = self.resync
 
     def __call__(self) -> dict[str, float]:
         """Trainer's weights to all engines. Raises EngineError when none is left in which they stand as sent."""
