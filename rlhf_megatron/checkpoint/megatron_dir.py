@@ -27,7 +27,7 @@ from rlhf_megatron.models.table import Rule, check_tensor_parallel, join, rules_
 
 MANIFEST = "manifest.json"
 FORMAT = "rlhf-megatron weights"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1: digests of another kind
 
 
 @dataclass(frozen=True)
