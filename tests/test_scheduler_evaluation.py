@@ -26,7 +26,7 @@ from rlhf_megatron.scheduler.evaluation import (
     summarize,
 )
 from rlhf_megatron.scheduler.intervals import interval_over_items, t95, wilson_interval
-from rlhf_megatron.scheduler.run import run_data
+from rlhf_megatron.scheduler.run_data import run_data
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,14 @@ from rlhf_megatron.data.codec import write_file
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.rewards import RewardResult, RewardSample
 from rlhf_megatron.rollout.engine import GeneratedSample, GenerateRequest
+from rlhf_megatron.scheduler.attempts import Attempts
 from rlhf_megatron.scheduler.curve import draw_curve
 from rlhf_megatron.scheduler.evaluation import EvaluationResult, EvaluationSet
 from rlhf_megatron.scheduler.plugins import Plugins
 from rlhf_megatron.scheduler.recorder import RecordedStart, Recorder
-from rlhf_megatron.scheduler.run import summary
 from rlhf_megatron.scheduler.run_dir import fresh_run_dir, write_json
 from rlhf_megatron.scheduler.stages import RunData, Stages
+from rlhf_megatron.scheduler.summary import summary
 from rlhf_megatron.scheduler.tracker import Tracker, throughput
 
 
@@ -222,7 +223,7 @@ def test_summary_takes_before_from_step_0_and_after_from_the_last(
     with Tracker(tmp_path, (), total_steps=4) as tracker:
         for step in steps:
             tracker.evaluation(step, replace(RESULT, accuracy=step / 10))
-        found = summary(RunConfig(), tracker, {"actor": "tp1 pp1 dp1"}, None, None)
+        found = summary(RunConfig(), tracker, {"actor": "tp1 pp1 dp1"}, None, None, Attempts(tmp_path))
     assert found.get("accuracy_before") == before and found.get("accuracy_after") == after
     assert found["reward_first"] is None and found["steps"] == 0
     if steps:

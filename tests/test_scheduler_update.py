@@ -21,7 +21,7 @@ from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.scheduler.advantages import AdvantageStage
 from rlhf_megatron.scheduler.annotate import annotate
 from rlhf_megatron.scheduler.plugins import Plugins
-from rlhf_megatron.scheduler.stages import ReplayStages
+from rlhf_megatron.scheduler.replay import ReplayStages
 from rlhf_megatron.scheduler.update import RoleUpdate, run_updates
 from rlhf_megatron.scheduler.weight_sync import NoSync
 from rlhf_megatron.workers.contract import UpdateResult

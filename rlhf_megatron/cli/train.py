@@ -134,10 +134,11 @@ def _run(
 ) -> int:
     from rlhf_megatron.rollout.engine import EngineError
     from rlhf_megatron.scheduler import run
+    from rlhf_megatron.scheduler.replay import replay
 
     try:
         if args.replay is not None:
-            run.replay(config, group, run_dir, Path(args.replay_from), args.replay)
+            replay(config, group, run_dir, Path(args.replay_from), args.replay, stop)
         else:
             run.train(config, group, run_dir, args.record or config.trainer.record, lock.since, stop)
     except EngineError as error:

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,25 @@ from rlhf_megatron.stop import RunStopped
 
 ATTEMPTS = "attempts.jsonl"
 COMPLETE, STOPPED, FAILED = "complete", "stopped", "failed"
+
+
+@dataclass
+class RunClock:
+    """How much of the time since a run was launched first went into what stands, over restarts.
+
+    `productive_s`: time in steps, evaluations and warm-up whose results count. What a kill undid does not, nor do
+    starting, loading and waiting for a checkpoint.
+    """
+
+    first_start: float  # unix seconds
+    productive_s: float = 0.0
+
+    def ettr(self) -> float:
+        """Effective training time ratio: productive time / wall time since the first launch."""
+        return self.productive_s / max(1e-9, time.time() - self.first_start)
+
+    def add(self, seconds: float) -> None:
+        self.productive_s += seconds
 
 
 class Attempts:
@@ -31,6 +51,11 @@ class Attempts:
     def first_start(self) -> float:
         """Unix seconds at which the run was launched first; now where it never was."""
         return float(self._starts[0]["time"]) if self._starts else time.time()
+
+    @property
+    def resumed_from_step(self) -> int | None:
+        """Of the current attempt; None: it started anew."""
+        return self._starts[-1]["resumed_from_step"] if self._starts else None
 
     @contextmanager
     def attempt(self, since: float, resumed_from_step: int | None, **facts: Any) -> Iterator[None]:

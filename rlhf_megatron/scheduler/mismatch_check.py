@@ -1,4 +1,4 @@
-"""Engine against trainer on the sampled tokens: metrics every step, stop thresholds at the first."""
+"""Engine against trainer on the sampled tokens: metrics every step, stop thresholds at the first of a process."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from rlhf_megatron.data.batch import ScoredBatch
 
 
 class MismatchCheck:
-    """Callable: (step, batch, trainer's log-probs [T]) -> metrics. Raises ValueError past a threshold at step 1."""
+    """Callable: (step, batch, trainer's log-probs [T]) -> metrics.
+
+    Raises ValueError past a threshold at `first_step`.
+    """
 
     def __init__(self, checks: CheckConfig, trainer_dtype: str, engine_dtype: str | None) -> None:
         self.checks = checks
+        self.first_step = 1  # of this process
         self.is_exact = trainer_dtype == "float32" and engine_dtype in (None, "float32")
 
     def __call__(self, step: int, batch: ScoredBatch, log_probs: Tensor) -> dict[str, float]:
         found = mismatch_statistics(batch.rollout_log_probs, log_probs, batch.response_mask)
-        if step == 1:
+        if step == self.first_step:
             self._stop_past_thresholds(found)
         return found
 

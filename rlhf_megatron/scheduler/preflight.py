@@ -16,7 +16,7 @@ from rlhf_megatron.rollout.sglang_environment import check_sglang
 from rlhf_megatron.scheduler.loggers import check_loggers
 from rlhf_megatron.scheduler.plugins import load_plugins
 from rlhf_megatron.scheduler.recorder import Recorder
-from rlhf_megatron.scheduler.run import load_data, run_data
+from rlhf_megatron.scheduler.run_data import load_data, run_data
 
 
 def check_run(config: RunConfig, replay_from: Path | None = None, last_step: int | None = None) -> None:

@@ -52,10 +52,11 @@ class RunFacts:
     samples_kept: int = 6  # a step
     settings: Mapping[str, Setting] = field(default_factory=dict)  # by full key: what was set, and the main ones
     config: Mapping[str, Any] = field(default_factory=dict)  # all settings in use, by section
+    resumed_from_step: int | None = None  # in the same run directory; None: the files of the run are new
     spell: Callable[[Sequence[int]], str] | None = None  # token ids as text, special tokens shown
 
 
-def run_facts(config: RunConfig, name: str, tokenizer: Tokenizer) -> RunFacts:
+def run_facts(config: RunConfig, name: str, tokenizer: Tokenizer, resumed_from_step: int | None = None) -> RunFacts:
     """`name`: of the run directory."""
     return RunFacts(
         name=name,
@@ -64,6 +65,7 @@ def run_facts(config: RunConfig, name: str, tokenizer: Tokenizer) -> RunFacts:
         samples_kept=config.trainer.samples_kept,
         settings=settings_of(config),
         config=yaml.safe_load(as_yaml(config)),
+        resumed_from_step=resumed_from_step,
         spell=tokenizer.spell,
     )
 

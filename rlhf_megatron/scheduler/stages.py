@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import nan
+from pathlib import Path
 
 import torch
 
+from rlhf_megatron import faults
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.data.batch import (
     AnnotatedBatch,
@@ -28,6 +31,7 @@ from rlhf_megatron.scheduler.annotate import annotate
 from rlhf_megatron.scheduler.batch_metrics import response_lengths
 from rlhf_megatron.scheduler.evaluation import EvaluationResult, EvaluationSet, evaluate, first_items
 from rlhf_megatron.scheduler.generation import build_requests, collect
+from rlhf_megatron.scheduler.journal import Journal
 from rlhf_megatron.scheduler.mismatch_check import MismatchCheck
 from rlhf_megatron.scheduler.plugins import Plugins
 from rlhf_megatron.scheduler.recorder import Recorder
@@ -46,7 +50,10 @@ class RunData:
 
 
 class Stages:
-    """One object a run. Every method is one line of the loop page."""
+    """One object a run. Every method is one line of the loop page.
+
+    `generate` hands back what the journal has of a step, with the columns of later stages; those pass it on as it is.
+    """
 
     def __init__(
         self,
@@ -58,7 +65,10 @@ class Stages:
         weight_sync: Sync,
         recorder: Recorder | None,
         scorer: Callable[[Sequence[RewardSample]], list[RewardResult]],
+        journal: Journal | None = None,
+        on_regained: Callable[[float], None] = lambda seconds: None,
     ) -> None:
+        """`on_regained`: told the seconds that a former process spent on what the journal gave back."""
         self.config = config
         self.group = group
         self.fleet = fleet
@@ -67,36 +77,63 @@ class Stages:
         self.weight_sync = weight_sync
         self.recorder = recorder
         self.scorer = scorer
+        self.journal = journal
+        self.on_regained = on_regained
         self.mismatch = MismatchCheck(config.checks, config.model.dtype, config.rollout.dtype)
         self.advantage_stage = AdvantageStage(config.algorithm, plugins)
         self._step_metrics: dict[str, float] = {}
+        self._step_began = 0.0
         self._is_policy_new = True  # the engines have not got it
 
     def next_prompts(self, step: int) -> PromptBatch:
         self._step_metrics = {}
+        self._step_began = time.monotonic()
         assert self.data.stream is not None
         return self.data.stream.next(step)
 
     def generate(self, step: int, prompts: PromptBatch) -> RolloutBatch:
+        if (found := self._journalled(step)) is not None:
+            return found
         rollout = self.config.rollout
         params = self._sampling(rollout.temperature)
         requests = build_requests(prompts, rollout.n, params, self.config.trainer.seed, step)
-        assert self.fleet is not None
-        return collect(prompts, self.fleet.generate(requests), self.data.tokenizer)
+        known = self.journal.groups(step) if self.journal is not None else {}
+        num_left = len(requests) - len(known)
 
-    def score(self, rollout: RolloutBatch) -> ScoredBatch:
+        def on_groups(first: int, groups: Sequence[Sequence[GeneratedSample]]) -> None:
+            nonlocal num_left
+            if self.journal is not None:
+                self.journal.append(step, first, groups)
+            num_left -= len(groups)
+            if num_left:
+                faults.reach("rollout.mid_generate")
+
+        assert self.fleet is not None
+        groups = self.fleet.generate(requests, on_groups, known)
+        faults.reach("rollout.after_generate")
+        return collect(prompts, groups, self.data.tokenizer)
+
+    def score(self, step: int, rollout: RolloutBatch) -> ScoredBatch:
+        if isinstance(rollout, ScoredBatch):
+            return rollout
+        faults.reach("reward.before_score")
         results = self.scorer(reward_samples(rollout))
         names = sorted({name for result in results for name in result.parts})
-        return gain(
+        scored = gain(
             ScoredBatch,
             rollout,
             rewards=torch.tensor([result.score for result in results], dtype=torch.float32),
             reward_statuses=tuple(result.status for result in results),
             reward_parts={name: torch.tensor([r.parts.get(name, nan) for r in results]) for name in names},
         )
+        self._write_journal(step, scored)
+        faults.reach("loop.after_score")
+        return scored
 
     def annotate(self, step: int, scored: ScoredBatch) -> AnnotatedBatch:
         """Log-probs of the trainer's policy; values and the reference's log-probs where they are needed."""
+        if isinstance(scored, AnnotatedBatch):
+            return scored
         if self.recorder:
             self.recorder.write(step, scored)
         annotated = annotate(self.group, self.config, self.plugins, scored)
@@ -104,9 +141,13 @@ class Stages:
         self._step_metrics |= self.mismatch(step, scored, annotated.old_log_probs)
         return annotated
 
-    def advantages(self, batch: AnnotatedBatch) -> TrainBatch:
+    def advantages(self, step: int, batch: AnnotatedBatch) -> TrainBatch:
+        if isinstance(batch, TrainBatch):
+            return batch
         train, metrics = self.advantage_stage(batch)
         self._step_metrics |= metrics
+        self._write_journal(step, train)
+        faults.reach("loop.after_advantages")
         return train
 
     def update(self, step: int, batch: TrainBatch) -> dict[str, float]:
@@ -158,6 +199,29 @@ class Stages:
         sets = first_items(self.data.held_out, num_items)
         return evaluate(sets, generate, self.data.tokenizer.decode, self.scorer)
 
+    def save_hf(self, run_dir: Path) -> None:
+        """Trained weights in Hugging Face layout: the policy's, and the critic's where there is one."""
+        self.group.broadcast("host.save_hf", directory=run_dir / "hf").result()
+        if self.plugins.needs_values:
+            self.group.broadcast("critic.save_hf", directory=run_dir / "hf_critic").result()
+
+    def _journalled(self, step: int) -> ScoredBatch | None:
+        """What a former process had of this step, after the controller was brought to where that one had left it."""
+        found = self.journal.batch(step) if self.journal is not None else None
+        if found is None:
+            return None
+        self._step_metrics |= found.metrics
+        if isinstance(found.batch, TrainBatch) and self.advantage_stage.kl is not None:
+            self.advantage_stage.kl.restore(found.kl)
+        self.on_regained(found.seconds)
+        return found.batch
+
+    def _write_journal(self, step: int, batch: ScoredBatch) -> None:
+        if self.journal is not None:
+            kl = self.advantage_stage.kl
+            seconds = time.monotonic() - self._step_began
+            self.journal.write(step, batch, self._step_metrics, kl.state() if kl is not None else {}, seconds)
+
     def _sampling(self, temperature: float) -> SamplingParams:
         return SamplingParams(self.config.data.max_response_length, temperature, self.data.stop_token_ids)
 
@@ -167,38 +231,3 @@ def reward_samples(rollout: RolloutBatch) -> list[RewardSample]:
     columns = (rollout.prompts, rollout.responses, rollout.labels, rollout.sources, rollout.finish_reasons)
     lengths = response_lengths(rollout).tolist()
     return [RewardSample(*values) for values in zip(*columns, lengths, rollout.extras, strict=True)]
-
-
-def _no_scorer(samples: Sequence[RewardSample]) -> list[RewardResult]:
-    raise AssertionError("a replay has recorded rewards")
-
-
-class ReplayStages(Stages):
-    """The same trainer over recorded rollouts: no engine, nothing is generated or evaluated."""
-
-    def __init__(
-        self,
-        config: RunConfig,
-        group: WorkerGroup,
-        plugins: Plugins,
-        recorder: Recorder,
-        tokenizer: Tokenizer,
-        weight_sync: Sync,
-    ) -> None:
-        data = RunData(None, (), tokenizer, ())
-        super().__init__(config, group, None, data, plugins, weight_sync, None, _no_scorer)
-        self.source = recorder
-
-    def next_prompts(self, step: int) -> PromptBatch:
-        self._step_metrics = {}
-        return PromptBatch((), (), (), (), (), ())
-
-    def generate(self, step: int, prompts: PromptBatch) -> RolloutBatch:
-        return self.source.read(step)
-
-    def score(self, rollout: RolloutBatch) -> ScoredBatch:
-        assert isinstance(rollout, ScoredBatch)
-        return rollout
-
-    def evaluate(self, is_final: bool = True) -> EvaluationResult | None:
-        return None

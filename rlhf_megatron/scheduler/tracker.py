@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rlhf_megatron.data.batch import TrainBatch
+from rlhf_megatron.scheduler.attempts import RunClock
 from rlhf_megatron.scheduler.batch_metrics import batch_metrics
 from rlhf_megatron.scheduler.distributions import distributions
 from rlhf_megatron.scheduler.evaluation import EvaluationResult
@@ -27,10 +29,16 @@ class Tracker:
     """
 
     def __init__(
-        self, run_dir: Path, loggers: tuple[str, ...], total_steps: int, facts: RunFacts = NOTHING_KNOWN
+        self,
+        run_dir: Path,
+        loggers: tuple[str, ...],
+        total_steps: int,
+        facts: RunFacts = NOTHING_KNOWN,
+        clock: RunClock | None = None,
     ) -> None:
         self.run_dir = run_dir
         self.facts = facts
+        self.clock = clock or RunClock(time.time())
         self.rewards: list[tuple[int, float]] = []  # step, mean reward
         self.evaluations: list[tuple[int, EvaluationResult]] = []
         self.first_mismatch: float | None = None  # largest |log-prob difference|, engine against trainer, at step 1
@@ -51,8 +59,26 @@ class Tracker:
 
     @property
     def seconds(self) -> float:
-        """Wall time since the tracker was made."""
+        """Wall time since the tracker was made, beside what the rows of former processes stand for."""
         return time.monotonic() - self._start
+
+    def restore(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """`rows`: of metrics.jsonl that former processes of this run wrote, as far as they count."""
+        self._start -= max((float(row["seconds"]) for row in rows), default=0.0)
+        for row in rows:
+            if row["kind"] == "step":
+                self.rewards.append((row["step"], row["critic/rewards/mean"]))
+                if self.first_mismatch is None:
+                    self.first_mismatch = row.get("training/rollout_log_probs_diff_max")
+            elif row["kind"] == "evaluation":
+                self.evaluations.append((row["step"], result_of_row(row)))
+
+    @contextmanager
+    def productive(self) -> Iterator[None]:
+        """Time whose results count, when the block ends without an exception; see `attempts.RunClock`."""
+        start = time.monotonic()
+        yield
+        self.clock.productive_s += time.monotonic() - start
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -74,6 +100,7 @@ class Tracker:
         start = time.monotonic()
         yield
         end = time.monotonic()
+        self.clock.productive_s += end - start
         self.trace.add(f"step {step}", STEPS, "step", start, end)
         with self.trace.span("track", STAGES, "stage"):
             self._write_step(step, end - start)
@@ -84,7 +111,7 @@ class Tracker:
         if self._batch is not None:
             self._show_batch(step, self._batch)
             metrics = batch_metrics(self._batch) | self._metrics | metrics
-        metrics |= throughput(metrics)
+        metrics |= throughput(metrics) | {"perf/ettr": self.clock.ettr()}
         if self.first_mismatch is None:
             self.first_mismatch = metrics.get("training/rollout_log_probs_diff_max")
         self.rewards.append((step, metrics["critic/rewards/mean"]))
@@ -107,6 +134,7 @@ class Tracker:
 
     def evaluation(self, step: int, result: EvaluationResult | None) -> None:
         """None: the run has no held-out items."""
+        self.clock.productive_s += self._times.get("evaluate", 0.0)
         if result is None:
             return
         self.evaluations.append((step, result))
@@ -131,6 +159,18 @@ class Tracker:
         """A row of metrics to all loggers; metric names and units: `metric_names`."""
         for logger in self._loggers:
             logger.row(kind, step, self.seconds, metrics)
+
+
+def result_of_row(row: Mapping[str, Any]) -> EvaluationResult:
+    """Of a row that `Tracker.evaluation` wrote: its totals, without the sets and examples."""
+    return EvaluationResult(
+        accuracy=row["val/accuracy"],
+        low=row["val/accuracy_low"],
+        high=row["val/accuracy_high"],
+        num_items=int(row["val/num_items"]),
+        mean_response_length=row["val/response_length"],
+        examples=(),
+    )
 
 
 def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:

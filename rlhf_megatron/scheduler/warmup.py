@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
-from rlhf_megatron.config.schema import WarmupConfig
+from rlhf_megatron.config.schema import RunConfig, WarmupConfig
 from rlhf_megatron.data.batch import TokenBatch
+from rlhf_megatron.data.items import WeightedItems, supervised_batch
+from rlhf_megatron.data.prompts import PromptSets
 from rlhf_megatron.runtime.worker_group import WorkerGroup
 from rlhf_megatron.scheduler.evaluation import EvaluationResult
 from rlhf_megatron.scheduler.mini_batches import supervised_mini_batch
 from rlhf_megatron.scheduler.seeds import derive_seed
+from rlhf_megatron.scheduler.stages import Stages
 from rlhf_megatron.scheduler.tracker import Tracker
+from rlhf_megatron.stop import StopRequest
 
 
 @dataclass(frozen=True)
@@ -30,17 +36,19 @@ def warm_up(
     accuracy: Callable[[int], EvaluationResult] | int,
     token_budget: int,
     seed: int,
+    should_stop: Callable[[], None] = lambda: None,
 ) -> WarmupResult:
     """Supervised steps until `stop_accuracy` of sampled held-out answers or `max_steps`.
 
     `make_batch`: training items by index -> prompts with their right answers. `accuracy(n)`: syncs the engines and
-    samples the first n held-out items; a number: make this many steps and never evaluate. The optimizer of the actor
-    is a fresh one afterwards.
+    samples the first n held-out items; a number: make this many steps and never evaluate. `should_stop` raises where
+    the run is to end. The optimizer of the actor is a fresh one afterwards.
     """
     last_step = accuracy if isinstance(accuracy, int) else config.max_steps
     result: EvaluationResult | None = None
     step = 0
     for step in range(1, last_step + 1):
+        should_stop()
         items = random.Random(derive_seed(seed, step, 3)).choices(range(num_items), k=config.batch_size)
         update = group.scatter(
             "actor.update",
@@ -60,3 +68,59 @@ def warm_up(
             tracker.write(step, "warmup", metrics)
     group.broadcast("actor.reset_optimizer", phase="rl").result()
     return WarmupResult(step, result)
+
+
+def warm_up_policy(
+    config: RunConfig,
+    stages: Stages,
+    tracker: Tracker,
+    sets: PromptSets,
+    stop: StopRequest,
+    num_steps: int | None = None,
+) -> WarmupResult:
+    """The warm-up of a run, and what starts from its result: reference and critic.
+
+    `num_steps`: in a replay, the steps to make without evaluation. Raises RunStopped between two steps.
+    """
+    if not config.warmup.max_steps:
+        return WarmupResult(0, None)
+
+    items = WeightedItems(sets.sources)
+
+    def make_batch(indices: list[int]) -> TokenBatch:
+        return supervised_batch([items[i] for i in indices], stages.data.tokenizer)
+
+    def accuracy(num_items: int) -> EvaluationResult:
+        stages.sync()
+        return stages.accuracy(num_items, temperature=1.0, num_samples=1)
+
+    with tracker.productive():
+        result = warm_up(
+            config.warmup,
+            stages.group,
+            tracker,
+            len(items),
+            make_batch,
+            accuracy if num_steps is None else num_steps,
+            config.actor.ppo_max_token_len_per_gpu,
+            config.trainer.seed,
+            stop.check,
+        )
+    if stages.plugins.needs_reference and config.reference.path is None:
+        stages.group.broadcast("host.refresh_reference").result()
+    _hand_on(config, stages, tracker.run_dir / "warm_model", is_kept=config.warmup.save_hf and num_steps is None)
+    return result
+
+
+def _hand_on(config: RunConfig, stages: Stages, directory: Path, is_kept: bool) -> None:
+    """The warmed-up policy as a Hugging Face directory, from which the critic starts unless it has a path of its own.
+
+    Through files because the critic may stand on other ranks in another layout.
+    """
+    is_critics_start = stages.plugins.needs_values and config.critic.path is None
+    if is_kept or is_critics_start:
+        stages.group.broadcast("host.save_hf", directory=directory).result()
+    if is_critics_start:
+        stages.group.broadcast("critic.load_hf", directory=directory).result()
+        if not is_kept:
+            shutil.rmtree(directory)

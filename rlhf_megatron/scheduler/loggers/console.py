@@ -47,6 +47,7 @@ COLUMNS = (
     Column("sync s", 6, "timing_s/sync", ".2f", 6),
     Column("step s", 6, "timing_s/step", ".2f", 1),
     Column("tok/s", 7, "perf/tokens_per_s", ".0f", 5),
+    Column("ettr", 5, "perf/ettr", ".2f", 6),
 )
 SOURCE = "reward/source/"  # <source>/mean
 SET_MEAN = re.compile(r"val/([^/]+)/mean@\d+")

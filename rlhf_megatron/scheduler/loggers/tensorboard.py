@@ -25,7 +25,9 @@ class TensorboardLogger(Logger):
     def __init__(self, run_dir: Path, total_steps: int, facts: RunFacts) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"), flush_secs=FLUSH_S)
+        resumed = facts.resumed_from_step
+        purged = None if resumed is None else resumed + 1  # the viewer drops what a former process wrote from there on
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"), flush_secs=FLUSH_S, purge_step=purged)
         self._total_steps = total_steps
         self._has_settings = bool(facts.settings)
         if facts.settings:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import logging
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -16,6 +17,7 @@ from rlhf_megatron.scheduler.samples import Sample
 
 logger = logging.getLogger(__name__)
 WITHOUT_SERVICE = ("offline", "disabled", "dryrun")  # values of WANDB_MODE
+RUN_ID = "wandb_run_id"  # file in the run directory
 FINISH_TIMEOUT_S = 120.0  # for what is not yet sent when the run ends
 
 
@@ -62,7 +64,13 @@ class WandbLogger(Logger):
         if hasattr(settings, "finish_timeout"):
             settings.finish_timeout = FINISH_TIMEOUT_S
         self._run = wandb.init(
-            project=facts.project, name=facts.name, dir=str(run_dir), config=dict(facts.config), settings=settings
+            project=facts.project,
+            name=facts.name,
+            id=run_id(run_dir),
+            resume="allow",
+            dir=str(run_dir),
+            config=dict(facts.config),
+            settings=settings,
         )
 
     def _log(self, axis: str, step: int, values: Mapping[str, Any]) -> None:
@@ -94,3 +102,11 @@ class WandbLogger(Logger):
         except Exception as error:
             self._run = None
             logger.warning("wandb could not %s: %s. The run goes on without it.", what, error)
+
+
+def run_id(run_dir: Path) -> str:
+    """Drawn once for a run directory, so that a run that is resumed goes on as the same one there."""
+    path = run_dir / RUN_ID
+    if not path.is_file():
+        path.write_text(f"{secrets.token_hex(4)}\n")
+    return path.read_text().strip()

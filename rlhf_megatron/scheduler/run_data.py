@@ -1,0 +1,39 @@
+"""What a run reads: prompts in their order, held-out sets, the tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.data.items import prompt_batch
+from rlhf_megatron.data.prompts import PromptSets, load_prompts
+from rlhf_megatron.data.stream import PromptStream
+from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from rlhf_megatron.scheduler.evaluation import EvaluationSet
+from rlhf_megatron.scheduler.stages import RunData
+
+
+def load_data(config: RunConfig) -> tuple[PromptSets, Tokenizer]:
+    """Prompts and tokenizer of a run. Raises ValueError for what a user can fix; starts nothing."""
+    tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path, config.model.path)
+    return load_prompts(config.data, tokenizer), tokenizer
+
+
+def run_data(config: RunConfig, sets: PromptSets, tokenizer: Tokenizer) -> RunData:
+    """What the controller of a run reads. Raises ValueError for a stop string that is not one token."""
+    seed = config.trainer.seed if config.data.seed is None else config.data.seed
+    stops = [*tokenizer.eos_token_ids, *(tokenizer.token_id(text) for text in config.rollout.stop)]
+    return RunData(
+        stream=PromptStream(sets.sources, config.data.train_batch_size, config.data.shuffle, seed),
+        held_out=tuple(_evaluation_sets(sets)),
+        tokenizer=tokenizer,
+        stop_token_ids=tuple(dict.fromkeys(stops)),
+    )
+
+
+def _evaluation_sets(sets: PromptSets) -> Iterator[EvaluationSet]:
+    """Group ids count over all sets, so that no two prompts share the seeds of their samples."""
+    first = 0
+    for held_out in sets.held_out_sets:
+        yield EvaluationSet(held_out.name, prompt_batch(held_out.items, first))
+        first += len(held_out.items)

@@ -1,0 +1,113 @@
+"""What a run is, said when it begins, and what it came to: summary.json and the curve."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rlhf_megatron.config.rules import has_critic
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.data.prompts import PromptSets
+from rlhf_megatron.runtime.pools import pools_of
+from rlhf_megatron.runtime.worker_group import WorkerGroup
+from rlhf_megatron.scheduler.attempts import Attempts
+from rlhf_megatron.scheduler.curve import draw_curve
+from rlhf_megatron.scheduler.evaluation import majority_accuracy
+from rlhf_megatron.scheduler.run_dir import write_json
+from rlhf_megatron.scheduler.tracker import Tracker
+
+PACKAGES = ("torch", "megatron-core", "transformers", "rlhf-megatron")
+
+
+def description(config: RunConfig, sets: PromptSets) -> str:
+    """The first line that a run says."""
+    pools = pools_of(config)
+    where = " and ".join(map(str, pools)) + (" with the critic" if has_critic(config) and len(pools) == 1 else "")
+    text = (
+        f"{config.trainer.experiment_name}: {config.model.path} ({config.model.dtype}), {where},"
+        f" {config.rollout.num_engines} {config.rollout.engine} engine(s),"
+        f" {len(sets.train)} training and {len(sets.held_out)} held-out prompts"
+    )
+    skipped = {"malformed rows skipped": sets.num_bad_rows, "over-long prompts dropped": sets.num_overlong}
+    skipped["over-long prompts cut"] = sets.num_cut
+    skipped["held-out prompts that are trained on too"] = sets.num_shared
+    if len(sets.sources) > 1:
+        total = sum(source.weight for source in sets.sources)
+        shares = ", ".join(
+            f"{source.name} {source.weight / total:.0%} of {len(source.items)}" for source in sets.sources
+        )
+        text += f" ({shares})"
+    return text + "".join(f"; {count} {what}" for what, count in skipped.items() if count)
+
+
+def finish(
+    config: RunConfig,
+    tracker: Tracker,
+    run_dir: Path,
+    sets: PromptSets,
+    warmup_accuracy: float | None,
+    attempts: Attempts,
+    layouts: Mapping[str, str],
+) -> None:
+    """Curve and summary.json of a run that has all of its steps."""
+    majority = majority_accuracy([item.label for item in sets.held_out]) if sets.held_out else None
+    title = f"{config.trainer.experiment_name} ({layouts['actor']})"
+    has_curve = draw_curve(run_dir / "curve.png", title, tracker.rewards, tracker.evaluations, majority)
+    write_json(run_dir / "summary.json", summary(config, tracker, layouts, majority, warmup_accuracy, attempts))
+    tracker.note(f"summary: {run_dir / 'summary.json'}")
+    tracker.note(
+        f"curve: {run_dir / 'curve.png'}" if has_curve else "no curve: install matplotlib (pip install '.[demo]')"
+    )
+    tracker.note(f"report: rlhf-megatron report {run_dir}")
+
+
+def layouts_of(group: WorkerGroup) -> dict[str, str]:
+    """Pool -> its layout."""
+    return {pool: str(layout) for pool, layout in group.layouts.items()}
+
+
+def summary(
+    config: RunConfig,
+    tracker: Tracker,
+    layouts: Mapping[str, str],
+    majority: float | None,
+    warmup_accuracy: float | None,
+    attempts: Attempts,
+) -> dict[str, Any]:
+    """What a run came to, for people and for scripts."""
+    found: dict[str, Any] = {}
+    evaluations = tracker.evaluations
+    before, after = [r for step, r in evaluations if step == 0], [r for step, r in evaluations if step > 0]
+    for name, results in (("before", before), ("after", after)):
+        if results:
+            found[f"accuracy_{name}"] = results[-1].accuracy
+            found[f"accuracy_{name}_interval"] = [results[-1].low, results[-1].high]
+            found[f"accuracy_{name}_items"] = results[-1].num_items
+    return {
+        **found,
+        "majority_answer_accuracy": majority,
+        "warmup_sampled_accuracy": warmup_accuracy,
+        "reward_first": tracker.rewards[0][1] if tracker.rewards else None,
+        "reward_last": tracker.rewards[-1][1] if tracker.rewards else None,
+        "steps": tracker.rewards[-1][0] if tracker.rewards else 0,
+        "layout": layouts["actor"],
+        "layouts": dict(layouts),
+        "seconds": round(tracker.seconds, 1),
+        "ettr": round(tracker.clock.ettr(), 4),
+        "num_attempts": attempts.count,
+        "resumed_from_step": attempts.resumed_from_step,
+        "seed": config.trainer.seed,
+        "log_prob_max_abs_diff": tracker.first_mismatch,
+        "model": config.model.path,
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

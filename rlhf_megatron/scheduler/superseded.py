@@ -1,0 +1,64 @@
+"""Rows that a resumed run writes again: they leave metrics.jsonl and its like, so that each step has one row there."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+DIRECTORY = "superseded"
+FILES = ("metrics.jsonl", "samples.jsonl", "mismatch.jsonl")
+
+
+def supersede(run_dir: Path, step: int, attempt: int) -> int:
+    """Move rows of steps after `step` to superseded/attempt_<n>/, and return how many of metrics.jsonl they were.
+
+    A last line that was cut off goes with them.
+    """
+    counts = [_move_rows(run_dir / name, run_dir / DIRECTORY / f"attempt_{attempt:03d}" / name, step) for name in FILES]
+    return counts[0]
+
+
+def read_rows(run_dir: Path) -> list[dict[str, Any]]:
+    """Of metrics.jsonl; [] where that is not written."""
+    path = run_dir / FILES[0]
+    return [row for line in path.read_bytes().splitlines() if (row := _row(line))] if path.exists() else []
+
+
+def evaluation_seconds(rows: Sequence[Mapping[str, Any]], step: int) -> float:
+    """Of the evaluation after `step` that stands: the state of that step was saved before it."""
+    return sum(row.get("timing_s/evaluate", 0.0) for row in rows if (row["kind"], row["step"]) == ("evaluation", step))
+
+
+def _move_rows(path: Path, to: Path, step: int) -> int:
+    if not path.exists():
+        return 0
+    kept: list[bytes] = []
+    moved: list[bytes] = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        row = _row(line) if line.endswith(b"\n") else {}
+        (kept if row and row["step"] <= step else moved).append(line)
+    if moved:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        _write(to, b"".join(moved))
+        _write(aside := path.with_name(f"{path.name}.tmp"), b"".join(kept))
+        os.replace(aside, path)
+    return len(moved)
+
+
+def _row(line: bytes) -> dict[str, Any]:
+    """{} for one that is none."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return {}
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else {}
+
+
+def _write(path: Path, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
