@@ -152,7 +152,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises ValueError naming the file."""
     try:
         value = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}. Fetch it again.") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object.")

@@ -12,7 +12,7 @@ from rlhf_megatron.config.errors import ConfigError, Problem
 from rlhf_megatron.config.overrides import parse_overrides
 from rlhf_megatron.config.provenance import Loaded
 from rlhf_megatron.config.schema import RunConfig
-from rlhf_megatron.config.source import MappingNode, Node, Scalar, SequenceNode, merge, parse
+from rlhf_megatron.config.source import MAX_CHARACTERS, MappingNode, Node, Scalar, SequenceNode, merge, parse
 from rlhf_megatron.config.validate import problems_of, problems_of_files
 from rlhf_megatron.config.verl_names import has_known_below, suggest
 
@@ -100,7 +100,7 @@ class _Files:
     def _parse(self, path: Path, where: str | None) -> MappingNode | None:
         source = display(path)
         try:
-            node = parse(path.read_text(encoding="utf-8"), source, 0)
+            node = parse(read_text(path), source, 0)
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             self.problems.append(Problem(f"cannot read {source}: {reason}; correct the path.", where=where or ""))
@@ -127,6 +127,12 @@ class _Files:
                 text = "extends must be a file name, relative to this file, or a list of them."
                 self.problems.append(Problem(text, where=str(extends.origin)))
         return bases
+
+
+def read_text(path: Path) -> str:
+    """Of a file that can be a configuration. Raises OSError, UnicodeDecodeError; never reads much more than one has."""
+    with path.open("rb") as file:
+        return file.read(4 * MAX_CHARACTERS + 4).decode()
 
 
 def _in_layer(node: Node, layer: int) -> Node:

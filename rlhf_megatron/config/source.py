@@ -40,6 +40,9 @@ class MappingNode:
 Node: TypeAlias = Scalar | SequenceNode | MappingNode
 
 
+MAX_CHARACTERS = 1 << 20  # of a file; the longest that are shipped have thousands
+MAX_NODES = 20_000  # of a file, aliases written out: nested ones multiply
+
 CORE_SCHEMA = (
     ("null", r"(?:~|null|Null|NULL|)\Z", ["~", "n", "N", ""]),
     ("bool", r"(?:true|True|TRUE|false|False|FALSE)\Z", list("tTfF")),
@@ -62,6 +65,7 @@ _CoreSchemaLoader.yaml_implicit_resolvers = {}
 for _tag, _pattern, _first in CORE_SCHEMA:
     _CoreSchemaLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _first)
 
+_COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 _PLAIN_VALUES: dict[str, Callable[[str], Any]] = {
     "null": lambda text: None,
     "bool": lambda text: text.lower() == "true",
@@ -74,8 +78,11 @@ _PLAIN_VALUES: dict[str, Callable[[str], Any]] = {
 def parse(text: str, source: str, layer: int, with_lines: bool = True) -> Node:
     """The tree of a YAML document; an empty one is a null scalar.
 
-    Raises ConfigError on bad syntax, a key that is written twice or is not text, and tags or merge keys.
+    Raises ConfigError on bad syntax, a key that is written twice or is not text, tags or merge keys, and documents that
+    are no configuration by their size or depth.
     """
+    if len(text) > MAX_CHARACTERS:
+        raise ConfigError([Problem(f"it has more than {MAX_CHARACTERS} characters; name another file.", where=source)])
 
     def origin(mark: yaml.Mark) -> Origin:
         return Origin(source, mark.line + 1 if with_lines else None, layer)
@@ -88,48 +95,70 @@ def parse(text: str, source: str, layer: int, with_lines: bool = True) -> Node:
         raise ConfigError(
             [Problem(f"not valid YAML: {reason}; correct the line.", where=str(origin(mark)) if mark else source)]
         ) from None
+    except RecursionError:
+        raise ConfigError([Problem("sections lie too deep in each other; name another file.", where=source)]) from None
     if root is None:
         return Scalar(None, "", True, Origin(source, 1 if with_lines else None, layer))
-    problems: list[Problem] = []
-    tree = _convert(root, origin, problems, ())
-    if problems:
-        raise ConfigError(problems)
-    return tree
+    tree = _Tree(origin)
+    try:
+        converted = tree.convert(root, ())
+    except RecursionError:
+        raise ConfigError([Problem("sections lie too deep in each other; name another file.", where=source)]) from None
+    if tree.problems:
+        raise ConfigError(tree.problems)
+    return converted
 
 
-def _convert(
-    node: yaml.Node, origin: Callable[[yaml.Mark], Origin], problems: list[Problem], parents: tuple[yaml.Node, ...]
-) -> Node:
-    here = origin(node.start_mark)
-    if any(node is parent for parent in parents):
-        problems.append(Problem("an anchor contains itself; remove the alias.", where=str(here)))
-        return Scalar(None, "", True, here)
-    if isinstance(node, yaml.SequenceNode):
-        return SequenceNode(tuple(_convert(item, origin, problems, (*parents, node)) for item in node.value), here)
-    if isinstance(node, yaml.MappingNode):
+class _Tree:
+    """Turns the nodes of yaml into ours, and collects what is wrong with them."""
+
+    def __init__(self, origin: Callable[[yaml.Mark], Origin]) -> None:
+        self.origin = origin
+        self.problems: list[Problem] = []
+        self.num_nodes = 0
+
+    def convert(self, node: yaml.Node, parents: tuple[yaml.Node, ...]) -> Node:
+        here = self.origin(node.start_mark)
+        self.num_nodes += 1
+        if self.num_nodes > MAX_NODES:
+            problem = f"it has more than {MAX_NODES} values with its aliases written out; write fewer."
+            raise ConfigError([Problem(problem, where=str(here))])
+        if any(node is parent for parent in parents):
+            return self._refuse("an anchor contains itself; remove the alias.", here)
+        if not isinstance(node, yaml.ScalarNode):
+            if node.tag not in _COLLECTIONS:
+                return self._refuse(f"tag {node.tag!r} is not supported; write plain values.", here)
+            parents = (*parents, node)
+        if isinstance(node, yaml.SequenceNode):
+            return SequenceNode(tuple(self.convert(item, parents) for item in node.value), here)
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, parents, here)
+        assert isinstance(node, yaml.ScalarNode)
+        kind = node.tag.rpartition(":")[2]
+        if kind not in _PLAIN_VALUES:
+            return self._refuse(f"tag {node.tag!r} is not supported; write a plain value.", here)
+        try:
+            return Scalar(_PLAIN_VALUES[kind](node.value), node.value, node.style is None, here)
+        except ValueError:
+            return self._refuse(f"{node.value[:40]!r} is no {kind} that can be read; correct it.", here)
+
+    def _mapping(self, node: yaml.MappingNode, parents: tuple[yaml.Node, ...], here: Origin) -> Node:
         items: dict[str, Node] = {}
         for key, value in node.value:
             name = key.value if isinstance(key, yaml.ScalarNode) else None
-            key_origin = origin(key.start_mark)
+            key_origin = self.origin(key.start_mark)
             if name == "<<" or name is None:
                 what = "merge key '<<'" if name else "key that is not text"
-                problems.append(
-                    Problem(f"a {what} is not supported; use extends or write the keys out.", where=str(key_origin))
-                )
+                self._refuse(f"a {what} is not supported; use extends or write the keys out.", key_origin)
             elif name in items:
-                problems.append(
-                    Problem(f"key {name!r} is written twice in one section; keep one.", where=str(key_origin))
-                )
+                self._refuse(f"key {name!r} is written twice in one section; keep one.", key_origin)
             else:
-                child = _convert(value, origin, problems, (*parents, node))
-                items[name] = _at(child, key_origin)
+                items[name] = _at(self.convert(value, parents), key_origin)
         return MappingNode(items, here)
-    assert isinstance(node, yaml.ScalarNode)
-    kind = node.tag.rpartition(":")[2]
-    if kind not in _PLAIN_VALUES:
-        problems.append(Problem(f"tag {node.tag!r} is not supported; write a plain value.", where=str(here)))
-        return Scalar(None, "", True, here)
-    return Scalar(_PLAIN_VALUES[kind](node.value), node.value, node.style is None, here)
+
+    def _refuse(self, text: str, where: Origin) -> Scalar:
+        self.problems.append(Problem(text, where=str(where)))
+        return Scalar(None, "", True, where)
 
 
 def _at(node: Node, origin: Origin) -> Node:

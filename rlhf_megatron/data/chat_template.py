@@ -1,7 +1,7 @@
 """A prompt as the chat that a model was trained on, by the template that its tokenizer brings.
 
-The template is a program of a stranger: it runs in jinja2's sandbox, with the names that transformers gives it, so that
-the same files make the same text.
+The template is a program of a stranger: it runs in a sandbox, with the names that transformers gives it, so that the
+same files make the same text.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rlhf_megatron.data.rows import ChatMessage, Prompt
+from rlhf_megatron.data.sandbox import Sandbox, render
 from rlhf_megatron.data.tokenizer import Tokenizer
 
 KWARGS = "data.apply_chat_template_kwargs"
@@ -59,12 +59,13 @@ class ChatFormat:
                 )
             messages = (ChatMessage("system", self.system_prompt), *messages)
         try:
-            return self.template.render(
+            return render(
+                self.template,
                 messages=[{"role": message.role, "content": message.content} for message in messages],
                 add_generation_prompt=True,
                 **{"tools": None, "documents": None, **self.variables},
             )
-        except (jinja2.TemplateError, TypeError, ValueError, OverflowError) as error:
+        except ValueError as error:
             raise ValueError(
                 f"the chat template refuses the prompt ({error}); mend the prompt, data.system_prompt or {KWARGS}."
             ) from error
@@ -78,16 +79,14 @@ def make_chat_format(tokenizer: Tokenizer, system_prompt: str | None, kwargs: Ma
             " chat_template.jinja nor chat_template in tokenizer_config.json; set model.tokenizer_path to a directory"
             " that has one, or write the chat out in data.prompt_template."
         )
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
     environment.globals[DAY] = _day(kwargs.get(DAY))
     try:
         template = environment.from_string(tokenizer.chat_template)
         known = jinja2.meta.find_undeclared_variables(environment.parse(tokenizer.chat_template))
-    except jinja2.TemplateError as error:
+    except (jinja2.TemplateError, RecursionError) as error:
         raise ValueError(f"the tokenizer's chat template is malformed ({error}); fetch it again.") from error
     for name in kwargs:
         if name in OWN_VARIABLES:
