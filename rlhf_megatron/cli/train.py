@@ -33,6 +33,10 @@ def train(args: argparse.Namespace) -> int:
     if args.fresh:
         args.overrides = [*args.overrides, "trainer.resume_mode=disable"]
     config = load_run_config(args.config, args.overrides).config
+    if config.trainer.deterministic:
+        from rlhf_megatron.parallel.determinism import ENVIRONMENT
+
+        os.environ |= {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
     if (args.replay is None) != (args.replay_from is None):
         raise ConfigError(["--replay STEP and --replay-from RUN_DIR (a run made with --record) need each other."])
     if CONTROLLER_ENV in os.environ:
@@ -151,11 +155,10 @@ def _run(
 
 def _inline(args: argparse.Namespace, config: RunConfig, opened: OpenRunDir) -> int:
     from rlhf_megatron.runtime.inline import InlineGroup
-    from rlhf_megatron.runtime.roles import role_builder
     from rlhf_megatron.runtime.stopping import ControllerStop
 
     def connect() -> WorkerGroup:
-        return InlineGroup(role_builder(config), backend=_backend(config))
+        return InlineGroup(_lazy_roles(config), backend=_backend(config))
 
     stop = StopRequest()
     with ControllerStop(stop, config.trainer.stop_grace_s).installed():
@@ -208,8 +211,11 @@ def _lazy_roles(config: RunConfig):  # type: ignore[no-untyped-def]
     """Megatron is imported after the host has registered, so that what fails there is told with coordinates."""
 
     def build(pool):  # type: ignore[no-untyped-def]
+        from rlhf_megatron.parallel.determinism import make_deterministic
         from rlhf_megatron.runtime.roles import role_builder
 
+        if config.trainer.deterministic:
+            make_deterministic()
         return role_builder(config)(pool)
 
     return build

@@ -18,13 +18,12 @@ from rlhf_megatron.data.prompts import PromptSets
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
 from rlhf_megatron.reward_service.scorer import REWARD_LOG, make_scorer
-from rlhf_megatron.rollout.clients import connect
 from rlhf_megatron.rollout.fleet import EngineFleet
 from rlhf_megatron.runtime.worker_group import WorkerGroup
 from rlhf_megatron.scheduler.attempts import Attempts, RunClock
 from rlhf_megatron.scheduler.checkpointer import Checkpointer
 from rlhf_megatron.scheduler.engine_faults import register_engine_faults
-from rlhf_megatron.scheduler.engines import MIB, engine_dtype, start_engines, transfer_bytes
+from rlhf_megatron.scheduler.engines import MIB, engine_dtype, make_fleet, start_engines, transfer_bytes
 from rlhf_megatron.scheduler.guard import StageGuard
 from rlhf_megatron.scheduler.journal import Journal
 from rlhf_megatron.scheduler.keeper import Keeper
@@ -128,12 +127,10 @@ def _engines(
     def report(name: str, seconds: float, line: str) -> None:
         tracker.waiting(f"{name} starts ({seconds:.0f} s) {line[-80:]}")
 
-    rollout = config.rollout
-    transfer = stack.enter_context(make_transfer_dir(rollout.transfer_dir, transfer_bytes(config)))
+    transfer = stack.enter_context(make_transfer_dir(config.rollout.transfer_dir, transfer_bytes(config)))
     servers = stack.enter_context(start_engines(config, run_dir, transfer.path, report))
     register_engine_faults(servers)
-    engines = [connect(address, transfer.path) for address in servers.addresses]
-    fleet = EngineFleet(engines, rollout.request_timeout_s, rollout.request_retries, should_stop=stop.check)
+    fleet = make_fleet(config, servers, transfer.path, stop.check)
     stack.callback(fleet.close)
     return fleet, transfer.path
 

@@ -98,15 +98,10 @@ class Stages:
         params = self._sampling(rollout.temperature)
         requests = build_requests(prompts, rollout.n, params, self.config.trainer.seed, step)
         known = self.journal.groups(step) if self.journal is not None else {}
-        num_left = len(requests) - len(known)
 
         def on_groups(first: int, groups: Sequence[Sequence[GeneratedSample]]) -> None:
-            nonlocal num_left
             if self.journal is not None:
                 self.journal.append(step, first, groups)
-            num_left -= len(groups)
-            if num_left:
-                faults.reach("rollout.mid_generate")
 
         assert self.fleet is not None
         groups = self.fleet.generate(requests, on_groups, known)
@@ -175,6 +170,8 @@ class Stages:
         self._step_metrics |= (
             self.weight_sync() if self._is_policy_new else {"policy/version": float(self.weight_sync.version)}
         )
+        if self.fleet is not None:
+            self._step_metrics |= self.fleet.take_counters()
         return self._step_metrics
 
     def evaluate(self, is_final: bool = True) -> EvaluationResult | None:
