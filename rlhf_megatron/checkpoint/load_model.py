@@ -55,28 +55,29 @@ def named_parameters(chunks: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
     """Parameters of all chunks under their global names: layers counted over the whole model, wrappers peeled off."""
     parameters: dict[str, nn.Parameter] = {}
     for chunk in chunks:
-        model = _unwrap(chunk)
+        model = unwrap(chunk)
         for name, parameter in model.named_parameters():
-            global_name = _global_name(model, name)
-            assert global_name not in parameters, f"two parameters are called {global_name}"
-            parameters[global_name] = parameter
+            full_name = global_name(model, name)
+            assert full_name not in parameters, f"two parameters are called {full_name}"
+            parameters[full_name] = parameter
     return parameters
 
 
-def _unwrap(chunk: nn.Module) -> nn.Module:
+def unwrap(chunk: nn.Module) -> nn.Module:
     """The GPTModel inside of DistributedDataParallel and Float16Module."""
     while isinstance(inner := getattr(chunk, "module", None), nn.Module):
         chunk = inner
     return chunk
 
 
-def _global_name(model: Any, name: str) -> str:
+def global_name(model: Any, name: str) -> str:
+    """Name of a parameter or module of this chunk, with its layer counted over the whole model."""
     prefix = "decoder.layers."
     if not name.startswith(prefix):
         return name
-    local, rest = name[len(prefix) :].split(".", 1)
+    local, dot, rest = name[len(prefix) :].partition(".")
     layer = model.decoder.layers[int(local)].layer_number - 1  # layer_number counts over all stages, from 1
-    return f"{prefix}{layer}.{rest}"
+    return f"{prefix}{layer}{dot}{rest}"
 
 
 def _names_on_this_rank(rule: Rule, table: Sequence[Rule], parameters: dict[str, nn.Parameter]) -> list[str]:

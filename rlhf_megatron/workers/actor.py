@@ -17,10 +17,11 @@ from rlhf_megatron.models.families.base import HFConfig
 from rlhf_megatron.models.table import Rule
 from rlhf_megatron.parallel.world import World
 from rlhf_megatron.workers.contract import UpdateResult
+from rlhf_megatron.workers.findings import Findings, ReplicaReport
 from rlhf_megatron.workers.forward import RowLogProbs, forward_log_probs
 from rlhf_megatron.workers.losses import make_row_losses
-from rlhf_megatron.workers.pack import MicroBatch, pack, token_columns
-from rlhf_megatron.workers.trained_model import Phase, TrainedModel
+from rlhf_megatron.workers.pack import MicroBatch, Packed, pack, token_columns
+from rlhf_megatron.workers.trained_model import Phase, RowLossFunction, TrainedModel
 
 COLUMNS = token_columns(MiniBatch)
 
@@ -57,9 +58,20 @@ class MegatronActor:
         return forward_log_probs(self.trained.chunks, rows, self.world, batch, plan)
 
     def update(
-        self, batch: MiniBatch, plan: ReplicaPlan, temperature: float, loss: str = "policy"
+        self, batch: MiniBatch, plan: ReplicaPlan, temperature: float, loss: str = "policy", capsule: Path | None = None
     ) -> UpdateResult | None:
         """See `contract.TrainWorker`. Raises ValueError for an unknown loss or a column that it needs and lacks."""
+        return self.trained.update(*self._work(batch, plan, temperature, loss), capsule)
+
+    def look_again(
+        self, batch: MiniBatch, plan: ReplicaPlan, temperature: float, loss: str = "policy"
+    ) -> UpdateResult | None:
+        """See `contract.TrainedWorker`."""
+        return self.trained.look_again(*self._work(batch, plan, temperature, loss))
+
+    def _work(
+        self, batch: MiniBatch, plan: ReplicaPlan, temperature: float, loss: str
+    ) -> tuple[Packed, RowLossFunction]:
         if loss not in self.losses:
             raise ValueError(f"unknown loss {loss!r}; known: {', '.join(self.losses)}.")
         row_loss = self.losses[loss]
@@ -67,10 +79,27 @@ class MegatronActor:
         packed = pack(batch, plan, world.layout, world.coordinates.cp, COLUMNS, world.device)
         rows = RowLogProbs(self.model, world, temperature, row_loss.needs_entropy, self.config.log_prob_chunk_size)
 
-        def of_rows(hidden_RH: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-            return row_loss(*rows(hidden_RH, micro), micro.columns)
+        def of_rows(hidden_RH: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+            log_probs_R, entropies_R = rows(hidden_RH, micro)
+            return *row_loss(log_probs_R, entropies_R, micro.columns), log_probs_R
 
-        return self.trained.update(packed, of_rows)
+        return packed, of_rows
+
+    def take_skips(self) -> list[Findings]:
+        """See `contract.TrainedWorker`."""
+        return self.trained.take_skips()
+
+    def check_replicas(self) -> ReplicaReport:
+        """See `contract.TrainedWorker`."""
+        return self.trained.check_replicas()
+
+    def save_weights(self, directory: Path) -> str:
+        """See `contract.TrainedWorker`."""
+        return self.trained.save_weights(directory)
+
+    def load_weights(self, directory: Path) -> None:
+        """See `contract.TrainedWorker`."""
+        self.trained.load_weights(directory)
 
     def reset_optimizer(self, phase: str) -> None:
         """See `contract.TrainedWorker`."""

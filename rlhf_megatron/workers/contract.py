@@ -17,6 +17,7 @@ from rlhf_megatron.checkpoint.manifest import SaveResult
 from rlhf_megatron.data.batch import LogProbs, MiniBatch, TokenBatch, ValueMiniBatch, Values
 from rlhf_megatron.data.plan import ReplicaPlan
 from rlhf_megatron.models.table import Rule
+from rlhf_megatron.workers.findings import Findings, ReplicaReport
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class UpdateResult:
     sums: dict[str, float]  # loss and token-averaged metrics, this replica's share
     grad_norm: float  # global, before clipping
     lr: float
-    is_skipped: bool  # a non-finite gradient norm: no parameter was changed, on no rank
+    is_skipped: bool  # a gradient, the norm or a loss is not finite on some rank: nothing was changed, on no rank
 
 
 class Worker(Protocol):
@@ -50,6 +51,18 @@ class TrainedWorker(Worker, Protocol):
 
     def reset_optimizer(self, phase: str) -> None:
         """Fresh optimizer and schedules: phase "warmup" or "rl"."""
+
+    def take_skips(self) -> list[Findings]:
+        """What this rank saw in each optimizer step that was skipped since it was last asked, in their order."""
+
+    def check_replicas(self) -> ReplicaReport:
+        """Compare what this rank holds alike with others; parameters are looked at for numbers that are not finite."""
+
+    def save_weights(self, directory: Path) -> str:
+        """The model, without its optimizer, and the random states, for a capsule; "" or why it could not be written."""
+
+    def load_weights(self, directory: Path) -> None:
+        """The model out of such a directory, under any layout. Raises ValueError where it does not fit."""
 
     def num_save_bytes(self) -> int:
         """What this rank will about write in a save, summed over ranks all of it."""
@@ -89,9 +102,17 @@ class TrainWorker(ForwardWorker, TrainedWorker, Protocol):
     """A policy that learns: the actor."""
 
     def update(
+        self, batch: MiniBatch, plan: ReplicaPlan, temperature: float, loss: str = "policy", capsule: Path | None = None
+    ) -> UpdateResult | None:
+        """Forward and backward over the micro-batches and one optimizer step. `loss`: "policy" or "sft".
+
+        `capsule`: a directory for `save_weights`, when the step is skipped; for the first such step that names it.
+        """
+
+    def look_again(
         self, batch: MiniBatch, plan: ReplicaPlan, temperature: float, loss: str = "policy"
     ) -> UpdateResult | None:
-        """Forward and backward over the micro-batches and one optimizer step. `loss`: "policy" or "sft"."""
+        """`update` without the optimizer step; `take_skips` tells what was seen, finite or not, and what came first."""
 
 
 class ValueWorker(TrainedWorker, Protocol):
@@ -100,8 +121,11 @@ class ValueWorker(TrainedWorker, Protocol):
     def values(self, batch: TokenBatch, plan: ReplicaPlan) -> Values | None:
         """The value of the state before each token at `response_mask`, from the same rows as log-probs."""
 
-    def update(self, batch: ValueMiniBatch, plan: ReplicaPlan) -> UpdateResult | None:
+    def update(self, batch: ValueMiniBatch, plan: ReplicaPlan, capsule: Path | None = None) -> UpdateResult | None:
         """As `TrainWorker.update`, with the value loss. Sums: critic/vf_loss, critic/vf_clipfrac, critic/vpred_mean."""
+
+    def look_again(self, batch: ValueMiniBatch, plan: ReplicaPlan) -> UpdateResult | None:
+        """As `TrainWorker.look_again`."""
 
     def load_hf(self, directory: Path) -> None:
         """Become the model of a Hugging Face directory of the same architecture, with a fresh optimizer.

@@ -21,10 +21,11 @@ from rlhf_megatron.models.head import value_head
 from rlhf_megatron.models.table import Rule
 from rlhf_megatron.parallel.world import World
 from rlhf_megatron.workers.contract import UpdateResult
+from rlhf_megatron.workers.findings import Findings, ReplicaReport
 from rlhf_megatron.workers.forward import forward_columns
 from rlhf_megatron.workers.losses import weighted
-from rlhf_megatron.workers.pack import MicroBatch, pack, token_columns
-from rlhf_megatron.workers.trained_model import Phase, TrainedModel
+from rlhf_megatron.workers.pack import MicroBatch, Packed, pack, token_columns
+from rlhf_megatron.workers.trained_model import Phase, RowLossFunction, TrainedModel
 
 COLUMNS = token_columns(ValueMiniBatch)
 
@@ -74,17 +75,41 @@ class MegatronCritic:
             return None
         return Values(batch.offsets, batch.token_ids, batch.response_mask, values=columns[0])
 
-    def update(self, batch: ValueMiniBatch, plan: ReplicaPlan) -> UpdateResult | None:
+    def update(self, batch: ValueMiniBatch, plan: ReplicaPlan, capsule: Path | None = None) -> UpdateResult | None:
         """See `contract.ValueWorker`."""
+        return self.trained.update(*self._work(batch, plan), capsule)
+
+    def look_again(self, batch: ValueMiniBatch, plan: ReplicaPlan) -> UpdateResult | None:
+        """See `contract.TrainedWorker`."""
+        return self.trained.look_again(*self._work(batch, plan))
+
+    def _work(self, batch: ValueMiniBatch, plan: ReplicaPlan) -> tuple[Packed, RowLossFunction]:
         world = self.world
         packed = pack(batch, plan, world.layout, world.coordinates.cp, COLUMNS, world.device)
 
-        def of_rows(hidden_RH: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        def of_rows(hidden_RH: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor], Tensor]:
             old_R, returns_R = micro.columns["old_values"], micro.columns["returns"]
-            terms = value_loss(self._row_values(hidden_RH), old_R, returns_R, self.config.cliprange_value)
-            return weighted(terms, micro.columns)
+            values_R = self._row_values(hidden_RH)
+            terms = value_loss(values_R, old_R, returns_R, self.config.cliprange_value)
+            return *weighted(terms, micro.columns), values_R
 
-        return self.trained.update(packed, of_rows)
+        return packed, of_rows
+
+    def take_skips(self) -> list[Findings]:
+        """See `contract.TrainedWorker`."""
+        return self.trained.take_skips()
+
+    def check_replicas(self) -> ReplicaReport:
+        """See `contract.TrainedWorker`."""
+        return self.trained.check_replicas()
+
+    def save_weights(self, directory: Path) -> str:
+        """See `contract.TrainedWorker`."""
+        return self.trained.save_weights(directory)
+
+    def load_weights(self, directory: Path) -> None:
+        """See `contract.TrainedWorker`."""
+        self.trained.load_weights(directory)
 
     def load_hf(self, directory: Path) -> None:
         """See `contract.ValueWorker`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from rlhf_megatron.config.schema import OptimConfig
 from rlhf_megatron.parallel.world import World
+from rlhf_megatron.workers.nonfinite import FINITE, agreed_verdict, local_verdict, norm_of
 from rlhf_megatron.workers.optimizer_state import load_state, sharded_state
 
 
@@ -21,7 +21,7 @@ from rlhf_megatron.workers.optimizer_state import load_state, sharded_state
 class StepResult:
     """Of one optimizer step; the same on all ranks of a replica, and of all replicas."""
 
-    grad_norm: float  # global, before clipping
+    grad_norm: float  # global, before clipping; nan or inf in a step that is skipped
     lr: float
     is_skipped: bool
 
@@ -43,18 +43,20 @@ class Optimizer:
         dtype: torch.dtype,
         world: World,
     ) -> None:
+        self.chunks = chunks
+        self.world = world
         self.megatron = _build(chunks, optim, dtype, world)
         self.scheduler = _schedules(self.megatron, optim, num_steps)
         _prepare_torch_adam(self.megatron)
 
-    def step(self) -> StepResult:
+    def step(self, losses: torch.Tensor | None = None) -> StepResult:
         """One step with the gradients that stand in the main-gradient buffers. All ranks.
 
-        A gradient norm that is not finite changes nothing: neither parameters, nor moments, nor the schedules.
+        `losses`: of this rank's micro-batches, where it has any. A gradient, gradient norm or loss that is not finite,
+        on whatever rank, changes nothing on any: neither parameters, nor moments, nor the schedules.
         """
-        self.megatron.prepare_grads()
-        grad_norm = float(self.megatron.get_grad_norm())
-        if not math.isfinite(grad_norm):
+        verdict, grad_norm = self.judge(losses)
+        if verdict != FINITE:
             return StepResult(grad_norm, self.lr, is_skipped=True)
         self.scheduler.step(1)
         max_norm = self.megatron.config.clip_grad
@@ -63,6 +65,13 @@ class Optimizer:
                 clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm, grad_norm)
         self.megatron.step_with_ready_grads()
         return StepResult(grad_norm, self.lr, is_skipped=False)
+
+    def judge(self, losses: torch.Tensor | None) -> tuple[int, float]:
+        """(`nonfinite.FINITE`, INFINITE or NAN; the global gradient norm), alike on all ranks, all of which call it."""
+        self.megatron.prepare_grads()
+        grad_norm = float(self.megatron.get_grad_norm())
+        verdict = agreed_verdict(local_verdict(self.chunks, grad_norm, losses), self.world)
+        return verdict, norm_of(verdict, grad_norm)
 
     def zero_grad(self) -> None:
         self.megatron.zero_grad()

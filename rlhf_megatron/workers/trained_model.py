@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rlhf_megatron import faults
 from rlhf_megatron.checkpoint.async_save import BackgroundSave
 from rlhf_megatron.checkpoint.dist_checkpoint import SAVE_TIMEOUT_S, load_plain, load_sharded
-from rlhf_megatron.checkpoint.load_model import load_hf, local_shards
+from rlhf_megatron.checkpoint.load_model import load_hf, local_shards, named_parameters
 from rlhf_megatron.checkpoint.manifest import SaveResult
 from rlhf_megatron.checkpoint.source import WeightSource
 from rlhf_megatron.checkpoint.staged import stage_sharded
@@ -21,17 +24,24 @@ from rlhf_megatron.models.build import build_model
 from rlhf_megatron.models.families.base import HFConfig, table_for
 from rlhf_megatron.models.table import Head, Rule
 from rlhf_megatron.parallel.world import World
+from rlhf_megatron.workers.capsule import WEIGHTS, save_weights
 from rlhf_megatron.workers.contract import UpdateResult
 from rlhf_megatron.workers.data_parallel import move_buffers_to_device, move_buffers_to_host, sync_parameters, wrap
+from rlhf_megatron.workers.findings import Findings, ReplicaReport
 from rlhf_megatron.workers.forward import sum_over_cp
 from rlhf_megatron.workers.memory import move_to_device, move_to_host
-from rlhf_megatron.workers.optimizer import Optimizer, reset
+from rlhf_megatron.workers.nonfinite import bad_positions, bad_tensors, check_finite
+from rlhf_megatron.workers.optimizer import Optimizer, StepResult, reset
 from rlhf_megatron.workers.pack import MicroBatch, Packed
 from rlhf_megatron.workers.pipeline import run_micro_batches
+from rlhf_megatron.workers.replicas import check_replicas
+from rlhf_megatron.workers.watch import Watch
 
 EXTRA_STATE = "_extra_state"
-RowLossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
-"""(hidden_RH, micro-batch) -> (this rank's share of the loss, with grad; its share of each metric)."""
+SKIPS_KEPT = 1000  # skipped steps of which findings are kept until somebody asks
+RowLossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor], Tensor]]
+"""(hidden_RH, micro-batch) -> (this rank's share of the loss, with grad; its share of each metric; the rows' log-probs
+or values, [R])."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +50,16 @@ class Phase:
 
     optim: OptimConfig
     num_steps: int  # optimizer steps in all; the length of schedules that name none
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """What came out of all micro-batches; nothing but on the last stage."""
+
+    names: tuple[str, ...]
+    losses: Tensor | None  # [micro-batches], this rank's shares
+    sums: Tensor | None  # [names]
+    rows: tuple[Tensor, ...]  # of each micro-batch: log-probs or values
 
 
 class TrainedModel:
@@ -71,29 +91,105 @@ class TrainedModel:
         self.chunks = wrap(self.model.chunks, self.model.transformer_config, megatron, world)
         self.model.chunks = list(self.chunks)
         self.optimizer = self._fresh_optimizer()
+        self.role = "actor" if head == "vocabulary" else "critic"
+        self.skips: deque[Findings] = deque(maxlen=SKIPS_KEPT)
+        self._last_capsule: Path | None = None
         self._save: BackgroundSave | None = None  # that was begun and not finished
 
-    def update(self, packed: Packed, row_loss: RowLossFunction) -> UpdateResult | None:
-        """Forward and backward over the micro-batches and one optimizer step. The result on leaders; None elsewhere."""
-        world = self.world
+    def update(self, packed: Packed, row_loss: RowLossFunction, capsule: Path | None = None) -> UpdateResult | None:
+        """Forward and backward over the micro-batches and one optimizer step. The result on leaders; None elsewhere.
+
+        `capsule`: where the weights go when the step is skipped; only those of the first such step with this name do.
+        """
+        done = self._pass(packed, row_loss)
+        if self.role == "actor" and faults.reach("actor.before_optimizer_step"):
+            _plant(self.chunks, "main_grad", math.nan)
+        step = self.optimizer.step(done.losses)
+        if step.is_skipped:
+            self.skips.append(self._kept(self._findings(done, packed, step.grad_norm), capsule))
+        elif self.role == "actor" and faults.reach("actor.after_optimizer_step"):
+            _plant(self.chunks, "data", 1e-3)
+        return self._result(done, step)
+
+    def look_again(self, packed: Packed, row_loss: RowLossFunction) -> UpdateResult | None:
+        """`update` without the optimizer step, watched; `take_skips` tells what was seen, of a finite pass too."""
+        with Watch(self.chunks) as watch:
+            done = self._pass(packed, row_loss, watch)
+        _, grad_norm = self.optimizer.judge(done.losses)
+        self.skips.append(replace(self._findings(done, packed, grad_norm), first=watch.first))
+        is_finite = math.isfinite(grad_norm)
+        return self._result(done, StepResult(grad_norm, self.optimizer.lr, is_skipped=not is_finite))
+
+    def take_skips(self) -> list[Findings]:
+        """What this rank saw in the steps that were skipped since it was last asked, in their order."""
+        taken = list(self.skips)
+        self.skips.clear()
+        return taken
+
+    def check_replicas(self) -> ReplicaReport:
+        """See `contract.TrainedWorker`."""
+        return check_replicas(self.synced_chunks(), self.optimizer, self.world)
+
+    def save_weights(self, directory: Path) -> str:
+        """Model and random states into a capsule; "" or why they could not be written. See `workers.capsule`."""
+        sync_parameters(self.chunks)
+        return save_weights(directory, self._model_state(), self.world)
+
+    def load_weights(self, directory: Path) -> None:
+        """The model of a capsule, under any layout. The optimizer stays as it is. Raises ValueError as `load`."""
+        self._load_model(load_sharded(directory / WEIGHTS, self._model_state()))
+
+    def _pass(self, packed: Packed, row_loss: RowLossFunction, watch: Watch | None = None) -> _Pass:
         names: list[str] = []
 
         def on_rows(hidden_RH: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-            value, sums = row_loss(hidden_RH, micro)
+            value, sums, rows_R = row_loss(hidden_RH, micro)
+            if watch is not None:
+                watch.see(rows_R, "log-probs" if self.role == "actor" else "values")
+                watch.see(value, "loss")
             names[:] = sums
-            return value, torch.stack(list(sums.values()))
+            return value, torch.cat([torch.stack([value.detach(), *sums.values()]), rows_R.detach().float()])
 
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        sums = run_micro_batches(self.chunks, world, packed, on_rows, forward_only=False)
-        step = self.optimizer.step()
-        if not world.is_last_stage:
+        collected = run_micro_batches(self.chunks, self.world, packed, on_rows, forward_only=False)
+        if not collected:
+            return _Pass((), None, None, ())
+        heads = torch.stack([part[: 1 + len(names)] for part in collected])
+        rows = tuple(part[1 + len(names) :] for part in collected)
+        return _Pass(tuple(names), heads[:, 0], heads[:, 1:].sum(0), rows)
+
+    def _result(self, done: _Pass, step: StepResult) -> UpdateResult | None:
+        if done.sums is None:  # not on the last stage
             return None
-        totals = sum_over_cp(torch.stack(sums).sum(0), world)
-        if not world.is_leader:
+        totals = sum_over_cp(done.sums, self.world)
+        if not self.world.is_leader:
             return None
-        return UpdateResult(dict(zip(names, totals.tolist(), strict=True)), step.grad_norm, step.lr, step.is_skipped)
+        sums = dict(zip(done.names, totals.tolist(), strict=True))
+        return UpdateResult(sums, step.grad_norm, step.lr, step.is_skipped)
+
+    def _findings(self, done: _Pass, packed: Packed, grad_norm: float) -> Findings:
+        parameters = named_parameters(self.chunks)
+        values = torch.cat(done.rows).cpu() if done.rows else torch.zeros(0)
+        tokens, num_tokens = bad_positions(values, packed.token_index[: values.numel()])
+        return Findings(
+            where=str(self.world),
+            grad_norm=grad_norm,
+            gradients=bad_tensors({name: _main_grad(parameter) for name, parameter in parameters.items()}),
+            parameters=bad_tensors(parameters),
+            losses=tuple(done.losses.tolist()) if done.losses is not None else (),
+            tokens=tokens,
+            num_tokens=num_tokens,
+        )
+
+    def _kept(self, findings: Findings, capsule: Path | None) -> Findings:
+        """`findings`, once the weights have been written where they are wanted. All ranks decide alike."""
+        if capsule is None or capsule == self._last_capsule:
+            return findings
+        self._last_capsule = capsule
+        error = self.save_weights(capsule)
+        return replace(findings, has_weights=not error, error=error)
 
     def reset_optimizer(self, phase: str) -> None:
         """See `contract.TrainedWorker`."""
@@ -116,7 +212,9 @@ class TrainedModel:
 
     def export(self) -> Iterator[tuple[Rule, Tensor]]:
         """See `contract.Worker`."""
-        return local_shards(self.synced_chunks(), self.table)
+        chunks = self.synced_chunks()
+        check_finite(named_parameters(chunks), self.world)
+        return local_shards(chunks, self.table)
 
     def offload(self) -> None:
         """See `contract.Worker`. Weights, moments and main parameters; gradient buffers are dropped."""
@@ -169,11 +267,14 @@ class TrainedModel:
         if plain["phase"] != self.phase:
             self.reset_optimizer(plain["phase"])
         loaded = load_sharded(directory, self._state(is_loading=True))
+        self._load_model(loaded)
+        self.optimizer.load_state_dict(loaded["optimizer"], plain["scheduler"])
+
+    def _load_model(self, loaded: dict[str, Any]) -> None:
         for index, chunk in enumerate(self.chunks):
             mismatch = chunk.module.load_state_dict(loaded[f"model{index}"], strict=False)
             missing = [name for name in mismatch.missing_keys if not name.endswith(EXTRA_STATE)]
             assert not missing and not mismatch.unexpected_keys, f"missing {missing}, {mismatch.unexpected_keys}"
-        self.optimizer.load_state_dict(loaded["optimizer"], plain["scheduler"])
 
     def _fresh_optimizer(self) -> Optimizer:
         phase = self.phases[self.phase]
@@ -181,18 +282,32 @@ class TrainedModel:
 
     def _state(self, is_loading: bool) -> dict[str, Any]:
         """Sharded tensors under names that do not depend on the layout; how they are grouped here is not stored."""
+        model = self._model_state()
+        return {**model, "optimizer": self.optimizer.sharded_state_dict(model, is_loading)}
+
+    def _model_state(self) -> dict[str, Any]:
         metadata = {"dp_cp_group": self.world.dp_cp_group}
-        model = {
+        return {
             f"model{index}": _without_extra_state(chunk.module.sharded_state_dict(metadata=metadata))
             for index, chunk in enumerate(self.chunks)
         }
-        return {**model, "optimizer": self.optimizer.sharded_state_dict(model, is_loading)}
 
     def _tensors(self) -> list[Tensor]:
         """What moves one by one: not the parameters that are views of a buffer."""
         parameters = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
         is_buffered = self.megatron.use_distributed_optimizer
         return [*([] if is_buffered else parameters), *self.optimizer.state_tensors()]
+
+
+def _main_grad(parameter: Any) -> Tensor:
+    gradient: Tensor = parameter.main_grad  # set by megatron
+    return gradient
+
+
+def _plant(chunks: Sequence[nn.Module], name: str, value: float) -> None:
+    """The damage that a fault plan asks for: `value` added to one element of this rank's first parameter."""
+    parameter = next(iter(named_parameters(chunks).values()))
+    getattr(parameter, name).view(-1)[0] += value
 
 
 def _without_extra_state(state: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,46 @@
+"""The weights of a capsule, as they stood when an optimizer step was skipped: sharded, without the optimizer.
+
+Beside them the random states of every rank. Written at once, before a later update can change what stands there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import ReduceOp, all_reduce
+
+from rlhf_megatron.checkpoint.dist_checkpoint import save_sharded
+from rlhf_megatron.checkpoint.rng_state import save_rng
+from rlhf_megatron.parallel.world import World
+
+WEIGHTS = "weights"
+RNG = "rng"
+
+
+def save_weights(directory: Path, model_state: dict[str, Any], world: World) -> str:
+    """Write `model_state` to the directory `directory`/weights, which appears here. "" or why it could not be written.
+
+    All ranks of the pool. What a disk does is no exception here: it does not end a run.
+    """
+    error = _prepare(directory, world)
+    is_refused = torch.tensor([bool(error)], dtype=torch.int32, device=world.device)
+    for group in (world.model_parallel_group, world.dp_cp_group):
+        all_reduce(is_refused, ReduceOp.MAX, group=group)
+    if is_refused.item():
+        return error or "another rank could not write"
+    try:
+        save_sharded(directory / WEIGHTS, model_state)
+    except OSError as problem:  # of any rank: all raise it
+        return str(problem)
+    return ""
+
+
+def _prepare(directory: Path, world: World) -> str:
+    try:
+        (directory / RNG).mkdir(parents=True, exist_ok=True)
+        save_rng(directory / RNG / f"rank{world.rank}.safetensors", world.device)
+    except OSError as error:
+        return f"{directory}: {error.strerror or error}"
+    return ""

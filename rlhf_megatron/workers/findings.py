@@ -1,0 +1,72 @@
+"""What a rank tells of numbers that are not finite and of replicas that differ. Passive; the controller reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlhf_megatron.data import codec
+
+NUM_NAMED = 1000  # entries of a list of findings
+
+
+@codec.register
+@dataclass(frozen=True)
+class BadTensor:
+    """A tensor of this rank that holds numbers that are not finite."""
+
+    name: str
+    num_nan: int
+    num_inf: int
+    num_elements: int
+
+    def __str__(self) -> str:
+        counts = [f"{self.num_nan} NaN"] * bool(self.num_nan) + [f"{self.num_inf} Inf"] * bool(self.num_inf)
+        return f"{self.name} ({' and '.join(counts)} of {self.num_elements})"
+
+
+@codec.register
+@dataclass(frozen=True)
+class Findings:
+    """What one rank saw in an update with numbers that are not finite. Losses and tokens: on the last stage only."""
+
+    where: str  # "dp1 pp0 tp0"
+    grad_norm: float  # global; nan or inf
+    gradients: tuple[BadTensor, ...]  # at most NUM_NAMED; a distributed optimizer's: of all that this rank summed up
+    parameters: tuple[BadTensor, ...]
+    losses: tuple[float, ...]  # of each micro-batch, this rank's share
+    tokens: tuple[int, ...]  # of the shard: those with a log-prob (a value) that is not finite, at most NUM_NAMED
+    num_tokens: int  # of them, without that limit
+    first: str = ""  # the first tensor that was not finite, where the pass was watched (`workers.watch`)
+    has_weights: bool = False  # the capsule's weights were written
+    error: str = ""  # why they were not
+
+
+@codec.register
+@dataclass(frozen=True)
+class Difference:
+    """One tensor that is not the same on all ranks that should hold it alike."""
+
+    tensor: str
+    group: str  # what these ranks are to each other
+    ranks: tuple[str, ...]  # that differ from most of the others: all, where no value is that of a majority
+    num_ranks: int  # of the group
+    max_abs_diff: float | None  # from a rank of the majority; None: not measured
+
+    def __str__(self) -> str:
+        has_majority = len(self.ranks) < self.num_ranks
+        others = f"the other {self.num_ranks - len(self.ranks)}" if has_majority else "each other"
+        size = "" if self.max_abs_diff is None else f", by up to {self.max_abs_diff:.3g}"
+        return f"{self.tensor}: {' and '.join(self.ranks)} differ from {others} ({self.group}){size}"
+
+
+@codec.register
+@dataclass(frozen=True)
+class ReplicaReport:
+    """Of one rank. A difference is told by one rank of the group."""
+
+    where: str
+    num_tensors: int  # that were compared
+    num_bytes: int
+    seconds: float
+    differences: tuple[Difference, ...]
+    not_finite: tuple[BadTensor, ...]  # parameters

@@ -1,0 +1,82 @@
+"""Numbers that are not finite: one verdict on all ranks of a pool, and where they stand on this one.
+
+A verdict needs more than the gradient norm: Megatron's is of one copy of each parameter. A NaN that only the second
+tensor-parallel rank has in its copy of a norm's gradient, or one replica after its gradients were summed, is not in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
+from torch.distributed import ReduceOp, all_reduce
+
+from rlhf_megatron.parallel.world import World
+from rlhf_megatron.workers.findings import NUM_NAMED, BadTensor
+
+FINITE, INFINITE, NAN = 0, 1, 2
+
+
+def local_verdict(chunks: Sequence[DistributedDataParallel], grad_norm: float, losses: Tensor | None) -> Tensor:
+    """FINITE, INFINITE or NAN, int32 on the device: of what this rank's gradient buffers hold, the norm and losses.
+
+    A sum is finite where all its terms are: terms whose sum overflows have a norm that is not finite either.
+    """
+    buffers = [buffer for chunk in chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
+    sums = [buffer.grad_data.sum(dtype=torch.float32) for buffer in buffers]
+    if losses is not None and losses.numel():
+        sums.append(losses.float().sum())
+    device = sums[0].device
+    found = torch.stack([part.to(device) for part in [*sums, torch.tensor(grad_norm, dtype=torch.float32)]])
+    return torch.where(found.isnan(), NAN, torch.where(found.isinf(), INFINITE, FINITE)).max().to(torch.int32)
+
+
+def agreed_verdict(verdict: Tensor, world: World) -> int:
+    """The worst of all ranks' verdicts, on all of them. All ranks of the pool."""
+    verdict = verdict.reshape(1).clone()
+    all_reduce(verdict, ReduceOp.MAX, group=world.model_parallel_group)
+    all_reduce(verdict, ReduceOp.MAX, group=world.dp_cp_group)
+    return int(verdict)
+
+
+def norm_of(verdict: int, grad_norm: float) -> float:
+    """What all ranks report as the gradient norm: theirs may differ where only some saw what is wrong."""
+    return {FINITE: grad_norm, INFINITE: math.inf, NAN: math.nan}[verdict]
+
+
+def bad_tensors(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> tuple[BadTensor, ...]:
+    """Those that are not finite, in order. Cheap where all are: one pass, one wait for the device."""
+    items = list(tensors.items() if isinstance(tensors, Mapping) else tensors)
+    if not items:
+        return ()
+    sums = torch.stack([tensor.detach().sum(dtype=torch.float32) for _, tensor in items]).tolist()
+    suspects = [item for item, total in zip(items, sums, strict=True) if not math.isfinite(total)]
+    found = []
+    for name, tensor in suspects[:NUM_NAMED]:
+        num_nan, num_inf = int(tensor.isnan().sum()), int(tensor.isinf().sum())
+        if num_nan or num_inf:  # else large terms, whose sum is out of range
+            found.append(BadTensor(name, num_nan, num_inf, tensor.numel()))
+    return tuple(found)
+
+
+def bad_positions(values: Tensor, positions: Tensor) -> tuple[tuple[int, ...], int]:
+    """(`positions` of the `values` that are not finite, the first NUM_NAMED of them; how many there are)."""
+    found = positions[~values.isfinite()]
+    return tuple(found[:NUM_NAMED].tolist()), found.numel()
+
+
+def check_finite(parameters: Mapping[str, Tensor], world: World) -> None:
+    """Raises ValueError on all ranks of the pool when a parameter on one of them is not finite."""
+    found = bad_tensors(parameters)
+    verdict = torch.tensor(NAN if found else FINITE, dtype=torch.int32, device=world.device)
+    if agreed_verdict(verdict, world) == FINITE:
+        return
+    names = "; ".join(map(str, found[:8])) + (f"; and {len(found) - 8} more" if len(found) > 8 else "")
+    raise ValueError(
+        f"parameters are not finite: {names or 'those of another rank'}. They are sent nowhere: the engines keep the"
+        " weights before. The last optimizer step was finite and overflowed them: lower the learning rate or clip_grad,"
+        " and start again from a checkpoint before it."
+    )

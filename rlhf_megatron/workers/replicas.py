@@ -1,0 +1,186 @@
+"""Do the ranks that hold the same tensors hold the same bits? Digests, compared within each group of such ranks.
+
+What is compared: every parameter over data and context parallel ranks; those that tensor parallelism does not split
+(norms, a value head) over its ranks; a tied embedding between first and last pipeline stage; moments and float32
+parameters alike, where they are replicated: a distributed optimizer shares them out over data-parallel ranks.
+
+A difference is one bit. Nothing that Megatron does makes replicas differ: what they add up comes out of an all-reduce.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, ReduceOp
+
+from rlhf_megatron.checkpoint.load_model import named_parameters
+from rlhf_megatron.models.head import head_weight
+from rlhf_megatron.parallel.world import World
+from rlhf_megatron.workers.findings import Difference, ReplicaReport
+from rlhf_megatron.workers.nonfinite import bad_tensors
+from rlhf_megatron.workers.optimizer import Optimizer
+from rlhf_megatron.workers.optimizer_state import held_parameters
+
+NUM_MEASURED = 8  # differences of which the size is found out
+_WORD = 8  # bytes
+_ROW = 8192  # words that share a factor
+_FACTOR = -7046029254386353131  # odd: what is multiplied by it stays distinct modulo 2^64
+_POSITIVE = (1 << 62) - 1
+_ABSENT = -(1 << 62)
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """[] int64 on the tensor's device: its 64-bit words, each row of them with a factor of its own, summed mod 2^64.
+
+    Any change within one word is seen. At the speed at which memory is read.
+    """
+    data = tensor.detach().contiguous().view(-1)
+    if data.data_ptr() % _WORD or data.storage_offset() * data.element_size() % _WORD:
+        data = data.clone()
+    data = data.view(torch.uint8)
+    end = data.numel() // _WORD * _WORD
+    words = data[:end].view(torch.int64)
+    tail = data[end:].to(torch.int64).mul(torch.arange(1, data.numel() - end + 1, device=data.device)).sum()
+    whole = words.numel() // _ROW * _ROW
+    rows = torch.cat([words[:whole].view(whole // _ROW, _ROW).sum(1), words[whole:].sum()[None], tail[None]])
+    factors = torch.arange(1, rows.numel() + 1, device=data.device).mul_(2).add_(1).mul_(_FACTOR)
+    return rows.mul_(factors).sum()
+
+
+def check_replicas(chunks: Sequence[nn.Module], optimizer: Optimizer, world: World) -> ReplicaReport:
+    """Compare what this rank shares with others. All ranks of the pool, parameters gathered."""
+    start = time.monotonic()
+    parameters = named_parameters(chunks)
+    digests = {name: digest(parameter) for name, parameter in parameters.items()}
+    state, shards = _state_tensors(parameters, optimizer)
+    state_digests = {name: digest(tensor) for name, tensor in {**state, **shards}.items()}
+    unsplit = {name for name, parameter in parameters.items() if not getattr(parameter, "tensor_model_parallel", False)}
+    alike_over_tp = [name for name in [*digests, *state_digests] if name.split(" ")[0] in unsplit]
+    tensors = {**parameters, **state, **shards}
+    all_digests = {**digests, **state_digests, "schedule": _schedule(optimizer, world)}
+    comparison = _Comparison(world, tensors, all_digests)
+    differences = [
+        *comparison("data parallel", world.dp_cp_group, [*digests, *state, "schedule"]),
+        *comparison("tensor parallel", world.tp_group, [*alike_over_tp, "schedule"]),
+        *_tied(chunks, world),
+    ]
+    return ReplicaReport(
+        where=str(world),
+        num_tensors=len(all_digests),
+        num_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
+        seconds=time.monotonic() - start,
+        differences=tuple(differences),
+        not_finite=bad_tensors(parameters),
+    )
+
+
+def majority(values: Sequence[int]) -> tuple[int | None, list[int]]:
+    """(the value of more than half of the entries, or None; the positions of the others: all without a majority)."""
+    value, count = Counter(values).most_common(1)[0]
+    if 2 * count <= len(values):
+        return None, list(range(len(values)))
+    return value, [position for position, other in enumerate(values) if other != value]
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """Callable: differences within a group, all of whose ranks call it with the same names. Told by its first rank."""
+
+    world: World
+    tensors: Mapping[str, Tensor]
+    digests: Mapping[str, Tensor]
+
+    def __call__(self, what: str, group: ProcessGroup, names: Sequence[str]) -> list[Difference]:
+        if dist.get_world_size(group) == 1:
+            return []
+        mine = torch.stack([self.digests[name].to(self.world.device) for name in names]) & _POSITIVE
+        differing = _differing(mine, group)
+        found = []
+        for number, position in enumerate(differing):
+            values = _gather(mine[position], group)
+            _, odd = majority(values)
+            ranks = dist.get_process_group_ranks(group)
+            source = next((rank for at, rank in enumerate(ranks) if at not in odd), ranks[0])
+            name = names[position]
+            is_measured = number < NUM_MEASURED and name in self.tensors
+            size = self._distance(self.tensors[name], source, group) if is_measured else None
+            if dist.get_rank(group) == 0:
+                found.append(Difference(name, what, _places(self.world, group, odd), len(ranks), size))
+        return found
+
+    def _distance(self, tensor: Tensor, source: int, group: ProcessGroup) -> float:
+        """The largest difference from the rank `source`, over the group."""
+        theirs = tensor.detach().contiguous().clone()
+        dist.broadcast(theirs, source, group=group)
+        largest = (tensor.detach().double() - theirs.double()).abs().max() if tensor.numel() else torch.zeros(())
+        largest = largest.to(self.world.device, torch.float32).reshape(1)
+        dist.all_reduce(largest, ReduceOp.MAX, group=group)
+        return float(largest)
+
+
+def _differing(mine: Tensor, group: ProcessGroup) -> list[int]:
+    """Positions of the digests [N] that are not the same on all ranks of the group that have one (not _ABSENT)."""
+    absent = mine == _ABSENT
+    bounds = torch.stack([mine, torch.where(absent, mine, -mine)])
+    dist.all_reduce(bounds, ReduceOp.MAX, group=group)  # the largest, and minus the smallest
+    return ((bounds[0] != -bounds[1]) & (bounds[0] != _ABSENT)).nonzero().flatten().tolist()
+
+
+def _gather(value: Tensor, group: ProcessGroup) -> list[int]:
+    gathered = [torch.empty_like(value.reshape(1)) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, value.reshape(1).contiguous(), group=group)
+    return [int(other) for other in gathered]
+
+
+def _places(world: World, group: ProcessGroup, positions: Sequence[int]) -> tuple[str, ...]:
+    ranks = dist.get_process_group_ranks(group)
+    return tuple(str(world.layout.coordinates(ranks[position])) for position in positions)
+
+
+def _state_tensors(
+    parameters: Mapping[str, nn.Parameter], optimizer: Optimizer
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """("name moment" -> what each data-parallel rank has whole; what they share out). The ranks of a tp group share
+    alike, since their buffers have one layout."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    whole: dict[str, Tensor] = {}
+    shards: dict[str, Tensor] = {}
+    for held in held_parameters(optimizer.megatron):
+        for kind, tensor in held.tensors().items():
+            (whole if held.span is None else shards)[f"{names[id(held.model)]} {kind}"] = tensor
+    return whole, shards
+
+
+def _schedule(optimizer: Optimizer, world: World) -> Tensor:
+    """Digest of how far the optimizer is and of its learning rates."""
+    groups = optimizer.megatron.param_groups
+    numbers = [float(optimizer.scheduler.num_steps), *sorted({float(group["lr"]) for group in groups})]
+    return digest(torch.tensor(numbers, dtype=torch.float64, device=world.device))
+
+
+def _tied(chunks: Sequence[nn.Module], world: World) -> list[Difference]:
+    """The embedding of the first stage against the last stage's copy of it."""
+    if world.layout.pp == 1:
+        return []
+    model = named_parameters(chunks)
+    mine: Tensor | None = None
+    if world.is_first_stage:
+        mine = model.get("embedding.word_embeddings.weight")
+    elif world.is_last_stage and "output_layer.weight" in model:
+        mine = head_weight(chunks[-1])
+    is_shared = mine is not None and getattr(mine, "shared_embedding", False)
+    value = digest(mine) & _POSITIVE if mine is not None and is_shared else torch.tensor(_ABSENT)
+    value = value.to(world.device).reshape(1)
+    if not _differing(value, world.pp_group):
+        return []
+    present = [position for position, other in enumerate(_gather(value, world.pp_group)) if other != _ABSENT]
+    if dist.get_rank(world.pp_group) != 0:
+        return []
+    places = _places(world, world.pp_group, present)
+    return [Difference("embedding.word_embeddings.weight", "tied embedding", places, len(places), None)]
