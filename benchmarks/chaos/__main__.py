@@ -16,8 +16,9 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from benchmarks.chaos import cases
+from benchmarks.chaos import cases, relayout
 from benchmarks.chaos.matrix import Outcome, run_case, signal_name, undisturbed
 from benchmarks.chaos.task import write_task
 from benchmarks.common import RESULTS, ROOT, write_result
@@ -40,9 +41,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     chosen = cases.choose(args.only, args.layout)
-    if args.list or not chosen:
-        print("\n".join(f"{case.name:<52} {case.plan}" for case in chosen) or "no case has such a name; see --list")
-        return 0 if chosen else 2
+    moves = [move for move in relayout.MOVES if cases.fits(move.name, args.only)] if not args.layout else []
+    if args.list or not chosen + moves:
+        lines = [f"{case.name:<52} {case.plan}" for case in chosen] + [move.name for move in moves]
+        print("\n".join(lines) or "no case has such a name; see --list")
+        return 0 if lines else 2
     start = time.monotonic()
     directory = args.directory.resolve()
     config = write_task(directory)
@@ -52,17 +55,20 @@ def main(argv: list[str] | None = None) -> int:
         outcome = _run(case, config, references, directory)
         outcomes.append(outcome)
         print(line(outcome, len(outcomes), len(chosen)), flush=True)
-    failed = [outcome for outcome in outcomes if outcome.problems]
+    failed = sum(bool(outcome.problems) for outcome in outcomes)
+    relayouts = _relayouts(moves, directory)
+    failed += sum(not all(figure["ok"] for figure in row["figures"]) for row in relayouts)
     result = {
-        "num_cases": len(outcomes),
-        "num_failed": len(failed),
+        "num_cases": len(outcomes) + len(relayouts),
+        "num_failed": failed,
         "num_points": len({case.plan.partition("@")[2].partition(":")[0] for case in chosen}),
         "seconds": round(time.monotonic() - start, 1),
         "cases": [asdict(outcome) for outcome in outcomes],
+        "relayouts": relayouts,
     }
     command = " ".join(["python -m benchmarks.chaos", *(sys.argv[1:] if argv is None else argv)])
     path = write_result(args.out.stem, command, result, args.out.parent)
-    print(f"{len(outcomes)} cases, {len(failed)} failed, {result['seconds']:.0f} s; {path}")
+    print(f"{result['num_cases']} cases, {failed} failed, {result['seconds']:.0f} s; {path}")
     return 1 if failed else 0
 
 
@@ -74,6 +80,21 @@ def _run(case: cases.Case, config: Path, references: dict[str, Path], directory:
         place = directory / f"undisturbed{len(references)}_{case.layout}"
         references[key] = undisturbed(config, case.layout, place, shared)
     return run_case(case, config, references[key], directory / case.name.replace("/", "."))
+
+
+def _relayouts(moves: list[relayout.Move], directory: Path) -> list[dict[str, Any]]:
+    """A row each; warm worker processes are shared."""
+    rows = []
+    pool = relayout.DistPool()
+    try:
+        for move in moves:
+            figures = relayout.run_move(pool, move, directory / "relayout")
+            rows.append(relayout.as_row(move, figures))
+            shown = ", ".join(f"{f.where}: {f.error / f.bar:.2f} of the bar ({f.tensor})" for f in figures)
+            print(f"{'ok' if all(f.is_ok for f in figures) else 'FAIL':<4} {move.name}: {shown}", flush=True)
+    finally:
+        pool.close()
+    return rows
 
 
 def line(outcome: Outcome, number: int, count: int) -> str:

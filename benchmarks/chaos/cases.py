@@ -174,11 +174,11 @@ def matrix() -> list[Case]:
     return sorted(cases, key=lambda case: order.index(case.layout))
 
 
+def fits(name: str, patterns: list[str]) -> bool:
+    """Whether one of the patterns (shell style, or a part of the name) fits; without any: True."""
+    return not patterns or any(pattern in name or fnmatch(name, pattern) for pattern in patterns)
+
+
 def choose(patterns: list[str], layouts: list[str]) -> list[Case]:
-    """Cases whose name fits one of the patterns (shell style, or a part of the name); none given: all."""
-    return [
-        case
-        for case in matrix()
-        if (not layouts or case.layout in layouts)
-        and (not patterns or any(pattern in case.name or fnmatch(case.name, pattern) for pattern in patterns))
-    ]
+    """Cases whose name fits, in one of the layouts (none given: all)."""
+    return [case for case in matrix() if (not layouts or case.layout in layouts) and fits(case.name, patterns)]

@@ -197,16 +197,16 @@ def assemble(
     tensors = {"grad_norms": torch.tensor(leaders[0].grad_norms, dtype=torch.float64)}
     for name in TOKEN_QUANTITIES[role]:
         tensors[name] = getattr(after if name.endswith("_after") else before, name.removesuffix("_after"))
-    gradients = _hf_tensors([result.gradients for result in results], hf_config, axes, role, is_whole=False)
+    gradients = hf_tensors([result.gradients for result in results], hf_config, axes, role, is_whole=False)
     tensors |= {f"gradient/0/{name}": tensor for name, tensor in gradients[FIRST].items()}
-    weights = _hf_tensors([result.weights for result in results], hf_config, axes, role, is_whole=True)
+    weights = hf_tensors([result.weights for result in results], hf_config, axes, role, is_whole=True)
     tensors |= {f"weights/{name}": tensor for name, tensor in weights.pop(FIRST).items()}
     for copy, named in weights.items():
         tensors |= {f"copies/{copy}/{name}": tensor for name, tensor in named.items()}
     return tensors
 
 
-def _hf_tensors(
+def hf_tensors(
     shards: list[dict[str, Tensor]], hf_config: dict[str, Any], axes: Axes, role: Role, is_whole: bool
 ) -> dict[str, dict[str, Tensor]]:
     """Copy -> HF name -> full tensor. FIRST is the model; every other copy must equal it.
