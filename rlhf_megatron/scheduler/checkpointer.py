@@ -91,7 +91,7 @@ class Checkpointer:
             self.wait()
 
     def poll(self) -> dict[str, float]:
-        """At each step's end: commit a save whose files are complete. Metrics since the last call. Raises SaveFailed."""
+        """At each step's end: commit a save that is complete. Metrics since the last call. Raises SaveFailed."""
         if self._in_flight is not None and self._is_written():
             self._finish(self._config.trainer.stage_timeout_s)
         metrics, self._metrics = self._metrics, {}
