@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import PurePosixPath
@@ -36,6 +37,12 @@ class BucketManifest:
     num_bytes: int
     tensors: tuple[TensorEntry, ...]
 
+    def __str__(self) -> str:
+        """For messages: which bucket, whose, and what is in it."""
+        first, *others = [entry.name for entry in self.tensors] or ["nothing"]
+        more = f" and {len(others)} more" if others else ""
+        return f"bucket {self.bucket} of {self.sender} ({first}{more})"
+
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
@@ -44,23 +51,35 @@ class BucketManifest:
         """Raises ValueError when a field is missing, a path leaves the transfer directory, or tensors overlap."""
         try:
             raw = json.loads(text)
-            tensors = tuple(TensorEntry(**{**t, "shape": tuple(t["shape"])}) for t in raw.pop("tensors"))
+            entries = raw.pop("tensors")
+            if not isinstance(entries, list):
+                raise TypeError(f"tensors must be a list, not {entries!r}.")
+            tensors = tuple(TensorEntry(**{**t, "shape": tuple(t["shape"])}) for t in entries)
             manifest = BucketManifest(tensors=tensors, **raw)
-        except (TypeError, KeyError, AttributeError) as error:
+        except (TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(f"not a bucket manifest: {error}") from error
         manifest._check()
         return manifest
 
     def _check(self) -> None:
+        _check_types(self, {"version": int, "sender": str, "bucket": int, "file": str, "num_bytes": int})
+        for entry in self.tensors:
+            _check_types(entry, {"name": str, "dtype": str, "offset": int, "digest": str})
         path = PurePosixPath(self.file)
         if path.is_absolute() or len(path.parts) != 1 or path.name in ("", ".", ".."):
             raise ValueError(f"manifest file {self.file!r} must be a plain name inside the transfer directory.")
         end = 0
         for entry in sorted(self.tensors, key=lambda e: e.offset):
-            if entry.dtype not in DTYPE_BYTES or any(not isinstance(n, int) or n < 0 for n in entry.shape):
+            if entry.dtype not in DTYPE_BYTES or any(type(n) is not int or n < 0 for n in entry.shape):
                 raise ValueError(f"tensor {entry.name!r} has dtype {entry.dtype!r} and shape {entry.shape}.")
             if entry.offset < end:
                 raise ValueError(f"tensor {entry.name!r} overlaps the one before it in bucket {self.bucket}.")
             end = entry.offset + entry.num_bytes
         if end > self.num_bytes:
             raise ValueError(f"tensors end at byte {end} but bucket {self.bucket} has {self.num_bytes}.")
+
+
+def _check_types(holder: BucketManifest | TensorEntry, types: Mapping[str, type]) -> None:
+    for name, wanted in types.items():
+        if type(value := getattr(holder, name)) is not wanted:
+            raise ValueError(f"not a bucket manifest: {name} must be {wanted.__name__}, not {value!r}.")

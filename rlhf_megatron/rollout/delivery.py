@@ -33,7 +33,7 @@ class Delivery:
             try:
                 future.result()  # has the deadline of the client
             except EngineError as error:
-                self.failures[engine.address.name] = str(error)
+                self.failures[engine.address.name] = f"{str(error).rstrip('.')}, while it was given {manifest}."
                 logger.warning("%s is left out of this weight sync: %s", engine.address.name, error)
         faults.reach("sync.after_bucket")
 

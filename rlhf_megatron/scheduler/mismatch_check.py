@@ -27,19 +27,7 @@ class MismatchCheck:
         return found
 
     def _stop_past_thresholds(self, found: dict[str, float]) -> None:
-        checks, name = self.checks, "training/rollout_log_probs_diff"
-        bounds = (
-            [(f"{name}_max", "log_prob_max_abs_diff", checks.log_prob_max_abs_diff)]
-            if self.is_exact
-            else [
-                (f"{name}_p50", "log_prob_p50_abs_diff", checks.log_prob_p50_abs_diff),
-                (f"{name}_p99", "log_prob_p99_abs_diff", checks.log_prob_p99_abs_diff),
-                ("training/rollout_kl", "log_prob_mean_kl", checks.log_prob_mean_kl),
-            ]
-        )
-        past = [
-            f"{key} = {found[key]:.3g} (checks.{rule} = {bound:g})" for key, rule, bound in bounds if found[key] > bound
-        ]
+        past = past_thresholds(self.checks, self.is_exact, found)
         if past:
             raise ValueError(
                 "engine and trainer disagree on the sampled tokens before the first update: "
@@ -47,3 +35,20 @@ class MismatchCheck:
                 + ". The engine serves other weights or another temperature, or its arithmetic differs: compare the"
                 " model configuration of both, or raise the threshold if this precision is what you want."
             )
+
+
+def past_thresholds(checks: CheckConfig, is_exact: bool, found: dict[str, float]) -> list[str]:
+    """Which of the `mismatch_statistics` are over their bound, in words. `is_exact`: both sides compute in float32."""
+    name = "training/rollout_log_probs_diff"
+    bounds = (
+        [(f"{name}_max", "log_prob_max_abs_diff", checks.log_prob_max_abs_diff)]
+        if is_exact
+        else [
+            (f"{name}_p50", "log_prob_p50_abs_diff", checks.log_prob_p50_abs_diff),
+            (f"{name}_p99", "log_prob_p99_abs_diff", checks.log_prob_p99_abs_diff),
+            ("training/rollout_kl", "log_prob_mean_kl", checks.log_prob_mean_kl),
+        ]
+    )
+    return [
+        f"{key} = {found[key]:.3g} (checks.{rule} = {bound:g})" for key, rule, bound in bounds if found[key] > bound
+    ]

@@ -29,6 +29,7 @@ from rlhf_megatron.scheduler.journal import Journal
 from rlhf_megatron.scheduler.keeper import Keeper
 from rlhf_megatron.scheduler.loop import LoopPlan, run
 from rlhf_megatron.scheduler.plugins import load_plugins
+from rlhf_megatron.scheduler.probe import make_probe
 from rlhf_megatron.scheduler.recorder import RecordedStart, Recorder
 from rlhf_megatron.scheduler.resume import CONFIG, Start, architecture_of, facts_of, find_start
 from rlhf_megatron.scheduler.run_data import load_data, run_data
@@ -75,7 +76,8 @@ def train(
         stack.callback(group.close)
         scorer = stack.enter_context(make_scorer(config.reward, run_dir / REWARD_LOG))
         bucket_bytes = config.rollout.update_weights_bucket_megabytes * MIB
-        weight_sync = WeightSync(group, fleet, transfer_dir, bucket_bytes, engine_dtype(config))
+        probe = make_probe(config, group, [item.prompt_ids for item in sets.train])
+        weight_sync = WeightSync(group, fleet, transfer_dir, bucket_bytes, engine_dtype(config), probe=probe)
         recorder = Recorder(run_dir / "record") if is_recorded else None
         journal = Journal(run_dir / "journal", settings_digest(flat(as_yaml(config)))) if trainer.save_freq else None
         stages = Stages(config, group, fleet, data, plugins, weight_sync, recorder, scorer, journal, tracker.clock.add)

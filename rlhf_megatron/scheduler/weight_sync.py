@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -37,13 +38,16 @@ class WeightSync:
         bucket_bytes: int,
         dtype: str,
         version: int = 0,
+        probe: Callable[[Engine], None] | None = None,
     ) -> None:
+        """`probe` is called with an engine that serves and cannot tell digests. It raises EngineError."""
         self.group = group
         self.fleet = fleet
         self.transfer_dir = transfer_dir
         self.bucket_bytes = bucket_bytes
         self.dtype = dtype
         self.version = version
+        self.probe = probe
         self._sent: dict[str, str] | None = None  # digests of what `version` is
         fleet.resync = self.resync
 
@@ -56,7 +60,8 @@ class WeightSync:
         sent = self._send(version, self.fleet.live)
         for name, reason in sent.failures.items():
             self.fleet.set_aside(name, reason)
-        for name, standing in self.fleet.weight_digests().items():
+        standing_by_name = self.fleet.weight_digests()
+        for name, standing in standing_by_name.items():
             try:
                 verify(name, sent.digests, standing)
             except EngineError as error:
@@ -65,6 +70,9 @@ class WeightSync:
         self.fleet.commit_update(version)
         faults.reach("sync.after_commit")
         self.version, self._sent = version, sent.digests
+        for engine in self.fleet.live:
+            if standing_by_name.get(engine.address.name) is None:
+                self._probe(engine)
         return {
             "policy/version": float(version),
             "sync/num_bytes": float(sent.num_bytes),
@@ -108,12 +116,34 @@ class WeightSync:
             failures={name: "; ".join(reasons) for name, reasons in failures.items()},
         )
 
+    def _probe(self, engine: Engine) -> None:
+        """Of an engine that has no digests. One that fails is set aside; raises its EngineError when none is left."""
+        try:
+            self._try(engine)
+        except EngineError as error:
+            self.fleet.set_aside(engine.address.name, str(error))
+            if not self.fleet.live:
+                raise
+
+    def _try(self, engine: Engine) -> None:
+        if self.probe is None:
+            return
+        try:
+            self.probe(engine)
+        except EngineError:
+            with suppress(EngineError):  # it serves nothing from here to the next full sync
+                engine.begin_update(self.version, full_resync=True)
+            raise
+
     def _finish(self, engine: Engine, sent: dict[str, str]) -> None:
-        verify(engine.address.name, sent, engine.weight_digests())
+        standing = engine.weight_digests()
+        verify(engine.address.name, sent, standing)
         engine.commit_update(self.version)
         found = engine.version()
         if found != self.version:
             raise EngineError(f"{engine.address.name} serves version {found} after the sync of {self.version}.")
+        if standing is None:
+            self._try(engine)
 
 
 @dataclass(frozen=True)

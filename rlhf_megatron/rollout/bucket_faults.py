@@ -1,0 +1,129 @@
+"""Buckets of weights, damaged on their way to one engine. For tests and soaks; see `rollout.fault_proxy`.
+
+The damage is done to a copy in the transfer directory: other engines that are given the same bucket get it whole.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any, Literal, get_args
+
+import torch
+
+from rlhf_megatron.resharding.digest import as_hex, digest
+from rlhf_megatron.resharding.manifest import BucketManifest, TensorEntry
+
+BucketKind = Literal["drop_bucket", "half_bucket", "swap_names", "swap_rows", "flip_byte", "old_bucket"]
+BUCKET_KINDS: tuple[str, ...] = get_args(BucketKind)
+UPDATE_PATHS = {"local": "/update_weights", "sglang": "/update_weights_from_tensor"}  # by kind of engine
+
+
+def read_manifest(kind: str, body: bytes) -> BucketManifest | None:
+    """The manifest in the body of an update request; None: the request is about something else (a commit)."""
+    if kind == "local":
+        return BucketManifest.from_json(body.decode())
+    order = _read_order(body)
+    return BucketManifest.from_json(order["manifest"]) if "manifest" in order else None
+
+
+def write_manifest(kind: str, body: bytes, manifest: BucketManifest) -> bytes:
+    """The same request with another manifest."""
+    if kind == "local":
+        return manifest.to_json().encode()
+    request = json.loads(body)
+    text = json.dumps({**_read_order(body), "manifest": manifest.to_json()}).encode()
+    pairs = [("order", torch.frombuffer(bytearray(text), dtype=torch.uint8))]  # SGLang's wire format is a pickle
+    payload = base64.b64encode(pickle.dumps(pairs)).decode()
+    request["serialized_named_tensors"] = [payload] * len(request["serialized_named_tensors"])
+    return json.dumps(request).encode()
+
+
+def _read_order(body: bytes) -> dict[str, Any]:
+    """The order in a request to SGLang: its JSON stands in the pickle as it is, so nothing has to be unpickled."""
+    raw = base64.b64decode(json.loads(body)["serialized_named_tensors"][0])
+    start = min(place for place in (raw.find(b'{"manifest"'), raw.find(b'{"receipts"')) if place >= 0)
+    order, _ = json.JSONDecoder().raw_decode(raw[start:].decode("latin-1"))
+    return order
+
+
+@dataclass(frozen=True)
+class KeptBucket:
+    """A bucket as it was sent, for `old_bucket`."""
+
+    manifest: BucketManifest
+    data: bytes
+
+
+def keep(directory: Path, manifest: BucketManifest) -> KeptBucket:
+    return KeptBucket(manifest, (directory / manifest.file).read_bytes()[: manifest.num_bytes])
+
+
+@contextmanager
+def damaged(
+    kind: str, is_hidden: bool, directory: Path, manifest: BucketManifest, old: KeptBucket | None, random: Random
+) -> Iterator[BucketManifest]:
+    """The manifest of the damaged bucket, which lies in the directory while the block runs.
+
+    `is_hidden`: digests and version in the manifest are made to agree, so that the engine cannot see it on arrival.
+    `old`: the bucket of an earlier sync. Raises ValueError where a bucket cannot be damaged this way.
+    """
+    data = bytearray((directory / manifest.file).read_bytes()[: manifest.num_bytes])
+    if kind == "drop_bucket":  # it is loaded as an empty one: the engine answers success
+        manifest = replace(manifest, tensors=())
+    elif kind == "half_bucket":
+        manifest = replace(manifest, tensors=manifest.tensors[: len(manifest.tensors) // 2])
+    elif kind == "swap_names":
+        manifest = _with_swapped_names(manifest)
+    elif kind == "old_bucket":
+        if old is None:
+            raise ValueError("old_bucket: no bucket of an earlier sync has passed; let one sync through first.")
+        version = manifest.version if is_hidden else old.manifest.version
+        manifest, data = replace(old.manifest, version=version), bytearray(old.data)
+    else:
+        entry = random.choice([e for e in manifest.tensors if kind == "flip_byte" or len(e.shape) > 1 < e.shape[0]])
+        (_flip_byte if kind == "flip_byte" else _swap_rows)(data, entry, random)
+        if is_hidden:
+            manifest = _with_digest(manifest, entry, data)
+    path = directory / f"damaged-{manifest.file}"
+    path.write_bytes(data)
+    try:
+        yield replace(manifest, file=path.name)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _with_swapped_names(manifest: BucketManifest) -> BucketManifest:
+    by_shape: dict[tuple[object, ...], int] = {}
+    for index, entry in enumerate(manifest.tensors):
+        first = by_shape.setdefault((entry.dtype, entry.shape), index)
+        if first != index and manifest.tensors[first].digest != entry.digest:
+            tensors = list(manifest.tensors)
+            tensors[first] = replace(tensors[first], name=entry.name)
+            tensors[index] = replace(entry, name=manifest.tensors[first].name)
+            return replace(manifest, tensors=tuple(tensors))
+    raise ValueError("swap_names: no two different tensors of this bucket have one shape; make the bucket larger.")
+
+
+def _flip_byte(data: bytearray, entry: TensorEntry, random: Random) -> None:
+    data[entry.offset + random.randrange(entry.num_bytes)] ^= 1 << random.randrange(8)
+
+
+def _swap_rows(data: bytearray, entry: TensorEntry, random: Random) -> None:
+    size = entry.num_bytes // entry.shape[0]
+    places = [entry.offset + row * size for row in random.sample(range(entry.shape[0]), 2)]
+    first, second = (bytes(data[place : place + size]) for place in places)
+    data[places[0] : places[0] + size], data[places[1] : places[1] + size] = second, first
+
+
+def _with_digest(manifest: BucketManifest, entry: TensorEntry, data: bytearray) -> BucketManifest:
+    raw = torch.frombuffer(bytearray(data[entry.offset : entry.offset + entry.num_bytes]), dtype=torch.uint8)
+    found = as_hex(digest(raw.view(getattr(torch, entry.dtype))))
+    tensors = tuple(replace(e, digest=found) if e is entry else e for e in manifest.tensors)
+    return replace(manifest, tensors=tensors)
