@@ -53,10 +53,11 @@ class Difference:
     max_abs_diff: float | None  # from a rank of the majority; None: not measured
 
     def __str__(self) -> str:
-        has_majority = len(self.ranks) < self.num_ranks
-        others = f"the other {self.num_ranks - len(self.ranks)}" if has_majority else "each other"
+        others = self.num_ranks - len(self.ranks)
+        verb = "differs" if len(self.ranks) == 1 else "differ"
         size = "" if self.max_abs_diff is None else f", by up to {self.max_abs_diff:.3g}"
-        return f"{self.tensor}: {' and '.join(self.ranks)} differ from {others} ({self.group}){size}"
+        whom = f"the other {others}" if others else "each other"
+        return f"{self.tensor}: {' and '.join(self.ranks)} {verb} from {whom} ({self.group}){size}"
 
 
 @codec.register
