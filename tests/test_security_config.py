@@ -35,8 +35,8 @@ EVIL_YAML = {
     "a number of 5000 digits": ("trainer: {{seed: " + "9" * 5000 + "}}", "is no int that can be read"),
     "itself": ("model: &m {{path: *m}}", "an anchor contains itself"),
     "laughs": (LAUGHS, "more than 20000 values with its aliases written out"),
-    "deep lists": ("a: " + "[" * 1500 + "]" * 1500, "too deep in each other"),
-    "deep sections": ("a: " + "{{a: " * 1500 + "}}" * 1500, "too deep in each other"),
+    "deep lists": ("a: " + "[" * 600 + "]" * 600, "too deep in each other"),
+    "deep sections": ("a: " + "{{a: " * 600 + "}}" * 600, "too deep in each other"),
     "long": ("# " + "x" * (2 << 20), "more than 1048576 characters"),
     "a zero byte": ("model: \x00", "not valid YAML"),
 }

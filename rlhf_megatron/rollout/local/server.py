@@ -2,8 +2,8 @@
 
     python -m rlhf_megatron.rollout.local.server --model DIR --port 0 --ready-file F --token-file T --transfer-dir D
 
-Every verb but GET /health and GET /info needs the bearer token of --token-file. Answers are JSON; an error is
-{"error": "..."} with 400 (the request is wrong), 401 (token), 503 (STALE, shutting down) or 500.
+Every verb but GET /health needs the bearer token of --token-file. Answers are JSON; an error is {"error": "..."} with
+400 (the request is wrong), 401 (token), 403 (a web page sent it), 413 (too large), 503 (STALE, shutting down) or 500.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from aiohttp import web
 
@@ -30,7 +31,8 @@ from rlhf_megatron.rollout.local.service import DecodeService, StaleError
 logger = logging.getLogger("rlhf_megatron.local_engine")
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _MAX_BODY_BYTES = 256 << 20
-_OPEN_PATHS = ("/health", "/info")
+_OPEN_PATHS = ("/health",)
+_MAX_ERROR_CHARACTERS = 2000
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -45,22 +47,36 @@ def read_token(path: Path) -> str:
 
 
 def _error(status: int, message: str) -> web.Response:
-    return web.json_response({"error": message}, status=status)
+    return web.json_response({"error": message[:_MAX_ERROR_CHARACTERS]}, status=status)
 
 
-def _guard(token: str) -> Any:
+def _is_from_page(request: web.Request, is_loopback: bool) -> bool:
+    """Whether a browser may have sent it for a page of another site: one that it names as the origin, or one whose name
+    was made to lead to the loopback address."""
+    try:
+        host = urlsplit(f"//{request.headers.get('Host', '')}").hostname
+    except ValueError:
+        host = None
+    return "Origin" in request.headers or (is_loopback and host not in _LOOPBACK)
+
+
+def _guard(token: str, is_loopback: bool) -> Any:
     """Middleware: the token, and exceptions as JSON answers."""
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if request.path not in _OPEN_PATHS and not hmac.compare_digest(given.encode(), token.encode()):
+        if _is_from_page(request, is_loopback):
+            return _error(403, "web pages are not served; call this server by its loopback address.")
+        if request.path not in _OPEN_PATHS and not hmac.compare_digest(given.encode(errors="replace"), token.encode()):
             return _error(401, "a bearer token is needed (the engine's token file has it).")
+        if (request.content_length or 0) > _MAX_BODY_BYTES:
+            return _error(413, f"the body has more than {_MAX_BODY_BYTES} bytes; ask for less at once.")
         try:
             return await handler(request)
         except web.HTTPException as error:
             return _error(error.status, error.reason)
-        except (ValueError, json.JSONDecodeError) as error:
+        except ValueError as error:
             return _error(400, str(error))
         except StaleError as error:
             return _error(503, f"STALE: {error}")
@@ -71,8 +87,15 @@ def _guard(token: str) -> Any:
     return guard
 
 
+def _no_number(text: str) -> Any:
+    raise ValueError(f"{text} is no number of JSON.")
+
+
 async def _body(request: web.Request) -> dict[str, Any]:
-    body = json.loads(await request.text() or "{}")
+    try:
+        body = json.loads(await request.text() or "{}", parse_constant=_no_number)
+    except RecursionError:
+        raise ValueError("the body is nested too deep.") from None
     if not isinstance(body, dict):
         raise ValueError("the body must be a JSON object.")
     return body
@@ -228,7 +251,7 @@ def _build(args: argparse.Namespace) -> tuple[DecodeService, dict[str, Any]]:
 
 
 async def _serve(args: argparse.Namespace, token: str, service: DecodeService, description: dict[str, Any]) -> None:
-    app = web.Application(middlewares=[_guard(token)], client_max_size=_MAX_BODY_BYTES)
+    app = web.Application(middlewares=[_guard(token, args.host in _LOOPBACK)], client_max_size=_MAX_BODY_BYTES)
     app.add_routes(Handlers(service, description).routes())
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.2)
     await runner.setup()
