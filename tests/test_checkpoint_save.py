@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import workers_reference as reference
 from checkpoint_jobs import failing_saves, overtaken_save, resumed
 from dist_pool import DistPool
 from torch import Tensor
-from workers_jobs import OVERLAPPED, SHARDED, train, whole
+from workers_jobs import CONFIG, OVERLAPPED, SHARDED, train, whole
 
 from rlhf_megatron.checkpoint.manifest import SaveResult
 from rlhf_megatron.data.batch import MiniBatch
@@ -90,6 +90,22 @@ def test_a_rank_that_cannot_write_is_an_error_on_all_ranks(dist_pool: DistPool, 
         assert error is not None and all(word in error for word in words), f"{name}: {error}"
         assert all(rank[name].files == () for rank in ranks)
     assert all(rank["good"].error is None and rank["good"].files for rank in ranks)
+
+
+def test_a_changed_learning_rate_is_in_use_after_a_resume(dist_pool: DistPool, case: Case, tmp_path: Path) -> None:
+    """Megatron's schedules would go on with the rate in the checkpoint, whatever the configuration says."""
+    common: dict[str, Any] = {"name": NAME, "state": case.state, "batch": case.batch, "loss": "sft", "timeout_s": 300}
+    dist_pool.run(train, num_steps=2, directory=tmp_path / "a", **common)
+    faster = replace(CONFIG, optim=replace(CONFIG.optim, lr=3 * reference.LR))
+    (rank,) = dist_pool.run(train, num_steps=1, directory=tmp_path / "a", is_loading=True, config=faster, **common)
+    assert rank.updates[0].lr == pytest.approx(3 * reference.LR)
+
+
+def test_replicas_share_the_writing(dist_pool: DistPool, case: Case, tmp_path: Path) -> None:
+    common: dict[str, Any] = {"name": NAME, "state": case.state, "batch": case.batch, "loss": "sft", "timeout_s": 300}
+    dist_pool.run(train, dp=2, megatron=SHARDED, num_steps=1, directory=tmp_path / "a", **common)
+    sizes = [(tmp_path / "a" / f"__{rank}_0.distcp").stat().st_size for rank in range(2)]
+    assert 0.8 <= sizes[0] / sizes[1] <= 1.25, sizes
 
 
 SAVES: list[tuple[dict[str, Any], torch.dtype]] = [  # layouts of dist_pool, and settings of MegatronConfig

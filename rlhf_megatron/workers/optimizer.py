@@ -100,8 +100,12 @@ class Optimizer:
         return sharded_state(self.megatron, model_state, is_loading)
 
     def load_state_dict(self, optimizer: dict[int, Any], scheduler: dict[str, Any]) -> None:
-        """Undo `sharded_state_dict` and `scheduler.state_dict`."""
+        """Undo `sharded_state_dict` and `scheduler.state_dict`.
+
+        Of the schedules only the number of steps is taken over: what they are is the configuration's to say.
+        """
         self.scheduler.num_steps = 0
+        self.scheduler.override_opt_param_scheduler = True
         self.scheduler.load_state_dict(scheduler)
         load_state(self.megatron, optimizer, self.scheduler.num_steps)  # a skipped step counts for neither
 

@@ -7,8 +7,8 @@ cut out again: what lies behind a padded bucket would be saved shifted, without 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -60,16 +60,18 @@ def sharded_state(optimizer: Any, model_state: dict[str, Any], is_loading: bool)
     """
     sharded, _ = extract_sharded_tensors_and_factories(model_state)
     of_parameter = {id(entry.data): entry for entry in nested_values(sharded)}
+    all_held = list(held_parameters(optimizer))
+    writers = [0] * len(all_held) if is_loading else _writers(all_held)
     return {
         number: {
             name: make_sharded_optimizer_tensor(
-                of_parameter[id(held.model)],
-                _target(held, tensor) if is_loading else _full(held, tensor),
+                _written_by(writer, of_parameter[id(held.model)], held),
+                _target(held, tensor) if is_loading else _full(held, tensor, writer),
                 prefix=f"optimizer.state.{name}",
             )
             for name, tensor in held.tensors().items()
         }
-        for number, held in enumerate(held_parameters(optimizer))
+        for number, (held, writer) in enumerate(zip(all_held, writers, strict=True))
     }
 
 
@@ -115,12 +117,38 @@ def _target(held: Held, part: Tensor) -> Tensor:
     return part if held.span is None else torch.zeros(held.model.shape)
 
 
-def _full(held: Held, part: Tensor) -> Tensor:
-    """The whole tensor of a shard, on the first rank of the group, which writes it; a blank on the others."""
+def _writers(all_held: Sequence[Held]) -> list[int]:
+    """For each parameter the rank of its group that writes what is put together of it: about as many bytes each.
+
+    Megatron has the first rank write all model parameters.
+    """
+    loads: dict[int, list[int]] = {}
+    writers = []
+    for held in all_held:
+        if held.span is None:
+            writers.append(0)
+            continue
+        load = loads.setdefault(id(held.group), [0] * dist.get_world_size(held.group))
+        load[0] += held.model.nbytes
+        writers.append(load.index(min(load)))
+        load[writers[-1]] += 4 * held.model.numel() * len(held.tensors())
+    return writers
+
+
+def _written_by(writer: int, entry: Any, held: Held) -> Any:
+    """`entry` of the model, as one whose first replica is the one on rank `writer` of the group."""
+    if writer == 0:
+        return entry
+    *others, number = entry.replica_id  # the last one counts the ranks of the data-parallel group
+    return replace(entry, replica_id=(*others, (number - writer) % dist.get_world_size(held.group)))
+
+
+def _full(held: Held, part: Tensor, writer: int) -> Tensor:
+    """The whole tensor of a shard, on the rank of the group that writes it; a blank on the others."""
     if held.span is None:
         return part
     full = torch.zeros(held.model.numel(), device=part.device)
     full[held.span] = part.detach()
     dist.all_reduce(full, group=held.group)
-    is_writer = dist.get_rank(held.group) == 0
+    is_writer = dist.get_rank(held.group) == writer
     return full.view(held.model.shape).cpu() if is_writer else torch.zeros(()).expand(held.model.shape)
