@@ -128,7 +128,7 @@ def _worker(
     if seed is not None:
         generator = torch.Generator().manual_seed(seed)
         state = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in state.items()}
-    subject = SUBJECTS[role](TWO, recipe, megatron)
+    subject: Any = SUBJECTS[role](TWO, recipe, megatron)  # its mini-batch fits its own update
     worker = subject.make(FAMILIES[FAMILY], state, world)
     mini_batch = subject.mini_batch(train_batch(batch))
     plan = scatter_calls(0, "update", mini_batch, world.layout, TWO.token_budget, {}).plans[world.coordinates.dp]
