@@ -68,47 +68,50 @@ def keep(directory: Path, manifest: BucketManifest) -> KeptBucket:
 @contextmanager
 def damaged(
     kind: str, is_hidden: bool, directory: Path, manifest: BucketManifest, old: KeptBucket | None, random: Random
-) -> Iterator[BucketManifest]:
-    """The manifest of the damaged bucket, which lies in the directory while the block runs.
+) -> Iterator[tuple[BucketManifest, list[str]]]:
+    """The manifest of the damaged bucket, which lies in the directory while the block runs, and the tensors that are
+    wrong or missing in it: none where a bucket cannot be damaged this way.
 
     `is_hidden`: digests and version in the manifest are made to agree, so that the engine cannot see it on arrival.
-    `old`: the bucket of an earlier sync. Raises ValueError where a bucket cannot be damaged this way.
+    `old`: a bucket of an earlier sync.
     """
     data = bytearray((directory / manifest.file).read_bytes()[: manifest.num_bytes])
+    changed, names = manifest, [entry.name for entry in manifest.tensors]
     if kind == "drop_bucket":  # it is loaded as an empty one: the engine answers success
-        manifest = replace(manifest, tensors=())
+        changed = replace(manifest, tensors=())
     elif kind == "half_bucket":
-        manifest = replace(manifest, tensors=manifest.tensors[: len(manifest.tensors) // 2])
+        half = len(names) // 2
+        changed, names = replace(manifest, tensors=manifest.tensors[:half]), names[half:]
     elif kind == "swap_names":
-        manifest = _with_swapped_names(manifest)
-    elif kind == "old_bucket":
-        if old is None:
-            raise ValueError("old_bucket: no bucket of an earlier sync has passed; let one sync through first.")
+        changed, names = _with_swapped_names(manifest)
+    elif kind == "old_bucket" and old is not None:
         version = manifest.version if is_hidden else old.manifest.version
-        manifest, data = replace(old.manifest, version=version), bytearray(old.data)
-    else:
-        entry = random.choice([e for e in manifest.tensors if kind == "flip_byte" or len(e.shape) > 1 < e.shape[0]])
+        changed, data = replace(old.manifest, version=version), bytearray(old.data)
+    elif entries := [e for e in manifest.tensors if kind == "flip_byte" or len(e.shape) > 1 < e.shape[0]]:
+        entry = random.choice(entries)
         (_flip_byte if kind == "flip_byte" else _swap_rows)(data, entry, random)
-        if is_hidden:
-            manifest = _with_digest(manifest, entry, data)
+        changed, names = _with_digest(manifest, entry, data) if is_hidden else manifest, [entry.name]
+    else:
+        names = []
     path = directory / f"damaged-{manifest.file}"
     path.write_bytes(data)
     try:
-        yield replace(manifest, file=path.name)
+        yield replace(changed, file=path.name), names
     finally:
         path.unlink(missing_ok=True)
 
 
-def _with_swapped_names(manifest: BucketManifest) -> BucketManifest:
+def _with_swapped_names(manifest: BucketManifest) -> tuple[BucketManifest, list[str]]:
     by_shape: dict[tuple[object, ...], int] = {}
     for index, entry in enumerate(manifest.tensors):
         first = by_shape.setdefault((entry.dtype, entry.shape), index)
         if first != index and manifest.tensors[first].digest != entry.digest:
             tensors = list(manifest.tensors)
-            tensors[first] = replace(tensors[first], name=entry.name)
-            tensors[index] = replace(entry, name=manifest.tensors[first].name)
-            return replace(manifest, tensors=tuple(tensors))
-    raise ValueError("swap_names: no two different tensors of this bucket have one shape; make the bucket larger.")
+            names = [tensors[first].name, entry.name]
+            tensors[first] = replace(tensors[first], name=names[1])
+            tensors[index] = replace(entry, name=names[0])
+            return replace(manifest, tensors=tuple(tensors)), names
+    return manifest, []
 
 
 def _flip_byte(data: bytearray, entry: TensorEntry, random: Random) -> None:

@@ -99,11 +99,12 @@ class FaultProxy:
         self.faults = tuple(faults)
         self.fired: list[tuple[ProxyFault, str]] = []  # and the path it acted on
         self.passed: Counter[str] = Counter()  # requests by path
+        self.damaged: set[str] = set()  # tensors that the engine did not get as they were sent
         self._transfer_dir = transfer_dir
         self._kill_engine = kill_engine
         self._random = Random(seed)
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
-        self._num_buckets = 0
+        self.num_buckets = 0  # that came by
         self._version: int | None = None  # of the buckets that pass
         self._kept: tuple[int, KeptBucket] | None = None  # number, and a bucket to come again as an old one
         self._loop = asyncio.new_event_loop()
@@ -196,15 +197,17 @@ class FaultProxy:
         manifest = read_manifest(self.target.kind, body)
         if manifest is None:
             return await self._pass(request, body)
-        self._num_buckets += 1
-        fault = self._fault_of("", self._num_buckets, BUCKET_KINDS)
+        self.num_buckets += 1
+        fault = self._fault_of("", self.num_buckets, BUCKET_KINDS)
         replays = any(f.kind == "old_bucket" for f in self.faults)
         if replays and self._kept is None:
             self._kept = (manifest.version, keep(self._transfer_dir, manifest))
         if fault is None:
             return await self._pass(request, body)
         old = self._kept[1] if self._kept and self._kept[0] < manifest.version else None
-        with damaged(fault.kind, fault.is_hidden, self._transfer_dir, manifest, old, self._random) as changed:
+        how = (fault.kind, fault.is_hidden, self._transfer_dir, manifest, old, self._random)
+        with damaged(*how) as (changed, names):
+            self.damaged.update(names)
             return await self._pass(request, write_manifest(self.target.kind, body, changed))
 
 

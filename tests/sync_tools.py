@@ -1,0 +1,95 @@
+"""A trainer of one rank, an engine behind a fault proxy, and weight syncs between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rollout_tools import request, tiny_qwen3
+
+from rlhf_megatron.config.schema import ModelConfig, RolloutConfig, RunConfig, TrainerConfig
+from rlhf_megatron.parallel.world import destroy_world
+from rlhf_megatron.rollout.engine import Engine, GenerateRequest
+from rlhf_megatron.rollout.fault_proxy import FaultProxy, ProxyFault
+from rlhf_megatron.rollout.fleet import EngineFleet
+from rlhf_megatron.runtime.inline import InlineGroup
+from rlhf_megatron.scheduler.probe import Probe, make_probe
+from rlhf_megatron.scheduler.weight_sync import WeightSync
+
+BUCKET_BYTES = 100_000  # several buckets; the parts of an attention block stay in one
+PROMPTS = [(1, 2, 3), (4, 5), (6, 7, 8, 9), (3,)]
+KEEPS_OLD = ProxyFault("old_bucket", nth=1 << 40)  # never comes, but has the proxy keep the first bucket it sees
+REQUESTS: list[GenerateRequest] = [request((1 + i, 2), (10 * i, 10 * i + 1), 12) for i in range(8)]
+
+
+def write_model(directory: Path) -> Path:
+    tiny_qwen3(1, tied=False).save_pretrained(directory)
+    return directory
+
+
+def config_of(model: Path) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(path=str(model), dtype="float32"),
+        rollout=RolloutConfig(request_timeout_s=120.0),
+        trainer=TrainerConfig(runtime="inline", n_gpus_per_node=1, device="cpu"),
+    )
+
+
+@contextmanager
+def trainer(model: Path) -> Iterator[InlineGroup]:
+    """The hosts of a run: one, in this process."""
+    from rlhf_megatron.runtime.roles import role_builder
+
+    group = InlineGroup(role_builder(config_of(model)))
+    try:
+        yield group
+    finally:
+        group.close()
+        destroy_world(is_default_group_ended=True)
+
+
+def change_weights(group: InlineGroup, seed: int) -> None:
+    """As an update would: every number of every tensor."""
+    torch.manual_seed(seed)
+    assert group._host is not None
+    actor = group._host._roles["actor"]
+    with torch.no_grad():
+        for _, tensor in actor.export():  # type: ignore[attr-defined]
+            tensor.add_(0.05 * torch.randn_like(tensor))
+
+
+@dataclass
+class Rig:
+    """One engine behind a proxy, alone in a fleet, and the syncs that give it the trainer's weights."""
+
+    kind: str
+    group: InlineGroup
+    proxy: FaultProxy
+    fleet: EngineFleet
+    sync: WeightSync
+    probe: Probe
+    straight: Callable[[], Engine]  # a fresh client that goes around the proxy
+
+    def plan(self, *faults: ProxyFault) -> None:
+        """From now on; nothing else is planned."""
+        self.proxy.damaged.clear()
+        self.proxy.faults = (KEEPS_OLD, *faults)
+
+
+def rig_of(
+    kind: str,
+    group: InlineGroup,
+    proxy: FaultProxy,
+    connect: Callable[[], Engine],
+    straight: Callable[[], Engine],
+    transfer_dir: Path,
+    model: Path,
+) -> Rig:
+    fleet = EngineFleet([connect()], 60.0, 1)
+    probe = make_probe(config_of(model), group, PROMPTS)
+    sync = WeightSync(group, fleet, transfer_dir, BUCKET_BYTES, "float32", probe=probe)
+    proxy.faults = (KEEPS_OLD,)
+    return Rig(kind, group, proxy, fleet, sync, probe, straight)

@@ -1,0 +1,249 @@
+"""Planted faults of a weight sync, on every kind of engine: refused, the tensor named, and no token from such weights.
+
+Trainer (Megatron), engine (a server process) and syncs are those of a run; a proxy between them does the damage.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rollout_tools import assert_same
+from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, needs_sglang, sglang_python
+from sync_tools import BUCKET_BYTES, REQUESTS, Rig, change_weights, rig_of, trainer, write_model
+
+from rlhf_megatron.rollout.clients import connect
+from rlhf_megatron.rollout.engine import EngineError
+from rlhf_megatron.rollout.fault_proxy import FaultProxy, ProxyFault, random_faults
+from rlhf_megatron.rollout.fleet import EngineFleet
+from rlhf_megatron.rollout.local_client import LocalEngine
+from rlhf_megatron.rollout.process import EngineServers, start_local_engines
+from rlhf_megatron.rollout.sglang_process import start_sglang_engines
+from rlhf_megatron.runtime.inline import InlineGroup
+from rlhf_megatron.scheduler.weight_sync import WeightSync
+
+pytestmark = pytest.mark.dist
+KINDS = ["local", pytest.param("sglang", marks=[pytest.mark.sglang, needs_sglang])]
+TENSOR = r"(embed_tokens|lm_head|norm|proj)\.weight"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("sync") / "model")
+
+
+@pytest.fixture(scope="module")
+def group(model: Path) -> Iterator[InlineGroup]:
+    with trainer(model) as started:
+        yield started
+
+
+def start(kind: str, model: Path, folder: Path, num_engines: int) -> EngineServers:
+    (folder / "transfer").mkdir()
+    if kind == "local":
+        return start_local_engines(model, num_engines, folder, transfer_dir=folder / "transfer", load_weights=False)
+    return start_sglang_engines(
+        model,
+        1,
+        folder,
+        python=str(sglang_python()),
+        transfer_dir=folder / "transfer",
+        dtype="float32",
+        arguments={**CPU_ARGUMENTS, "context_length": 256},
+        env=CPU_ENV,
+        startup_timeout_s=STARTUP_S,
+    )
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def rig(
+    request: pytest.FixtureRequest, model: Path, group: InlineGroup, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Rig]:
+    """With the trainer's weights in the engine, as version 1."""
+    folder = tmp_path_factory.mktemp(request.param)
+    transfer = folder / "transfer"
+    with start(request.param, model, folder, 1) as servers, FaultProxy(servers.addresses[0], transfer) as proxy:
+        found = rig_of(
+            request.param,
+            group,
+            proxy,
+            lambda: connect(proxy.address, transfer),
+            lambda: connect(servers.addresses[0], transfer),
+            transfer,
+            model,
+        )
+        found.sync()
+        yield found
+        found.fleet.close()
+
+
+ALWAYS = 1 << 40
+PLANTED = {
+    "a dropped bucket": ProxyFault("drop_bucket", nth=2),
+    "an update that changes nothing": ProxyFault("drop_bucket"),
+    "half of an update": ProxyFault("half_bucket"),
+    "swapped names": ProxyFault("swap_names"),
+    "swapped rows": ProxyFault("swap_rows", nth=2),
+    "swapped rows that agree with the manifest": ProxyFault("swap_rows", nth=2, is_hidden=True),
+    "a flipped bit": ProxyFault("flip_byte"),
+    "a flipped bit that agrees with the manifest": ProxyFault("flip_byte", is_hidden=True),
+    "a bucket of an old version": ProxyFault("old_bucket"),
+    "a bucket of an old version that says it is new": ProxyFault("old_bucket", is_hidden=True),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_refused_until_a_full_sync(rig: Rig, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    engine, version = rig.fleet.engines[0], rig.sync.version
+    change_weights(rig.group, seed=version)
+    fault = PLANTED[name]
+    rig.plan(replace(fault, nth=rig.proxy.num_buckets + fault.nth, times=ALWAYS))
+    with caplog.at_level(logging.WARNING):
+        rig.sync()
+    assert rig.fleet.live == () and rig.proxy.damaged
+    refusals = [r.getMessage() for r in caplog.records if "not got the current weights" in r.getMessage()]
+    assert len(refusals) == 1 and any(tensor in refusals[0] for tensor in rig.proxy.damaged), refusals
+
+    assert engine.version() is None  # not one token, by whatever way
+    with pytest.raises(EngineError, match=TENSOR):
+        rig.fleet.generate(REQUESTS)  # tries to mend it, with the same fault in its way
+    with pytest.raises(EngineError, match="STALE"):
+        engine.generate(REQUESTS, 10.0)
+    stranger = rig.straight()
+    with pytest.raises(EngineError, match="STALE" if rig.kind == "local" else "no answer"):  # SGLang is paused
+        stranger.generate(REQUESTS[:1], 3.0)
+    stranger.close()
+
+    rig.plan()
+    rig.sync()
+    samples = [sample for group in rig.fleet.generate(REQUESTS) for sample in group]
+    assert {sample.policy_version for sample in samples} == {rig.sync.version}
+    rig.probe(engine)  # the trainer finds its own log-probs in what is sampled
+
+
+def test_an_engine_is_mended_before_it_serves(rig: Rig) -> None:
+    """A fault that does not come again: the next generate gives the weights once more, and only then asks."""
+    change_weights(rig.group, seed=200)
+    rig.plan(ProxyFault("swap_names", nth=rig.proxy.num_buckets + 2))
+    rig.sync()
+    assert rig.fleet.live == () and len(rig.proxy.damaged) == 2
+    samples = [sample for group in rig.fleet.generate(REQUESTS) for sample in group]
+    assert {sample.policy_version for sample in samples} == {rig.sync.version}
+    rig.probe(rig.fleet.engines[0])
+
+
+@pytest.mark.parametrize("is_wrong", [True, False])
+def test_a_probe_finds_wrong_weights_in_an_engine_without_digests(
+    rig: Rig, is_wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = rig.fleet.engines[0]
+    if rig.kind == "sglang":
+        monkeypatch.setattr(engine, "weight_digests", lambda: None)  # as it is under tensor parallelism
+    hidden = ProxyFault("no_digests", "/weight_digests", times=ALWAYS)
+    wrong = ProxyFault("swap_names", nth=rig.proxy.num_buckets + 1, times=ALWAYS)
+    rig.plan(hidden, *([wrong] if is_wrong else []))
+    change_weights(rig.group, seed=100)
+    if is_wrong:
+        with pytest.raises(EngineError, match=r"the worst is token \d+ at place \d+ after prompt \d: log-prob -\d"):
+            rig.sync()
+        assert engine.version() is None
+        with pytest.raises(EngineError, match="STALE"):
+            engine.generate(REQUESTS, 10.0)
+        with pytest.raises(EngineError):
+            rig.fleet.generate(REQUESTS)
+        rig.plan()
+    rig.sync()
+    assert engine.version() == rig.sync.version
+    rig.plan()
+
+
+def test_a_resync_gives_the_same_version_again(rig: Rig) -> None:
+    engine = rig.fleet.engines[0]
+    before = rig.fleet.generate(REQUESTS)
+    version = rig.sync.version
+    rig.sync.resync([engine])
+    assert engine.version() == rig.sync.version == version
+    for one, other in zip(rig.fleet.generate(REQUESTS), before, strict=True):
+        assert_same(one, other)
+    rig.plan(ProxyFault("flip_byte", nth=rig.proxy.num_buckets + 1))
+    with pytest.raises(EngineError, match=TENSOR):
+        rig.sync.resync([engine])
+    assert engine.version() is None
+    rig.plan()
+    rig.sync.resync([engine])
+    assert engine.version() == version
+
+
+@pytest.fixture(scope="module")
+def two(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EngineServers, Path]]:
+    folder = tmp_path_factory.mktemp("two")
+    with start("local", model, folder, 2) as servers:
+        yield servers, folder / "transfer"
+
+
+def test_an_engine_that_never_answers_a_commit_is_set_aside(
+    two: tuple[EngineServers, Path], group: InlineGroup
+) -> None:
+    servers, transfer = two
+    drop = ProxyFault("drop", "/commit_weight_update")
+    with FaultProxy(servers.addresses[0], transfer, [drop], timeout_s=30.0) as proxy:
+        fleet = EngineFleet([LocalEngine(proxy.address, 2.0), LocalEngine(servers.addresses[1])], 60.0, 1)
+        sync = WeightSync(group, fleet, transfer, BUCKET_BYTES, "float32")
+        sync()
+        assert [engine.address.name for engine in fleet.live] == ["engine1"]
+        assert {s.policy_version for samples in fleet.generate(REQUESTS) for s in samples} == {sync.version}
+        fleet.close()
+
+
+def test_one_engine_that_fails_leaves_the_others_to_commit(
+    two: tuple[EngineServers, Path], group: InlineGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    """engine0 gets a damaged bucket, then it is killed in one, for good; engine1 goes on, and so does the trainer."""
+    servers, transfer = two
+    with FaultProxy(servers.addresses[0], transfer, kill_engine=servers.processes[0].stop) as proxy:
+        engines = [LocalEngine(proxy.address, 20.0), LocalEngine(servers.addresses[1])]
+        fleet = EngineFleet(engines, 60.0, 2)
+        sync = WeightSync(group, fleet, transfer, BUCKET_BYTES, "float32", version=10)
+        sync()
+        assert len(fleet.live) == 2
+        expected = fleet.generate(REQUESTS)
+
+        proxy.faults = (ProxyFault("reset", "/generate", nth=2), ProxyFault("old_version", "/generate", nth=3))
+        for one, other in zip(fleet.generate(REQUESTS), expected, strict=True):
+            assert_same(one, other)
+
+        proxy.faults = (
+            ProxyFault("duplicate", "/update_weights", times=99),
+            ProxyFault("duplicate", "/commit_weight_update", times=99),
+            ProxyFault("delay", "/begin_weight_update", times=99, seconds=0.2),
+        )
+        sync()
+        assert len(fleet.live) == 2, "a request that comes twice, or late, does no harm"
+
+        with caplog.at_level(logging.WARNING):
+            proxy.faults = (ProxyFault("swap_rows", nth=proxy.num_buckets + 2),)
+            sync()
+            assert [engine.address.name for engine in fleet.live] == ["engine1"]
+            assert engines[0].version() is None and engines[1].version() == sync.version
+            nth = proxy.passed["/update_weights"] + 2
+            proxy.faults = (ProxyFault("kill_engine", "/update_weights", nth=nth),)
+            sync()
+        assert [engine.address.name for engine in fleet.live] == ["engine1"]
+        assert "engine0" in caplog.text and "while it was given bucket 1 of" in caplog.text
+        for one, other in zip(fleet.generate(REQUESTS), expected, strict=True):
+            assert_same(one, [replace(sample, policy_version=sync.version) for sample in other])
+        fleet.close()
+
+
+def test_the_proxy_stays_on_loopback_and_draws_repeatable_faults(tmp_path: Path) -> None:
+    from rlhf_megatron.rollout.engine import EngineAddress
+
+    with pytest.raises(ValueError, match=r"loopback; engine0 is at http://10\.0\.0\.1:1"):
+        FaultProxy(EngineAddress("engine0", "local", "http://10.0.0.1:1", "t" * 32), tmp_path)
+    drawn = random_faults(3, 5, ("reset", "flip_byte"), "/generate", among=50)
+    assert drawn == random_faults(3, 5, ("reset", "flip_byte"), "/generate", among=50)
+    assert drawn != random_faults(4, 5, ("reset", "flip_byte"), "/generate", among=50)
+    assert len({fault.nth for fault in drawn}) == 5 and {f.path for f in drawn if f.kind == "flip_byte"} <= {""}
