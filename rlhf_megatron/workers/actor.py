@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from rlhf_megatron import faults
 from rlhf_megatron.checkpoint.manifest import SaveResult
 from rlhf_megatron.checkpoint.source import WeightSource
 from rlhf_megatron.config.schema import ActorConfig
@@ -54,6 +55,7 @@ class MegatronActor:
         self, batch: TokenBatch, plan: ReplicaPlan, temperature: float, with_entropy: bool = False
     ) -> LogProbs | None:
         """See `contract.ForwardWorker`."""
+        faults.reach("actor.before_log_probs")
         rows = RowLogProbs(self.model, self.world, temperature, with_entropy, self.config.log_prob_chunk_size)
         return forward_log_probs(self.trained.chunks, rows, self.world, batch, plan)
 
