@@ -24,6 +24,7 @@ from rlhf_megatron.runtime.pool import Pool
 from rlhf_megatron.runtime.pools import ACTOR, CRITIC, PoolSpec
 from rlhf_megatron.runtime.routed import RoutedGroups
 from rlhf_megatron.runtime.torchrun import Deadlines, launch_single_node, run_controller, run_host
+from rlhf_megatron.scheduler.watchdog import StageWatchdog
 from rlhf_megatron.stop import STOPPED_EXIT_CODE, StopRequest
 from rlhf_megatron.workers.contract import UpdateResult
 
@@ -164,6 +165,17 @@ def stop_between_calls(group: RoutedGroups, directory: Path, stop: StopRequest) 
     return STOPPED_EXIT_CODE
 
 
+def late_stage(group: RoutedGroups, directory: Path) -> int:
+    """Rank 0 waits in a collective, rank 1 sleeps, rank 2's process is stopped; the calls themselves have a minute."""
+    with StageWatchdog(60.0, {"update": 1.5}, directory) as watchdog:
+        watchdog.look_at(group, lambda: ["12:00:00 engine0 generate: 0.25 s"])
+        with watchdog("score"):
+            group.broadcast("toy.place", note="x").result()
+        with watchdog("update"):
+            group.broadcast("toy.hang", sleeper=1, stopped=2).result()
+    return 0
+
+
 def run_scenario(name: str, group: RoutedGroups, directory: Path, stop: StopRequest) -> int:
     if name in ("values", "two_pools"):
         (directory / "result.json").write_text(json.dumps(values(group) if name == "values" else two_pools(group)))
@@ -179,6 +191,8 @@ def run_scenario(name: str, group: RoutedGroups, directory: Path, stop: StopRequ
         group.broadcast("critic.hang", sleeper=1, stopped=-1).result()
     elif name == "exit7":
         return 7
+    elif name == "late_stage":
+        return late_stage(group, directory)
     elif name == "stop":
         return stop_between_calls(group, directory, stop)
     elif name in ("busy", "endless"):  # rank 0 in a collective, rank 1 asleep

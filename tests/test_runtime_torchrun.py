@@ -74,7 +74,8 @@ def test_hung_and_stopped_ranks_are_reported_and_ended(start: Start) -> None:
     assert "toy.hang: running for 2." in lines[at[0]] and lines[at[0]].endswith("s, in barrier")
     assert "toy.hang: running for 2." in lines[at[1]]
     assert "tests/runtime_toy.py" in lines[at[2] - 1] and lines[at[2] - 1].endswith(" hang")
-    assert "does not answer: its process is stopped" in lines[at[2]]
+    assert lines[at[2]].endswith(f"does not answer: process {run.pids()['host2']} is stopped (SIGSTOP, or a debugger)")
+    assert "Look first at [actor dp0 pp0 tp2]: is not where the others are." in lines
     run.assert_no_orphans(4)
 
 

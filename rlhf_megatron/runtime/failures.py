@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 
-from rlhf_megatron.runtime.messages import Failure, Status
+from rlhf_megatron.runtime.messages import Failure
 
 
 class HostError(RuntimeError):
@@ -32,7 +32,7 @@ class HostLostError(HostError):
 
 
 class HostTimeoutError(HostError):
-    """A call was not answered in time. The message lists what each host was doing."""
+    """A call or a stage was not finished in time. The message lists what each host was doing."""
 
 
 def describe(error: BaseException, where: str) -> Failure:
@@ -48,16 +48,3 @@ def describe(error: BaseException, where: str) -> Failure:
 
 def as_error(method: str, failure: Failure) -> RemoteError:
     return RemoteValueError(method, failure) if failure.is_value_error else RemoteError(method, failure)
-
-
-def timeout_error(method: str, timeout_s: float, statuses: dict[str, Status | None]) -> HostTimeoutError:
-    """`statuses`: coordinates -> what the host said, None: it did not answer either."""
-    lines = [f"{method} was not finished within {timeout_s:g} s (trainer.stage_timeout_s). The hosts:"]
-    for where, status in statuses.items():
-        if status is None:
-            lines.append(f"  {where} does not answer: its process is stopped, or its machine is unreachable")
-            continue
-        inside = f", in {status.collective}" if status.collective else ""
-        lines.append(f"  {where} {status.method or 'no call'}: {status.stage} for {status.seconds:.1f} s{inside}")
-        lines += [f"      {frame}" for frame in status.stack]
-    return HostTimeoutError("\n".join(lines))

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rlhf_megatron.data import codec
+from rlhf_megatron.runtime import stacks
 from rlhf_megatron.runtime.messages import Call, Status
 from rlhf_megatron.runtime.pool import Pool
 
 logger = logging.getLogger(__name__)
 
-STACK_FRAMES = 8
 IDLE = "waiting for a call"
 
 BuildRoles = Callable[[Pool], Mapping[str, object]]  # called on every rank of the pool at once: role name -> worker
@@ -43,11 +40,18 @@ class Activity:
 
     def status(self, ping_id: int) -> Status:
         method, stage, since = self._now
-        frames = list(_frames(sys._current_frames().get(self._thread_id)))
+        frames = stacks.frames_of(self._thread_id)
         collectives = [f.f_code.co_name for f in frames if f.f_code.co_filename.endswith("distributed_c10d.py")]
-        stack = tuple(_describe_frame(frame) for frame in frames[:STACK_FRAMES][::-1])
-        seconds = time.monotonic() - since
-        return Status(ping_id, self.where, method, stage, seconds, collectives[-1] if collectives else "", stack)
+        return Status(
+            id=ping_id,
+            where=self.where,
+            method=method,
+            stage=stage,
+            seconds=time.monotonic() - since,
+            collective=collectives[-1] if collectives else "",
+            stack=stacks.describe(frames),
+            threads=stacks.other_threads(self._thread_id),
+        )
 
 
 class Host:
@@ -93,15 +97,3 @@ class Host:
         if name.startswith("_") or not callable(function):
             raise LookupError(f"{method}: the role {role!r} has no method {name!r}.")
         return function
-
-
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """Innermost first."""
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _describe_frame(frame: FrameType) -> str:
-    path = Path(frame.f_code.co_filename)
-    return f"{'/'.join(path.parts[-2:])}:{frame.f_lineno} {frame.f_code.co_name}"

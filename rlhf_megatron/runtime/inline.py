@@ -11,6 +11,8 @@ import torch.distributed as dist
 from rlhf_megatron.data.batch import TokenBatch
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.runtime.dispatch import join, scatter_calls
+from rlhf_megatron.runtime.failures import HostError
+from rlhf_megatron.runtime.hang import DescribeHang
 from rlhf_megatron.runtime.host import Activity, BuildRoles, Host
 from rlhf_megatron.runtime.messages import Call
 from rlhf_megatron.runtime.pool import join_pool
@@ -44,6 +46,15 @@ class InlineGroup:
 
     def broadcast(self, method: str, **arguments: Any) -> Future[list[Any]]:
         return self._done(lambda host: [host.call(Call(1, method, arguments))])
+
+    def describe_hosts(self) -> list[str]:
+        return []
+
+    def describe_hangs_by(self, describe: DescribeHang) -> None:
+        """A call runs on the caller's thread: it is never waited for."""
+
+    def end_with(self, error: HostError) -> None:
+        """The same."""
 
     def close(self) -> None:
         if self._host is not None:

@@ -76,6 +76,7 @@ class Status:
     seconds: float  # in this stage
     collective: str  # torch.distributed function on the stack, "" when none
     stack: tuple[str, ...]  # of the main thread, innermost frame last: "file.py:12 function"
+    threads: tuple[tuple[str, tuple[str, ...]], ...] = ()  # the others that run Python: name, stack
 
 
 @codec.register

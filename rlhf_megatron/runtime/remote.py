@@ -17,7 +17,8 @@ from rlhf_megatron.data.batch import TokenBatch
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.runtime.channel import MAX_FRAME_BYTES, Channel, FrameError
 from rlhf_megatron.runtime.dispatch import join, scatter_calls
-from rlhf_megatron.runtime.failures import HostError, HostLostError, as_error, timeout_error
+from rlhf_megatron.runtime.failures import HostError, HostLostError, HostTimeoutError, as_error
+from rlhf_megatron.runtime.hang import DescribeHang, HostView, describe_hosts
 from rlhf_megatron.runtime.messages import BUILD, Call, Leave, Ping, Reply, Signalled, Status
 from rlhf_megatron.runtime.processes import machine_id
 
@@ -90,11 +91,15 @@ class RemoteGroup:
         self._next_ping = 1
         self._statuses: dict[int, dict[int, Status]] = {}  # ping id -> rank -> status
         self._is_closing = False
-        self._others: Sequence[RemoteGroup] = ()  # tied to this one
+        self._tied: Sequence[RemoteGroup] = (self,)  # all pools of the job, in order
+        self._describe_hang: DescribeHang = _hang_of_hosts
         self._failure_elsewhere: HostError | None = None  # of one of them
         self._built = self._expect(BUILD, _Pending("building roles", Future(), lambda values: None, startup_timeout_s))
-        self._readers = [threading.Thread(target=self._read, args=(link,), daemon=True) for link in links]
-        self._monitor_thread = threading.Thread(target=self._monitor, daemon=True)
+        self._readers = [
+            threading.Thread(target=self._read, args=(link,), name=f"control channel {link.where}", daemon=True)
+            for link in links
+        ]
+        self._monitor_thread = threading.Thread(target=self._monitor, name="control channel monitor", daemon=True)
         for thread in (*self._readers, self._monitor_thread):
             thread.start()
 
@@ -118,7 +123,11 @@ class RemoteGroup:
 
     def statuses(self, timeout_s: float = STATUS_TIMEOUT_S) -> dict[str, Status | None]:
         """What each host is doing, by coordinates; None where it did not say within `timeout_s`."""
-        return statuses_of([self], timeout_s)
+        return {view.where: view.status for view in views_of([self], timeout_s)}
+
+    def describe_hangs_by(self, describe: DescribeHang) -> None:
+        """What makes the error of a call that is late, from now on."""
+        self._describe_hang = describe
 
     def ping(self) -> int:
         """Ask every host what it is doing. Returns what `answers` takes."""
@@ -130,13 +139,14 @@ class RemoteGroup:
                 link.channel.send(Ping(ping_id), lock_timeout_s=0.5)
         return ping_id
 
-    def answers(self, ping_id: int, timeout_s: float) -> dict[str, Status | None]:
-        """What they said within `timeout_s`, by coordinates. Once for each ping."""
+    def answers(self, ping_id: int, timeout_s: float) -> list[HostView]:
+        """What they said within `timeout_s`, by rank. Once for each ping."""
         with self._changed:
             answers = self._statuses[ping_id]
             self._changed.wait_for(lambda: len(answers) == len(self._links), timeout_s)
             del self._statuses[ping_id]
-        return {link.where: answers.get(link.rank) for link in self._links}
+        here = machine_id()
+        return [HostView(link.where, link.pid, link.machine == here, answers.get(link.rank)) for link in self._links]
 
     def fail_with(self, error: HostError) -> None:
         """Another group that this one is tied to has failed: this one ends in the same way. Safe to call twice."""
@@ -158,13 +168,17 @@ class RemoteGroup:
         for reader in self._readers:  # a thread that frees a tensor while the interpreter shuts down aborts the process
             reader.join(timeout=ABORT_GRACE_S)
 
-    def _tie(self, others: Sequence[RemoteGroup]) -> None:
+    def _tie(self, groups: Sequence[RemoteGroup]) -> None:
         with self._changed:
-            self._others = others
+            self._tied = groups
             failure = self.failure
         if failure is not None:  # it was faster
-            for other in others:
-                other.fail_with(failure)
+            self._fail_others(failure)
+
+    def _fail_others(self, error: HostError) -> None:
+        for other in self._tied:
+            if other is not self:
+                other.fail_with(error)
 
     def _submit(self, method: str, calls: Sequence[Call], finish: Callable[[dict[int, Any]], Any]) -> Future[Any]:
         future: Future[Any] = Future()
@@ -259,13 +273,12 @@ class RemoteGroup:
                     self._changed.wait(self._seconds_to_next_event())
                     continue
             if error is None and late is not None:
-                error = timeout_error(late.method, late.timeout_s, statuses_of([self, *self._others], STATUS_TIMEOUT_S))
+                header = f"{late.method} was not finished within {late.timeout_s:g} s (trainer.stage_timeout_s)."
+                error = self._describe_hang(header, describe_hosts(views_of(self._tied, STATUS_TIMEOUT_S)))
             assert error is not None
             with self._changed:
                 self.failure = error
-                others = self._others
-            for other in others:
-                other.fail_with(error)
+            self._fail_others(error)
             self._fail_pending(error)
             self._end_hosts("another host failed", ABORT_GRACE_S)
             return
@@ -328,14 +341,16 @@ class RemoteGroup:
 def tie(groups: Sequence[RemoteGroup]) -> None:
     """Make groups one job: when one fails all fail with its error, and a report of what hosts do names those of all."""
     for group in groups:
-        group._tie([other for other in groups if other is not group])
+        group._tie(groups)
 
 
-def statuses_of(groups: Sequence[RemoteGroup], timeout_s: float) -> dict[str, Status | None]:
-    """What each host of all groups is doing, by coordinates; None where it did not say within `timeout_s`."""
+def views_of(groups: Sequence[RemoteGroup], timeout_s: float) -> list[HostView]:
+    """What each host of all groups is doing, as far as it said within `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     pings = [group.ping() for group in groups]
-    found: dict[str, Status | None] = {}
-    for group, ping in zip(groups, pings, strict=True):
-        found |= group.answers(ping, max(0.0, deadline - time.monotonic()))
-    return found
+    answers = [group.answers(p, max(0.0, deadline - time.monotonic())) for group, p in zip(groups, pings, strict=True)]
+    return [view for views in answers for view in views]
+
+
+def _hang_of_hosts(header: str, lines: Sequence[str]) -> HostTimeoutError:
+    return HostTimeoutError("\n".join([f"{header} The hosts:", *lines]))

@@ -9,9 +9,10 @@ from typing import Any
 from rlhf_megatron.data.batch import TokenBatch
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.runtime.failures import HostError
+from rlhf_megatron.runtime.hang import DescribeHang, describe_hosts
 from rlhf_megatron.runtime.messages import Status
 from rlhf_megatron.runtime.pools import pool_of_role
-from rlhf_megatron.runtime.remote import STATUS_TIMEOUT_S, RemoteGroup, statuses_of, tie
+from rlhf_megatron.runtime.remote import STATUS_TIMEOUT_S, RemoteGroup, tie, views_of
 
 
 class RoutedGroups:
@@ -55,7 +56,21 @@ class RoutedGroups:
 
     def statuses(self, timeout_s: float = STATUS_TIMEOUT_S) -> dict[str, Status | None]:
         """What each host of all pools is doing, by coordinates; None where it did not say within `timeout_s`."""
-        return statuses_of(list(self._groups.values()), timeout_s)
+        return {view.where: view.status for view in views_of(list(self._groups.values()), timeout_s)}
+
+    def describe_hosts(self) -> list[str]:
+        """See `WorkerGroup`: all pools."""
+        return describe_hosts(views_of(list(self._groups.values()), STATUS_TIMEOUT_S))
+
+    def describe_hangs_by(self, describe: DescribeHang) -> None:
+        """See `WorkerGroup`."""
+        for group in self._groups.values():
+            group.describe_hangs_by(describe)
+
+    def end_with(self, error: HostError) -> None:
+        """See `WorkerGroup`."""
+        for group in self._groups.values():
+            group.fail_with(error)
 
     def close(self) -> None:
         """End all hosts, those of the pools at the same time. Safe to call twice."""

@@ -32,7 +32,7 @@ class Service:
         self._exit_code = exit_code
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._is_left = threading.Event()
-        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader = threading.Thread(target=self._read, name="control channel", daemon=True)
         self._reader.start()
 
     def next_call(self) -> Call | None:

@@ -8,6 +8,7 @@ does not end it in time does it end itself.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -58,7 +59,8 @@ class ControllerStop:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Signals go here while it lasts. On the main thread."""
+        """Signals go here while it lasts. On the main thread. Then a controller with a parent is about to exit, and
+        keeps its exit code whatever comes."""
         before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         try:
             yield
@@ -68,8 +70,8 @@ class ControllerStop:
             if self._timer is not None:
                 self._timer.cancel()
             for number, handler in before.items():
-                if signal.getsignal(number) == self._on_signal:  # else the process is on its way out
-                    signal.signal(number, handler)
+                if signal.getsignal(number) == self._on_signal:  # else it was told to end at once
+                    signal.signal(number, handler if self._parent is None else signal.SIG_IGN)
 
     def tell(self, where: str, message: Signalled) -> None:
         """What a host says. On any thread."""
@@ -155,11 +157,8 @@ class HostStop:
         timer.daemon = True
         timer.start()
         assert self.send is not None
-        try:
+        with contextlib.suppress(ConnectionError):  # the run has ended, and this host is about to leave
             self.send(Signalled(signal.Signals(number).name, is_urgent))
-        except ConnectionError:  # the controller is gone, and this host about to leave
-            if self._controller is not None:
-                self._controller.terminate()
 
     def _leave_at_startup(self, number: int) -> None:
         """Nobody waits for this host yet, and there is nothing to save."""

@@ -16,6 +16,7 @@ nodes on a private network. What a signal does: `runtime.stopping`.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import itertools
 import logging
 import os
@@ -36,6 +37,7 @@ import torch.distributed as dist
 
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.runtime import channel, registration
+from rlhf_megatron.runtime.hang import DUMP_SIGNAL
 from rlhf_megatron.runtime.host import Activity, BuildRoles
 from rlhf_megatron.runtime.pool import Pool, join_pool, where
 from rlhf_megatron.runtime.pools import PoolSpec, pool_of_rank
@@ -129,6 +131,8 @@ def run_host(
     logging.basicConfig(
         level=logging.INFO, format=f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s", force=True
     )
+    faulthandler.enable()
+    faulthandler.register(DUMP_SIGNAL)
     try:
         control = registration.register_host(host, int(port), secret, pool_rank, pool.name, deadlines.startup_s)
     except ConnectionError as error:

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from rlhf_megatron.data.batch import TokenBatch
 from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.runtime.failures import HostError
+from rlhf_megatron.runtime.hang import DescribeHang
 
 
 class WorkerGroup(Protocol):
@@ -35,6 +37,15 @@ class WorkerGroup(Protocol):
 
     def broadcast(self, method: str, **arguments: Any) -> Future[list[Any]]:
         """The same call on every rank of the role's pool ("host": the actor's). One result a rank, in rank order."""
+
+    def describe_hosts(self) -> list[str]:
+        """What each host is doing, for a person, by rank; [] where there is none beside this process. Takes seconds."""
+
+    def describe_hangs_by(self, describe: DescribeHang) -> None:
+        """What makes the error of a call that is late, from now on."""
+
+    def end_with(self, error: HostError) -> None:
+        """Hosts are ended; all pending and later calls fail with `error`. Returns at once."""
 
     def close(self) -> None:
         """End all hosts. Safe to call twice."""

@@ -43,6 +43,7 @@ from rlhf_megatron.scheduler.superseded import evaluation_seconds, read_rows, su
 from rlhf_megatron.scheduler.traced_group import TracedGroup
 from rlhf_megatron.scheduler.tracker import Tracker
 from rlhf_megatron.scheduler.warmup import warm_up_policy
+from rlhf_megatron.scheduler.watchdog import StageWatchdog
 from rlhf_megatron.scheduler.weight_sync import WeightSync
 from rlhf_megatron.stop import StopRequest
 
@@ -71,9 +72,11 @@ def train(
         write_text(run_dir / CONFIG, as_yaml(config))
         tracker = stack.enter_context(_tracker(config, run_dir, tokenizer, start, attempts))
         tracker.note(description(config, sets))
+        watchdog = stack.enter_context(StageWatchdog(trainer.stage_timeout_s, trainer.stage_timeouts_s, run_dir))
         fleet, transfer_dir = _engines(stack, config, run_dir, tracker, stop)
         group = TracedGroup(connect_group(), tracker.trace)
         stack.callback(group.close)
+        watchdog.look_at(group, fleet.calls)
         scorer = stack.enter_context(make_scorer(config.reward, run_dir / REWARD_LOG))
         bucket_bytes = config.rollout.update_weights_bucket_megabytes * MIB
         probe = make_probe(config, group, [item.prompt_ids for item in sets.train])
@@ -93,7 +96,7 @@ def train(
             trainer.total_training_steps, state.step, trainer.test_freq, trainer.val_before_train, is_evaluated
         )
         with keeper.saving_when_stopped():
-            run(stages, tracker, StageGuard(tracker, stop), keeper, plan)
+            run(stages, tracker, StageGuard(tracker, stop, watchdog), keeper, plan)
         keeper.finish()
         if trainer.save_hf:
             stages.save_hf(run_dir)

@@ -9,6 +9,8 @@ from typing import Any
 
 from rlhf_megatron.data.batch import TokenBatch
 from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.runtime.failures import HostError
+from rlhf_megatron.runtime.hang import DescribeHang
 from rlhf_megatron.runtime.pools import pool_of_role
 from rlhf_megatron.runtime.worker_group import WorkerGroup
 from rlhf_megatron.scheduler.trace import Trace
@@ -38,6 +40,15 @@ class TracedGroup:
 
     def broadcast(self, method: str, **arguments: Any) -> Future[list[Any]]:
         return self._traced(method, lambda: self._group.broadcast(method, **arguments))
+
+    def describe_hosts(self) -> list[str]:
+        return self._group.describe_hosts()
+
+    def describe_hangs_by(self, describe: DescribeHang) -> None:
+        self._group.describe_hangs_by(describe)
+
+    def end_with(self, error: HostError) -> None:
+        self._group.end_with(error)
 
     def close(self) -> None:
         self._group.close()
