@@ -148,6 +148,7 @@ class Handlers:
         except asyncio.CancelledError:  # the client went away
             self.service.call(lambda: self.service.drop(job))
             raise
+        logger.info("generated %d samples of %d prompts", sum(map(len, groups)), len(groups))
         text = await asyncio.to_thread(json.dumps, wire.samples_to_json(groups))
         return web.Response(text=text, content_type="application/json")
 
