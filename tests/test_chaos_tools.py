@@ -12,6 +12,7 @@ from chaos_tools import write_run
 from benchmarks.chaos import cases
 from benchmarks.chaos.compare import differences
 from benchmarks.chaos.program import role_of
+from benchmarks.common import ROOT
 from rlhf_megatron.faults import POINTS, parse
 
 
@@ -88,6 +89,12 @@ def test_the_matrix_kills_everybody_everywhere() -> None:
         whom = ["controller"] if text.startswith("controller:") else ["rank0", "rank1"]
         assert all(f"tp2/kill_{who}/{point}" in names for who in whom), point
     assert len(POINTS) >= 12
+
+
+def test_every_point_is_passed_somewhere() -> None:
+    """A name in the list alone would make a plan do nothing."""
+    sources = "".join(path.read_text() for path in (ROOT / "rlhf_megatron").rglob("*.py"))
+    assert [point for point in POINTS if f'reach("{point}")' not in sources] == []
 
 
 def test_every_plan_can_be_read_and_names_who_passes_the_point() -> None:

@@ -12,15 +12,17 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from typing import Any
 
+from benchmarks.chaos.task import NUM_STEPS, SAMPLES
 from rlhf_megatron.faults import POINTS
 from rlhf_megatron.stop import STOPPED_EXIT_CODE
 
-STEP = 3  # that is disturbed: there is a checkpoint before it and a step behind it
+STEP = 5  # that is disturbed: the checkpoint of step 2 stands, since there is one save at a time; that of 4 may not yet
+LAST_EVALUATION = 4  # before step 1, after steps 2 and 4, and at the end
 WAIT_S = 2.0  # at a point, for the signal from outside
 KILLED = -signal.SIGKILL
 HANG_S = 20.0  # deadline of a stage in which somebody hangs; the stage takes a fraction of a second
-# How often a process has passed a point when the step STEP reaches it for the first time (see task.py: two optimizer
-# steps, four buckets a weight sync, a sync before the first step, checkpoints after steps 2 and 4).
+# How often a process passes a point until the step STEP reaches it (see task.py: two optimizer steps, four buckets a
+# weight sync, a sync before the first step, checkpoints after steps 2, 4 and 6).
 _NTH = {
     "actor.before_log_probs": STEP,
     "update.after_mini_batch": 2 * STEP - 1,
@@ -32,7 +34,7 @@ _NTH = {
     "ckpt.before_commit": 2,
     "ckpt.after_rename": 2,
     "ckpt.after_commit": 2,
-    "evaluate.before": 2,
+    "evaluate.before": LAST_EVALUATION,
 }
 REFERENCE_SETTINGS = ("trainer.deterministic", "rollout.num_engines")  # that the undisturbed run must have as well
 ENGINE_POINTS = ("rollout.mid_generate", "sync.after_begin", "sync.before_commit", "evaluate.before")
@@ -58,6 +60,14 @@ class Case:
     said: tuple[str, ...] = ()  # by the console or the hang report of the disturbed launch
     settings: dict[str, Any] = field(default_factory=dict)
     is_bitwise: bool = True  # False: not in deterministic mode, compared by state
+    has_checkpoint: bool = True  # False: the fault comes before the first one, and the run starts anew
+
+    @property
+    def may_repeat(self) -> int:
+        """Samples of training that may be generated again: those under way. The others are in the journal."""
+        if not self.has_checkpoint:
+            return NUM_STEPS * SAMPLES
+        return SAMPLES if "rollout.mid_generate" in self.plan else 0
 
 
 def passed_by(point: str) -> str:
@@ -90,11 +100,17 @@ def kills() -> Iterator[Case]:
 def early_and_often() -> Iterator[Case]:
     """Before there is anything to resume from, in the first checkpoint, and twice in a row."""
     for point in ("actor.before_log_probs", "ckpt.mid_data", "ckpt.before_commit", "ckpt.after_rename"):
-        yield Case(f"inline/kill_first/{point}", "inline", f"kill@{point}:nth=1", first_exit=(KILLED,))
+        yield Case(
+            f"inline/kill_first/{point}",
+            "inline",
+            f"kill@{point}:nth=1",
+            first_exit=(KILLED,),
+            has_checkpoint=point == "ckpt.after_rename",
+        )
     for first, second in (("loop.after_score", "loop.after_advantages"), ("sync.after_begin", "sync.after_commit")):
         plan = f"kill@{first}:step={STEP}; kill@{second}:step={STEP}"
         yield Case(f"inline/kill_twice/{first}", "inline", plan, first_exit=(KILLED,))
-    plan = f"kill@actor.after_optimizer_step:who=rank1,nth=5; kill@loop.step_ends:who=controller,step={STEP + 1}"
+    plan = f"kill@actor.after_optimizer_step:who=rank1,nth={2 * STEP - 1}; kill@loop.step_ends:who=controller,step={STEP + 1}"
     yield Case("tp2/kill_twice/actor.after_optimizer_step", "tp2", plan)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -14,12 +16,13 @@ from typing import Any
 from benchmarks.chaos.cases import Case
 from benchmarks.chaos.compare import differences
 from benchmarks.chaos.program import Launch
-from benchmarks.chaos.task import LAYOUTS, overrides, place, run_dir_of
+from benchmarks.chaos.task import GROUP_SIZE, LAYOUTS, overrides, place, run_dir_of
 from rlhf_megatron.faults import DIRECTORY_ENV, PLAN_ENV, parse
 
 MAX_RESTARTS = 2
 LAUNCH_S = 300.0  # deadline of one launch; it takes 15 s on a quiet machine
 END_S = 10.0  # for the last process of a launch to be gone when the program has ended
+GENERATED = re.compile(r"generated (\d+) samples of (\d+) prompts")  # in an engine's log
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -33,6 +36,8 @@ class Outcome:
     exit_codes: list[int | None] = field(default_factory=list)  # of each launch; None: past its deadline
     restarts: int = 0
     seconds: float = 0.0
+    resumed_from: list[int | None] = field(default_factory=list)  # step, of each launch that has a run directory
+    num_repeated: int = 0  # samples of training that were generated more than once
     seconds_to_end: float | None = None  # from the fault to the end of the disturbed launch
     is_equal: bool = False  # bit for bit, or by state where the case says so
     orphans: list[str] = field(default_factory=list)
@@ -138,12 +143,33 @@ def _judge(case: Case, outcome: Outcome, reference: Path, directory: Path) -> li
     if outcome.exit_codes[-1] != 0:
         problems.append(f"not complete after {outcome.restarts} restarts:\n{tail(directory / 'console')}")
         return problems
+    run_dir = run_dir_of(directory)
+    outcome.resumed_from = resumed_from(run_dir)
+    if case.has_checkpoint and outcome.restarts and (len(outcome.resumed_from) < 2 or None in outcome.resumed_from[1:]):
+        problems.append(f"it did not go on from a checkpoint: {outcome.resumed_from}")
+    outcome.num_repeated = num_generated(run_dir) - num_generated(reference)
+    if not 0 <= outcome.num_repeated <= case.may_repeat:
+        problems.append(f"{outcome.num_repeated} samples more were generated than needed, not {case.may_repeat}")
     try:
-        different = differences(reference, run_dir_of(directory), case.is_bitwise)
+        different = differences(reference, run_dir, case.is_bitwise)
     except (OSError, ValueError, KeyError) as error:
         different = [f"cannot be compared: {type(error).__name__}: {error}"]
     outcome.is_equal = not different
     return problems + different
+
+
+def resumed_from(run_dir: Path) -> list[int | None]:
+    """Of each launch, by attempts.jsonl."""
+    lines = [json.loads(line) for line in (run_dir / "attempts.jsonl").read_text().splitlines()]
+    return [line["resumed_from_step"] for line in lines if line["kind"] == "start"]
+
+
+def num_generated(run_dir: Path) -> int:
+    """Samples of training that the engines of all launches have answered with, by their logs; an evaluation asks for
+    one sample a prompt. What an engine that was killed had under way has no line."""
+    logs = [path.read_text(errors="replace") for path in (run_dir / "engines").glob("*.log")]
+    found = [map(int, match) for log in logs for match in GENERATED.findall(log)]
+    return sum(samples for samples, prompts in found if samples == GROUP_SIZE * prompts)
 
 
 def said(directory: Path) -> str:

@@ -1,4 +1,4 @@
-"""The run that is disturbed: five steps of a tiny random model that learns to write small digits, in several layouts.
+"""The run that is disturbed: six steps of a tiny random model that learns to write small digits, in several layouts.
 
 A step takes a fraction of a second. There are two optimizer steps in each and several buckets in a weight sync, so that
 a fault can fall between them; every group has different rewards, so that each step changes the weights.
@@ -18,7 +18,7 @@ from benchmarks.common import ROOT
 
 MODEL = ROOT / "examples" / "quickstart" / "model"
 NAME = "tiny"
-NUM_STEPS = 5
+NUM_STEPS = 6
 SAVE_FREQ = 2
 PROMPTS, GROUP_SIZE = 8, 4
 SAMPLES = PROMPTS * GROUP_SIZE
