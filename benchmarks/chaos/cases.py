@@ -110,7 +110,8 @@ def early_and_often() -> Iterator[Case]:
     for first, second in (("loop.after_score", "loop.after_advantages"), ("sync.after_begin", "sync.after_commit")):
         plan = f"kill@{first}:step={STEP}; kill@{second}:step={STEP}"
         yield Case(f"inline/kill_twice/{first}", "inline", plan, first_exit=(KILLED,))
-    plan = f"kill@actor.after_optimizer_step:who=rank1,nth={2 * STEP - 1}; kill@loop.step_ends:who=controller,step={STEP + 1}"
+    first, second = f"who=rank1,nth={2 * STEP - 1}", f"who=controller,step={STEP + 1}"
+    plan = f"kill@actor.after_optimizer_step:{first}; kill@loop.step_ends:{second}"
     yield Case("tp2/kill_twice/actor.after_optimizer_step", "tp2", plan)
 
 
