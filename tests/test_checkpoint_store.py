@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -197,6 +198,20 @@ def test_files_that_are_not_as_recorded_are_not_committed(store: CheckpointStore
     store.abandon(1)
     store.abandon(1)
     assert list(store.directory.iterdir()) == []
+
+
+def test_files_of_another_machine_may_appear_late(store: CheckpointStore) -> None:
+    """As over NFS, which shows a directory as it was a while ago."""
+    patient = CheckpointStore(store.directory, settle_s=20.0)
+    partial = patient.begin(1)
+    files = fill(partial)
+    (partial / "actor").rename(store.directory / "late")
+    timer = threading.Timer(0.5, lambda: (store.directory / "late").rename(partial / "actor"))
+    timer.start()
+    try:
+        verify(patient.commit(1, 1, {}, {}, files).path)
+    finally:
+        timer.join()
 
 
 def test_old_ones_go_and_broken_ones_do_not_count(store: CheckpointStore) -> None:

@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,10 +44,15 @@ class Found:
 
 
 class CheckpointStore:
-    """`directory`: "checkpoints" of a run. One process writes at a time (`run.lock`); any may read."""
+    """`directory`: "checkpoints" of a run. One process writes at a time (`run.lock`); any may read.
 
-    def __init__(self, directory: Path) -> None:
+    `settle_s`: how long files that other machines have written may take to be seen on this one (NFS caches
+    directories).
+    """
+
+    def __init__(self, directory: Path, settle_s: float = 0.0) -> None:
         self.directory = directory
+        self._settle_s = settle_s
         self._good: set[str] = set()  # names of those that were written or verified here
 
     def steps(self) -> list[int]:
@@ -88,7 +94,7 @@ class CheckpointStore:
         partial, final = self._hidden(step, "partial"), self.path_of(step)
         manifest = CheckpointManifest(step, policy_version, dict(layouts), dict(versions), tuple(files))
         _write(partial / MANIFEST, manifest.to_text())
-        verify_sizes(partial)
+        self._wait_for_files(partial)
         for directory in _directories(partial):
             fsync(directory)
         faults.reach("ckpt.before_commit")
@@ -173,6 +179,17 @@ class CheckpointStore:
         for path in left:
             _remove(path)
         return left
+
+    def _wait_for_files(self, partial: Path) -> None:
+        deadline = time.monotonic() + self._settle_s
+        while True:
+            try:
+                verify_sizes(partial)
+                return
+            except ValueError:
+                if time.monotonic() >= deadline or not partial.exists():
+                    raise
+            time.sleep(1.0)
 
     def _hidden(self, step: int, kind: str) -> Path:
         return self.directory / f".{self.path_of(step).name}.{kind}"

@@ -32,6 +32,7 @@ RUN_STATE, CONFIG, REFERENCE, RNG = "run_state.batch", "config.yaml", "reference
 PACKAGES = ("torch", "megatron-core", "rlhf-megatron")
 SPARE_SHARE = 0.05  # of the estimated size, that must be free beside it
 POLL_S = 0.05
+SETTLE_S = 90.0  # over the 60 s that NFS may show an old listing of a directory
 
 
 class SaveFailed(OSError):
@@ -55,7 +56,7 @@ class Checkpointer:
     """
 
     def __init__(self, config: RunConfig, group: WorkerGroup, run_dir: Path, note: Callable[[str], None]) -> None:
-        self.store = CheckpointStore(run_dir / CHECKPOINTS)
+        self.store = CheckpointStore(run_dir / CHECKPOINTS, SETTLE_S if config.trainer.nnodes > 1 else 0.0)
         self.on_commit: Callable[[int], None] = lambda step: None
         self._config = config
         self._group = group
