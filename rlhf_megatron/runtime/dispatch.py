@@ -26,16 +26,13 @@ class Scattered:
     leaders: tuple[int, ...]  # rank of each replica's leader
 
 
-def scatter_calls(
-    call_id: int, method: str, batch: TokenBatch, layout: Layout, token_budget: int, arguments: dict[str, Any]
-) -> Scattered:
-    """Split `batch` over the replicas of `layout`. Each rank's call has its replica's plan as the argument `plan`.
+def plan_call(batch: TokenBatch, layout: Layout, token_budget: int) -> tuple[ReplicaPlan, ...]:
+    """How a scattered call splits `batch`, one plan a replica. The same arguments give the same plans.
 
     `token_budget`: tokens that a rank forwards of a micro-batch; the cp ranks of a replica have theirs together. The
     last token of each document is not forwarded. Raises ValueError when a sample is over the budget.
     """
-    assert "plan" not in arguments, f"{method}: the plan is made here"
-    plans = plan_replicas(
+    return plan_replicas(
         forwarded_lengths(batch.lengths).tolist(),
         layout.dp,
         token_budget * layout.cp,
@@ -43,6 +40,17 @@ def scatter_calls(
         packed_multiple=layout.packed_multiple,
         micro_batch_multiple=layout.micro_batch_multiple,
     )
+
+
+def scatter_calls(
+    call_id: int, method: str, batch: TokenBatch, layout: Layout, token_budget: int, arguments: dict[str, Any]
+) -> Scattered:
+    """Split `batch` over the replicas of `layout`. Each rank's call has its replica's plan as the argument `plan`.
+
+    Raises as `plan_call`.
+    """
+    assert "plan" not in arguments, f"{method}: the plan is made here"
+    plans = plan_call(batch, layout, token_budget)
     leaders = tuple(layout.leader(dp) for dp in range(layout.dp))
     calls = []
     for rank in range(layout.world_size):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from rlhf_megatron.algorithms.advantages.base import AdvantageInputs
 from rlhf_megatron.algorithms.kl_in_reward import KLController, mean_kl, token_rewards
 from rlhf_megatron.algorithms.losses.kl import kl_estimate
@@ -34,7 +36,8 @@ class AdvantageStage:
             assert batch.old_log_probs is not None and batch.ref_log_probs is not None, "KL needs both log-probs"
             kl, kl_coef = kl_estimate(batch.old_log_probs, batch.ref_log_probs, self.kl_penalty), self.kl.coef
             mean = mean_kl(kl, is_valid, batch.response_mask, batch.offsets)
-            self.kl.update(mean.per_response, mean.num_samples)
+            if math.isfinite(mean.per_response):  # else the step is left out, and the weight stays as it is
+                self.kl.update(mean.per_response, mean.num_samples)
             metrics = {"actor/reward_kl_penalty": mean.per_token, "actor/reward_kl_penalty_coeff": kl_coef}
         rewards = None
         if kl is not None or self.plugins.needs_token_rewards:

@@ -32,46 +32,62 @@ def cut(
         yield select(batch, order[start : start + mini_batch_size])
 
 
+def parts(
+    batch: TrainBatch, num_epochs: int, mini_batch_size: int, use_shuffle: bool, seed: int, step: int
+) -> Iterator[TrainBatch]:
+    """The samples of each mini-batch of a step, over all epochs."""
+    for epoch in range(num_epochs):
+        yield from cut(batch, mini_batch_size, use_shuffle, seed, step, epoch)
+
+
+def weighed(part: TrainBatch, mode: str) -> MiniBatch:
+    """`part` as a mini-batch of the actor."""
+    weights, for_metrics = weigh(part, mode)
+    return MiniBatch(
+        offsets=part.offsets,
+        token_ids=part.token_ids,
+        response_mask=part.response_mask,
+        loss_weights=weights,
+        metric_weights=for_metrics,
+        advantages=part.advantages,
+        old_log_probs=part.old_log_probs,
+        ref_log_probs=part.ref_log_probs,
+        rollout_log_probs=part.rollout_log_probs,
+    )
+
+
+def weighed_values(part: TrainBatch, mode: str) -> ValueMiniBatch:
+    """`part` as a mini-batch of the critic.
+
+    A sample of masked status has no return to learn: its weights are 0. It counts in the denominator of the loss, as
+    it does in the actor's.
+    """
+    assert part.values is not None and part.returns is not None, "a critic's update needs values and returns"
+    weights, _ = weigh(part, mode)
+    is_valid = valid_tokens(part)
+    return ValueMiniBatch(
+        offsets=part.offsets,
+        token_ids=part.token_ids,
+        response_mask=part.response_mask,
+        loss_weights=weights * is_valid,
+        metric_weights=metric_weights(is_valid, int(is_valid.sum())),
+        old_values=part.values,
+        returns=part.returns,
+    )
+
+
 def mini_batches(
     batch: TrainBatch, mini_batch_size: int, mode: str, use_shuffle: bool, seed: int, step: int, epoch: int
 ) -> Iterator[MiniBatch]:
     """The actor's mini-batches of one pass over a step's samples; the order is that of `cut`."""
-    for part in cut(batch, mini_batch_size, use_shuffle, seed, step, epoch):
-        weights, for_metrics = weigh(part, mode)
-        yield MiniBatch(
-            offsets=part.offsets,
-            token_ids=part.token_ids,
-            response_mask=part.response_mask,
-            loss_weights=weights,
-            metric_weights=for_metrics,
-            advantages=part.advantages,
-            old_log_probs=part.old_log_probs,
-            ref_log_probs=part.ref_log_probs,
-            rollout_log_probs=part.rollout_log_probs,
-        )
+    return (weighed(part, mode) for part in cut(batch, mini_batch_size, use_shuffle, seed, step, epoch))
 
 
 def value_mini_batches(
     batch: TrainBatch, mini_batch_size: int, mode: str, use_shuffle: bool, seed: int, step: int, epoch: int
 ) -> Iterator[ValueMiniBatch]:
-    """The critic's mini-batches of one pass; where both have one size, with the samples of the actor's.
-
-    A sample of masked status has no return to learn: its weights are 0. It counts in the denominator of the loss, as
-    it does in the actor's.
-    """
-    for part in cut(batch, mini_batch_size, use_shuffle, seed, step, epoch):
-        assert part.values is not None and part.returns is not None, "a critic's update needs values and returns"
-        weights, _ = weigh(part, mode)
-        is_valid = valid_tokens(part)
-        yield ValueMiniBatch(
-            offsets=part.offsets,
-            token_ids=part.token_ids,
-            response_mask=part.response_mask,
-            loss_weights=weights * is_valid,
-            metric_weights=metric_weights(is_valid, int(is_valid.sum())),
-            old_values=part.values,
-            returns=part.returns,
-        )
+    """The critic's mini-batches of one pass; where both have one size, with the samples of the actor's."""
+    return (weighed_values(part, mode) for part in cut(batch, mini_batch_size, use_shuffle, seed, step, epoch))
 
 
 def supervised_mini_batch(batch: TokenBatch) -> MiniBatch:

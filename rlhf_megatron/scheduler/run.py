@@ -21,6 +21,7 @@ from rlhf_megatron.reward_service.scorer import REWARD_LOG, make_scorer
 from rlhf_megatron.rollout.fleet import EngineFleet
 from rlhf_megatron.runtime.worker_group import WorkerGroup
 from rlhf_megatron.scheduler.attempts import Attempts, RunClock
+from rlhf_megatron.scheduler.capsule import Capsules
 from rlhf_megatron.scheduler.checkpointer import Checkpointer
 from rlhf_megatron.scheduler.engine_faults import register_engine_faults
 from rlhf_megatron.scheduler.engines import MIB, engine_dtype, make_fleet, start_engines, transfer_bytes
@@ -35,6 +36,7 @@ from rlhf_megatron.scheduler.resume import CONFIG, Start, architecture_of, facts
 from rlhf_megatron.scheduler.run_data import load_data, run_data
 from rlhf_megatron.scheduler.run_dir import write_text
 from rlhf_megatron.scheduler.run_facts import run_facts
+from rlhf_megatron.scheduler.skips import Skips
 from rlhf_megatron.scheduler.stages import Stages
 from rlhf_megatron.scheduler.state import RunState
 from rlhf_megatron.scheduler.summary import description, finish, layouts_of
@@ -83,7 +85,10 @@ def train(
         weight_sync = WeightSync(group, fleet, transfer_dir, bucket_bytes, engine_dtype(config), probe=probe)
         recorder = Recorder(run_dir / "record") if is_recorded else None
         journal = Journal(run_dir / "journal", settings_digest(flat(as_yaml(config)))) if trainer.save_freq else None
-        stages = Stages(config, group, fleet, data, plugins, weight_sync, recorder, scorer, journal, tracker.clock.add)
+        skips = Skips(trainer, Capsules(run_dir, config, tracker.note), tracker.note)
+        stages = Stages(
+            config, group, fleet, data, plugins, weight_sync, recorder, scorer, journal, tracker.clock.add, skips
+        )
         checkpointer = Checkpointer(config, group, run_dir, tracker.note)
         state = (
             _resumed(start, stages, checkpointer, tracker) if start else _warmed_up(config, stages, tracker, sets, stop)
@@ -146,6 +151,7 @@ def _resumed(start: Start, stages: Stages, checkpointer: Checkpointer, tracker: 
         state = checkpointer.restore(start.found)
     stages.weight_sync.version = state.policy_version - 1  # the same weights are the same version
     stages.mismatch.first_step = state.step + 1
+    stages.skips.restore(state.num_consecutive_skips)
     kl = stages.advantage_stage.kl
     if kl is not None and state.kl:
         kl.restore(state.kl)
@@ -173,5 +179,6 @@ def capture(stages: Stages, clock: RunClock, before: RunState, step: int) -> Run
         policy_version=stages.weight_sync.version,
         cursor=stream.state() if stream is not None else None,
         kl=kl.state() if kl is not None else {},
+        num_consecutive_skips=stages.skips.num_consecutive,
         productive_s=clock.productive_s,
     )

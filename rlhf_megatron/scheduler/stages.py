@@ -29,13 +29,16 @@ from rlhf_megatron.runtime.worker_group import WorkerGroup
 from rlhf_megatron.scheduler.advantages import AdvantageStage
 from rlhf_megatron.scheduler.annotate import annotate
 from rlhf_megatron.scheduler.batch_metrics import response_lengths
+from rlhf_megatron.scheduler.desync import check_replicas
 from rlhf_megatron.scheduler.evaluation import EvaluationResult, EvaluationSet, evaluate, first_items
+from rlhf_megatron.scheduler.finite import bad_columns
 from rlhf_megatron.scheduler.generation import build_requests, collect
 from rlhf_megatron.scheduler.journal import Journal
 from rlhf_megatron.scheduler.mismatch_check import MismatchCheck
 from rlhf_megatron.scheduler.plugins import Plugins
 from rlhf_megatron.scheduler.recorder import Recorder
-from rlhf_megatron.scheduler.update import actor_update, critic_update, run_updates
+from rlhf_megatron.scheduler.skips import Skips
+from rlhf_megatron.scheduler.update import actor_update, critic_update, leave_out, run_updates
 from rlhf_megatron.scheduler.weight_sync import Sync
 
 
@@ -67,6 +70,7 @@ class Stages:
         scorer: Callable[[Sequence[RewardSample]], list[RewardResult]],
         journal: Journal | None = None,
         on_regained: Callable[[float], None] = lambda seconds: None,
+        skips: Skips | None = None,
     ) -> None:
         """`on_regained`: told the seconds that a former process spent on what the journal gave back."""
         self.config = config
@@ -81,6 +85,7 @@ class Stages:
         self.on_regained = on_regained
         self.mismatch = MismatchCheck(config.checks, config.model.dtype, config.rollout.dtype)
         self.advantage_stage = AdvantageStage(config.algorithm, plugins)
+        self.skips = skips or Skips(config.trainer)
         self._step_metrics: dict[str, float] = {}
         self._step_began = 0.0
         self._is_policy_new = True  # the engines have not got it
@@ -148,6 +153,7 @@ class Stages:
     def update(self, step: int, batch: TrainBatch) -> dict[str, float]:
         """Epochs x mini-batches, one optimizer step each. Returns metrics averaged over them.
 
+        A batch with numbers that are not finite is not trained on. Raises NonFiniteNumbers, ReplicasDiffer.
         There is a critic where the batch has values. In the first `trainer.critic_warmup` steps it learns alone.
         """
         self._is_policy_new = step > self.config.trainer.critic_warmup
@@ -157,7 +163,12 @@ class Stages:
         if self._is_policy_new:
             updates["actor.update"] = actor_update(self.config, step, batch)
         version = self.weight_sync.version
-        self._step_metrics |= run_updates(self.group, updates)
+        if columns := bad_columns(batch):
+            self._is_policy_new = False
+            self._step_metrics |= leave_out(self.group, updates, step, self.skips, batch, columns)
+        else:
+            self._step_metrics |= run_updates(self.group, updates, step, self.skips)
+        self._step_metrics |= self._check_replicas(step)
         self._step_metrics["policy/lag"] = (version - batch.policy_versions.float()).mean().item()
         self._step_metrics["rollout/num_samples"] = float(len(batch))
         return self._step_metrics
@@ -201,6 +212,12 @@ class Stages:
         self.group.broadcast("host.save_hf", directory=run_dir / "hf").result()
         if self.plugins.needs_values:
             self.group.broadcast("critic.save_hf", directory=run_dir / "hf_critic").result()
+
+    def _check_replicas(self, step: int) -> dict[str, float]:
+        freq = self.config.trainer.desync_freq
+        if not freq or step % freq:
+            return {}
+        return check_replicas(self.group, ["actor", "critic"] if self.plugins.needs_values else ["actor"])
 
     def _journalled(self, step: int) -> ScoredBatch | None:
         """What a former process had of this step, after the controller was brought to where that one had left it."""

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from typing import Any
 
+from rlhf_megatron import faults
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.data.batch import TokenBatch, TrainBatch
 from rlhf_megatron.runtime.worker_group import WorkerGroup
-from rlhf_megatron.scheduler.mini_batches import mini_batches, value_mini_batches
+from rlhf_megatron.scheduler.finite import BadColumn
+from rlhf_megatron.scheduler.mini_batches import parts, weighed, weighed_values
+from rlhf_megatron.scheduler.skip_facts import RoleSkips
+from rlhf_megatron.scheduler.skips import Skips
 from rlhf_megatron.workers.contract import UpdateResult
 
 CALLS_IN_FLIGHT = 2  # of a role: one that runs and one that waits, so that a pool is never idle
@@ -26,21 +31,18 @@ class RoleUpdate:
     token_budget: int
     arguments: dict[str, Any]  # of its `update`, beside batch and plan
     mini_batches: Iterator[TokenBatch]  # of all epochs
+    samples_of: Callable[[int], TrainBatch]  # number of a mini-batch -> its samples
 
 
 def actor_update(config: RunConfig, step: int, batch: TrainBatch) -> RoleUpdate:
     actor = config.actor
+    order = (actor.mini_batch_size, actor.shuffle, config.trainer.seed, step)
     return RoleUpdate(
         actor.ppo_epochs,
         actor.ppo_max_token_len_per_gpu,
         {"temperature": config.rollout.temperature, "loss": "policy"},
-        (
-            mini_batch
-            for epoch in range(actor.ppo_epochs)
-            for mini_batch in mini_batches(
-                batch, actor.mini_batch_size, actor.loss_agg_mode, actor.shuffle, config.trainer.seed, step, epoch
-            )
-        ),
+        (weighed(part, actor.loss_agg_mode) for part in parts(batch, actor.ppo_epochs, *order)),
+        lambda number: next(islice(parts(batch, actor.ppo_epochs, *order), number, None)),
     )
 
 
@@ -49,49 +51,103 @@ def critic_update(config: RunConfig, step: int, batch: TrainBatch) -> RoleUpdate
     actor, critic = config.actor, config.critic
     num_epochs = critic.ppo_epochs or actor.ppo_epochs
     size, mode = critic.mini_batch_size or actor.mini_batch_size, critic.loss_agg_mode or actor.loss_agg_mode
+    order = (size, actor.shuffle, config.trainer.seed, step)
     return RoleUpdate(
         num_epochs,
         critic.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu,
         {},
-        (
-            mini_batch
-            for epoch in range(num_epochs)
-            for mini_batch in value_mini_batches(batch, size, mode, actor.shuffle, config.trainer.seed, step, epoch)
-        ),
+        (weighed_values(part, mode) for part in parts(batch, num_epochs, *order)),
+        lambda number: next(islice(parts(batch, num_epochs, *order), number, None)),
     )
 
 
-def run_updates(group: WorkerGroup, updates: Mapping[str, RoleUpdate]) -> dict[str, float]:
+def run_updates(
+    group: WorkerGroup, updates: Mapping[str, RoleUpdate], step: int = 0, skips: Skips | None = None
+) -> dict[str, float]:
     """Trains each role, `updates` by method ("actor.update"). Returns metrics averaged over its optimizer steps.
 
     Roles take turns, one mini-batch each, as long as they have any: that is the order in which one pool runs them.
     Pools of their own work at the same time. A role's next mini-batch goes out when its last but one is done.
+    `skips` sees each outcome; once it has had enough nothing is sent any more, and NonFiniteNumbers raised.
     """
-    results: dict[str, list[UpdateResult]] = {method: [] for method in updates}
-    waiting: dict[str, deque[Future[UpdateResult]]] = {method: deque() for method in updates}
+    runs = {method: _RoleRun(group, method, update, step, skips) for method, update in updates.items()}
     for turn in zip_longest(*(update.mini_batches for update in updates.values())):
-        for (method, update), mini_batch in zip(updates.items(), turn, strict=True):
-            if mini_batch is None:
-                continue
-            if len(waiting[method]) == CALLS_IN_FLIGHT:
-                results[method].append(waiting[method].popleft().result())
-            call = group.scatter(method, mini_batch, token_budget=update.token_budget, **update.arguments)
-            waiting[method].append(call)
+        for run, mini_batch in zip(runs.values(), turn, strict=True):
+            if mini_batch is not None and not (skips is not None and skips.is_over):
+                run.send(mini_batch)
     metrics = {"actor/num_epochs": 0.0, "actor/num_optimizer_steps": 0.0, "actor/num_skipped_steps": 0.0}
-    for method, update in updates.items():
-        results[method] += [future.result() for future in waiting[method]]
-        metrics |= update_metrics(method.partition(".")[0], update.num_epochs, results[method])
+    for run in runs.values():
+        run.finish()
+    if skips is not None:
+        skips.settle(group, step, [(run.skips, run.update.samples_of) for run in runs.values() if run.skips])
+    for method, run in runs.items():
+        metrics |= update_metrics(method.partition(".")[0], run.update.num_epochs, run.results)
+    return metrics
+
+
+class _RoleRun:
+    """The calls of one role in a step."""
+
+    def __init__(self, group: WorkerGroup, method: str, update: RoleUpdate, step: int, skips: Skips | None) -> None:
+        self.update = update
+        self.results: list[UpdateResult] = []
+        self._group = group
+        self._method = method
+        self._waiting: deque[tuple[Future[UpdateResult], TokenBatch]] = deque()
+        self._all_skips = skips
+        self.skips: RoleSkips | None = None
+        self._arguments = dict(update.arguments)
+        if skips is not None:
+            self.skips = skips.begin(step, method.partition(".")[0], update.token_budget, update.arguments)
+            self._arguments["capsule"] = self.skips.place
+
+    def send(self, mini_batch: TokenBatch) -> None:
+        if len(self._waiting) == CALLS_IN_FLIGHT:
+            self._take()
+        call = self._group.scatter(self._method, mini_batch, token_budget=self.update.token_budget, **self._arguments)
+        self._waiting.append((call, mini_batch))
+
+    def finish(self) -> None:
+        while self._waiting:
+            self._take()
+
+    def _take(self) -> None:
+        call, mini_batch = self._waiting.popleft()
+        result = call.result()
+        if self._all_skips is not None and self.skips is not None:
+            self._all_skips.seen(self.skips, len(self.results), mini_batch, result)
+        self.results.append(result)
+        if self._method == "actor.update":
+            faults.reach("update.after_mini_batch")
+
+
+def leave_out(
+    group: WorkerGroup,
+    updates: Mapping[str, RoleUpdate],
+    step: int,
+    skips: Skips,
+    batch: TrainBatch,
+    columns: Sequence[BadColumn],
+) -> dict[str, float]:
+    """In place of `run_updates`, for a batch with `columns` that are not finite: metrics of steps that were skipped."""
+    roles = {method.partition(".")[0]: update for method, update in updates.items()}
+    skips.leave_out(group, step, list(roles), batch, columns)
+    metrics = {"actor/num_epochs": 0.0, "actor/num_optimizer_steps": 0.0, "actor/num_skipped_steps": 0.0}
+    for role, update in roles.items():
+        count = float(sum(1 for _ in update.mini_batches))
+        metrics |= {f"{role}/num_optimizer_steps": count, f"{role}/num_skipped_steps": count, f"{role}/num_epochs": 0.0}
     return metrics
 
 
 def update_metrics(role: str, num_epochs: int, results: Sequence[UpdateResult]) -> dict[str, float]:
-    """Means over the optimizer steps; counts and the last learning rate under the role's name."""
-    count = len(results)
+    """Means over the optimizer steps that were made, nan where none was; counts, the last lr, under the role's name."""
+    made = [result for result in results if not result.is_skipped]
+    count = len(made) or math.nan
     return {
-        **{name: sum(result.sums[name] for result in results) / count for name in results[0].sums},
-        f"{role}/grad_norm": sum(result.grad_norm for result in results) / count,
+        **{name: sum(result.sums[name] for result in made) / count for name in results[0].sums},
+        f"{role}/grad_norm": sum(result.grad_norm for result in made) / count,
         f"{role}/lr": results[-1].lr,
-        f"{role}/num_optimizer_steps": float(count),
-        f"{role}/num_skipped_steps": float(sum(result.is_skipped for result in results)),
+        f"{role}/num_optimizer_steps": float(len(results)),
+        f"{role}/num_skipped_steps": float(len(results) - len(made)),
         f"{role}/num_epochs": float(num_epochs),
     }

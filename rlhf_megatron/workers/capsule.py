@@ -14,9 +14,7 @@ from torch.distributed import ReduceOp, all_reduce
 from rlhf_megatron.checkpoint.dist_checkpoint import save_sharded
 from rlhf_megatron.checkpoint.rng_state import save_rng
 from rlhf_megatron.parallel.world import World
-
-WEIGHTS = "weights"
-RNG = "rng"
+from rlhf_megatron.workers.findings import RNG, WEIGHTS
 
 
 def save_weights(directory: Path, model_state: dict[str, Any], world: World) -> str:

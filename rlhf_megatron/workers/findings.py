@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from rlhf_megatron.data import codec
 
 NUM_NAMED = 1000  # entries of a list of findings
+WEIGHTS, RNG = "weights", "rng"  # directories that the ranks write into a capsule
 
 
 @codec.register

@@ -24,10 +24,10 @@ from rlhf_megatron.models.build import build_model
 from rlhf_megatron.models.families.base import HFConfig, table_for
 from rlhf_megatron.models.table import Head, Rule
 from rlhf_megatron.parallel.world import World
-from rlhf_megatron.workers.capsule import WEIGHTS, save_weights
+from rlhf_megatron.workers.capsule import save_weights
 from rlhf_megatron.workers.contract import UpdateResult
 from rlhf_megatron.workers.data_parallel import move_buffers_to_device, move_buffers_to_host, sync_parameters, wrap
-from rlhf_megatron.workers.findings import Findings, ReplicaReport
+from rlhf_megatron.workers.findings import WEIGHTS, Findings, ReplicaReport
 from rlhf_megatron.workers.forward import sum_over_cp
 from rlhf_megatron.workers.memory import move_to_device, move_to_host
 from rlhf_megatron.workers.nonfinite import bad_positions, bad_tensors, check_finite
