@@ -1,0 +1,364 @@
+"""Engines that die, hang, lie or come late: bundled servers in closed batches, so that every bit can be compared."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rollout_tools import request, tiny_qwen3, weights_of, write_buckets
+
+from rlhf_megatron.rollout.chunks import cut, unknown_runs, without_known
+from rlhf_megatron.rollout.engine import (
+    Engine,
+    EngineAddress,
+    EngineError,
+    EngineTimeoutError,
+    GeneratedSample,
+    GenerateRequest,
+)
+from rlhf_megatron.rollout.fleet import EngineFleet
+from rlhf_megatron.rollout.local.generator import Generator
+from rlhf_megatron.rollout.local.model import load_model
+from rlhf_megatron.rollout.local_client import LocalEngine
+from rlhf_megatron.rollout.process import EngineServers, start_local_engines
+from rlhf_megatron.rollout.supervisor import Supervision
+from rlhf_megatron.stop import RunStopped, StopRequest
+
+REQUESTS = [request((1 + i % 30, 2), tuple(range(100 * i, 100 * i + 4)), 20 + 3 * i) for i in range(12)]
+MAX_NUM_SEQS = 8
+Groups = list[list[GeneratedSample]]
+
+
+class Rig:
+    """Two servers, and weights for them: version v is `tiny_qwen3(v)`."""
+
+    def __init__(self, servers: EngineServers, model: Path, transfer: Path) -> None:
+        self.servers = servers
+        self.model = model
+        self.transfer = transfer
+        self.version = 0
+        self.resynced: list[str] = []
+        self._expected: dict[tuple[int, int], Groups] = {}
+
+    def fleet(
+        self,
+        num_engines: int,
+        max_restarts: int = 2,
+        connect: Callable[[EngineAddress], Engine] = LocalEngine,
+        is_killing: bool = True,
+        stop: StopRequest | None = None,
+        retries: int = 2,
+    ) -> EngineFleet:
+        """Engines that serve the version of the rig."""
+        supervision = Supervision(self.servers if is_killing else None, connect, 0.3, 4.0, max_restarts)
+        fleet = EngineFleet(
+            [connect(address) for address in self.servers.addresses[:num_engines]],
+            120.0,
+            retries,
+            supervision=supervision,
+            is_closed=True,
+            should_stop=(stop or StopRequest()).check,
+        )
+        fleet.resync = self.resync
+        self.resynced = []
+        return fleet
+
+    def sync(self, fleet: EngineFleet, meanwhile: Callable[[], None] = lambda: None) -> None:
+        self.version += 1
+        fleet.begin_update(self.version)
+        for engine in fleet.live:
+            self.send(engine)
+        meanwhile()
+        fleet.commit_update(self.version)
+
+    def send(self, engine: Engine) -> None:
+        for manifest in write_buckets(weights_of(tiny_qwen3(self.version)), self.transfer, self.version):
+            engine.update_weights(manifest)
+
+    def resync(self, engines: Sequence[Engine]) -> None:
+        for engine in engines:
+            engine.begin_update(self.version, full_resync=True)
+            self.send(engine)
+            engine.commit_update(self.version)
+            self.resynced.append(engine.address.name)
+
+    def expected(self, num_engines: int) -> Groups:
+        """Each piece decoded in this process by a generator of its own."""
+        if (self.version, num_engines) in self._expected:
+            return self._expected[self.version, num_engines]
+        torch.set_num_threads(1)  # as the servers
+        model = load_model(self.model, "float32", "cpu", True)
+        model.module.load_state_dict(tiny_qwen3(self.version).state_dict())
+        groups: Groups = []
+        for chunk in cut(REQUESTS, num_engines, is_closed=True):
+            generator = Generator(model, MAX_NUM_SEQS, 1 << 16)
+            generator.policy_version = self.version
+            groups += generator.generate(chunk.requests)
+        self._expected[self.version, num_engines] = groups
+        return groups
+
+    def signal(self, index: int, number: int) -> None:
+        os.kill(self.servers.processes[index].pid, number)
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    folder = tmp_path_factory.mktemp("supervisor")
+    (folder / "transfer").mkdir()
+    tiny_qwen3(0).save_pretrained(folder / "model")
+    with start_local_engines(
+        folder / "model",
+        2,
+        folder,
+        transfer_dir=folder / "transfer",
+        load_weights=False,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=1 << 16,
+        deterministic=True,
+    ) as servers:
+        yield Rig(servers, folder / "model", folder / "transfer")
+
+
+class Arrivals:
+    """`on_groups`: what came, and something that happens when the first groups have."""
+
+    def __init__(self, act: Callable[[], None] = lambda: None) -> None:
+        self.act = act
+        self.indices: list[int] = []
+
+    def __call__(self, first: int, groups: Groups) -> None:
+        self.indices += range(first, first + len(groups))
+        act, self.act = self.act, lambda: None
+        act()
+
+
+def generate(fleet: EngineFleet, act: Callable[[], None] = lambda: None) -> Groups:
+    """Each group must come once."""
+    arrivals = Arrivals(act)
+    groups = fleet.generate(REQUESTS, arrivals)
+    assert sorted(arrivals.indices) == list(range(len(REQUESTS)))
+    return groups
+
+
+def generate_until(fleet: EngineFleet, rig: Rig, is_done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not is_done():
+        assert generate(fleet) == rig.expected(2)
+        assert time.monotonic() < deadline
+
+
+@pytest.mark.dist
+def test_a_closed_batch_gives_the_same_bits_whatever_else_runs(rig: Rig) -> None:
+    fleet = rig.fleet(2)
+    rig.sync(fleet)
+    assert generate(fleet) == rig.expected(2)
+    chunks = cut(REQUESTS, 1, is_closed=True)
+    assert [len(chunk.requests) for chunk in chunks] == [6, 6]
+    expected = rig.expected(1)
+    engine = fleet.engines[0]
+    calls = [threading.Thread(target=engine.generate, args=(REQUESTS[3:9], 60.0)) for _ in range(2)]
+    for call in calls:
+        call.start()
+    assert engine.generate(chunks[1].requests, 60.0) == expected[6:]
+    engine.generate(REQUESTS[5:6], 60.0)
+    assert engine.generate(chunks[0].requests, 60.0) == expected[:6]
+    for call in calls:
+        call.join(60)
+    assert fleet.take_counters() == dict.fromkeys(
+        ("rollout/engine_failures", "rollout/engine_restarts", "rollout/requests_reissued"), 0.0
+    )
+    fleet.close()
+
+
+@pytest.mark.dist
+def test_known_groups_are_not_asked_for_and_the_rest_keeps_its_bits(rig: Rig) -> None:
+    fleet = rig.fleet(2)
+    expected = rig.expected(2)
+    known = {index: expected[index] for index in (0, 1, 2, 4)}  # a whole piece and one group of the next
+    arrivals = Arrivals()
+    assert fleet.generate(REQUESTS, arrivals, known) == expected
+    assert sorted(arrivals.indices) == [3, 5, 6, 7, 8, 9, 10, 11]
+    assert len([call for call in fleet.calls() if call.verb == "generate"]) == 3
+    old = {index: [replace(s, policy_version=rig.version - 1) for s in group] for index, group in known.items()}
+    assert fleet.generate(REQUESTS, None, old) == expected
+    fleet.close()
+
+
+def test_what_is_left_to_ask_for() -> None:
+    chunks = cut(REQUESTS, 2, is_closed=True)
+    assert [(chunk.start, len(chunk.requests)) for chunk in chunks] == [(0, 3), (3, 3), (6, 3), (9, 3)]
+    known = {0, 1, 2, 4, 11}
+    closed = without_known(chunks, known, is_closed=True)
+    assert closed == chunks[1:]
+    left = without_known(chunks, known, is_closed=False)
+    assert [(c.start, c.requests) for c in left] == [
+        (3, REQUESTS[3:4]),
+        (5, REQUESTS[5:6]),
+        (6, REQUESTS[6:9]),
+        (9, REQUESTS[9:11]),
+    ]
+    assert list(unknown_runs(0, 3, known)) == [] and list(unknown_runs(9, 3, known)) == [range(9, 11)]
+
+
+@pytest.mark.dist
+def test_the_only_engine_is_killed(rig: Rig) -> None:
+    fleet = rig.fleet(1)
+    rig.sync(fleet)
+    before, process = rig.servers.addresses[0], rig.servers.processes[0]
+    start = time.monotonic()
+    assert generate(fleet, lambda: rig.signal(0, signal.SIGKILL)) == rig.expected(1)
+    assert time.monotonic() - start < 120
+    after = rig.servers.addresses[0]
+    assert after.name == before.name and after.token != before.token and after.url != before.url
+    assert rig.servers.processes[0].pid != process.pid and process.exit_code == -signal.SIGKILL
+    assert rig.resynced == ["engine0"] and fleet.version() == rig.version
+    assert "listening" in process.log.with_suffix(".1.log").read_text()
+    assert fleet.take_counters() == {
+        "rollout/engine_failures": 1.0,
+        "rollout/engine_restarts": 1.0,
+        "rollout/requests_reissued": 6.0,
+    }
+    assert fleet.take_counters()["rollout/engine_restarts"] == 0.0
+    fleet.close()
+
+
+@pytest.mark.dist
+def test_one_engine_hangs_and_the_other_is_killed(rig: Rig) -> None:
+    fleet = rig.fleet(2)
+    rig.sync(fleet)
+    processes = rig.servers.processes
+
+    def trouble() -> None:
+        rig.signal(0, signal.SIGSTOP)
+        rig.signal(1, signal.SIGKILL)
+
+    assert generate(fleet, trouble) == rig.expected(2)
+    generate_until(fleet, rig, lambda: len(fleet.live) == 2)  # the second may have come up too late to be needed
+    assert [process.exit_code for process in processes] == [-signal.SIGKILL] * 2
+    counters = fleet.take_counters()
+    assert counters["rollout/engine_failures"] == counters["rollout/engine_restarts"] == 2
+    assert sorted(rig.resynced) == ["engine0", "engine1"]
+    fleet.close()
+
+
+@pytest.mark.dist
+def test_an_engine_dies_in_a_sync(rig: Rig) -> None:
+    """The other commits and serves; the dead one is started again in the next generate and gets this version."""
+    fleet = rig.fleet(2)
+    rig.sync(fleet, lambda: rig.signal(1, signal.SIGKILL))
+    assert [engine.address.name for engine in fleet.live] == ["engine0"] and fleet.version() == rig.version
+    generate_until(fleet, rig, lambda: bool(rig.resynced))
+    assert rig.resynced == ["engine1"] and len(fleet.live) == 2 and fleet.version() == rig.version
+    fleet.close()
+
+
+class Liar(LocalEngine):
+    """Its samples are of the version before, `num_lies` times."""
+
+    num_lies = 0
+
+    def generate(self, requests: Sequence[GenerateRequest], timeout_s: float) -> Groups:
+        groups = super().generate(requests, timeout_s)
+        if self.address.name == "engine0" and Liar.num_lies:
+            Liar.num_lies -= 1
+            return [[replace(s, policy_version=s.policy_version - 1) for s in group] for group in groups]
+        return groups
+
+
+@pytest.mark.dist
+def test_samples_of_another_version_are_refused(rig: Rig) -> None:
+    fleet = rig.fleet(2, connect=Liar)
+    rig.sync(fleet)
+    Liar.num_lies = 1
+    assert generate(fleet) == rig.expected(2)
+    assert rig.resynced == ["engine0"]
+    counters = fleet.take_counters()
+    assert counters["rollout/engine_failures"] == 1 and counters["rollout/engine_restarts"] == 0
+
+    Liar.num_lies = 1_000_000
+    fleet = rig.fleet(2, connect=Liar, is_killing=False)
+    assert generate(fleet) == rig.expected(2)
+    assert rig.resynced == ["engine0"] and len(fleet.live) == 2
+    assert generate(fleet) == rig.expected(2)
+    assert [engine.address.name for engine in fleet.live] == ["engine1"]
+    assert fleet.take_counters()["rollout/engine_failures"] == 2
+
+    fleet = rig.fleet(1, connect=Liar, is_killing=False, retries=9)
+    with pytest.raises(EngineError, match=rf"no engine is left of 1: engine0 .*of version \[{rig.version - 1}\]"):
+        fleet.generate(REQUESTS)
+    Liar.num_lies = 0
+    fleet.close()
+
+
+class Late(LocalEngine):
+    """engine0 has its answer, hands it over when it is let go, and seems to hang until then."""
+
+    has_answer = threading.Event()
+    is_free = threading.Event()
+    is_late = threading.Event()
+
+    def generate(self, requests: Sequence[GenerateRequest], timeout_s: float) -> Groups:
+        groups = super().generate(requests, timeout_s)
+        if self.address.name == "engine0":
+            Late.has_answer.set()
+            assert Late.is_free.wait(60)
+            Late.is_late.set()
+        return groups
+
+    def health(self, timeout_s: float = 10.0) -> None:
+        if self.address.name == "engine0" and Late.has_answer.is_set():
+            raise EngineTimeoutError("engine0 hangs")
+        super().health(timeout_s)
+
+
+@pytest.mark.dist
+def test_a_late_answer_is_read_by_nobody(rig: Rig) -> None:
+    fleet = rig.fleet(2, connect=Late, is_killing=False)
+    seen = []
+
+    def on_groups(first: int, groups: Groups) -> None:
+        seen.append(first)
+        if len(seen) == 3:  # two of engine1's own, and the first that was taken from engine0
+            Late.is_free.set()
+            assert Late.is_late.wait(60)
+
+    assert fleet.generate(REQUESTS, on_groups) == rig.expected(2)
+    assert sorted(seen) == [0, 3, 6, 9] and Late.is_late.is_set()
+    assert fleet.take_counters()["rollout/requests_reissued"] == 6
+    fleet.close()
+
+
+@pytest.mark.dist
+def test_a_stop_ends_the_wait_and_the_work(rig: Rig) -> None:
+    stop = StopRequest()
+    fleet = rig.fleet(2, stop=stop)
+    start = time.monotonic()
+    with pytest.raises(RunStopped, match="SIGTERM to somebody"):
+        fleet.generate(REQUESTS * 20, lambda first, groups: stop.request("SIGTERM to somebody"))
+    for engine in fleet.engines:  # would wait for its turn
+        engine.generate(REQUESTS[:1], 60.0)
+    assert time.monotonic() - start < 30
+    fleet.close()
+
+
+@pytest.mark.dist
+def test_without_restarts_it_goes_on_with_fewer_and_then_ends(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    """The last test of the module: no engine lives after it."""
+    fleet = rig.fleet(2, max_restarts=0)
+    assert generate(fleet, lambda: rig.signal(1, signal.SIGKILL)) == rig.expected(2)
+    assert "engine1 is lost, rollout.max_engine_restarts (0) is used up; engines left: 1 of 2" in caplog.text
+    start = time.monotonic()
+    words = r"(?s)no engine is left of 2: engine0 is lost: .*; engine1 is lost: it exited with code -9; the end of .*"
+    with pytest.raises(EngineError, match=words):
+        generate(fleet, lambda: rig.signal(0, signal.SIGKILL))
+    with pytest.raises(EngineError, match=words):
+        fleet.begin_update(rig.version + 1)
+    assert time.monotonic() - start < 60
+    fleet.close()
