@@ -23,7 +23,6 @@ MAX_RESTARTS = 2
 LAUNCH_S = 300.0  # deadline of one launch; it takes 15 s on a quiet machine
 END_S = 10.0  # for the last process of a launch to be gone when the program has ended
 GENERATED = re.compile(r"generated (\d+) samples of (\d+) prompts")  # in an engine's log
-SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass
@@ -67,7 +66,6 @@ def run_case(case: Case, config: Path, reference: Path, directory: Path) -> Outc
     """Never raises for what the case shows: that stands in the outcome."""
     prepare(directory)
     outcome = Outcome(case.name, case.plan)
-    shared = set(SHARED_MEMORY.iterdir()) if SHARED_MEMORY.is_dir() else set()
     start = time.monotonic()
     plan = {PLAN_ENV: case.plan, DIRECTORY_ENV: str(directory / "faults")}
     for attempt in range(1 + MAX_RESTARTS):
@@ -82,9 +80,6 @@ def run_case(case: Case, config: Path, reference: Path, directory: Path) -> Outc
     outcome.seconds = round(time.monotonic() - start, 1)
     outcome.problems += _judge(case, outcome, reference, directory)
     outcome.problems += [f"left in the transfer directory: {p.name}" for p in (directory / "transfer").iterdir()]
-    if SHARED_MEMORY.is_dir():
-        left = sorted(path.name for path in set(SHARED_MEMORY.iterdir()) - shared if "rlhf" in path.name)
-        outcome.problems += [f"left in shared memory: {name}" for name in left]
     return outcome
 
 
