@@ -47,18 +47,20 @@ class Keeper:
         self._journal = journal
         self._state: RunState | None = None  # after the last whole step; a later one may be half done
         self._committed_step: int | None = None
+        self._metrics: dict[str, float] = {}
         if self._checkpointer is not None:
             self._checkpointer.on_commit = self._committed
 
     def begin(self, step: int, is_saved: bool) -> None:
-        """The run stands after `step` and has not begun the next one. A warm-up is saved, so that it stands too."""
+        """The run stands after `step` and has not begun the next one. A warm-up is on disk when this returns."""
         if self._capture is None:
             return
         self._state = self._capture(step)
         if is_saved:
             self._committed_step = step
-        elif self._state.num_warmup_steps:
+        elif self._state.num_warmup_steps and self._checkpointer is not None:
             self._save()
+            self._checkpointer.wait()
 
     def step_done(self, step: int) -> None:
         if self._capture is None:
@@ -67,8 +69,16 @@ class Keeper:
         if self._save_freq and (step % self._save_freq == 0 or step == self._last_step):
             self._save()
 
-    def poll(self) -> dict[str, float]:
-        return self._checkpointer.poll() if self._checkpointer is not None else {}
+    def poll(self) -> None:
+        """Commit a checkpoint whose files are complete."""
+        if self._checkpointer is not None:
+            self._metrics |= self._checkpointer.poll()
+
+    def take_metrics(self) -> dict[str, float]:
+        """Of checkpoints, since the last time."""
+        self.poll()
+        metrics, self._metrics = self._metrics, {}
+        return metrics
 
     @contextmanager
     def saving_when_stopped(self) -> Iterator[None]:

@@ -58,7 +58,7 @@ def run(stages: Stages, tracker: Tracker, stage: StageGuard, keeper: Keeper, pla
                 stages.update(step, train)
             with stage("sync", is_begun=True):
                 metrics = stages.sync()
-            tracker.batch(train, metrics | keeper.poll())
+            tracker.batch(train, metrics | keeper.take_metrics())
         keeper.step_done(step)
         faults.reach("loop.step_ends")
         if plan.is_evaluation_due(step):

@@ -101,7 +101,7 @@ def train(
             trainer.total_training_steps, state.step, trainer.test_freq, trainer.val_before_train, is_evaluated
         )
         with keeper.saving_when_stopped():
-            run(stages, tracker, StageGuard(tracker, stop, watchdog), keeper, plan)
+            run(stages, tracker, StageGuard(tracker, stop, watchdog, keeper), keeper, plan)
         keeper.finish()
         if trainer.save_hf:
             stages.save_hf(run_dir)

@@ -15,7 +15,7 @@ FILES = ("metrics.jsonl", "samples.jsonl", "mismatch.jsonl")
 def supersede(run_dir: Path, step: int, attempt: int) -> int:
     """Move rows of steps after `step` to superseded/attempt_<n>/, and return how many of metrics.jsonl they were.
 
-    A last line that was cut off goes with them.
+    A last line that was cut off goes with them. The steps of a warm-up are others than those of the run.
     """
     counts = [_move_rows(run_dir / name, run_dir / DIRECTORY / f"attempt_{attempt:03d}" / name, step) for name in FILES]
     return counts[0]
@@ -39,7 +39,8 @@ def _move_rows(path: Path, to: Path, step: int) -> int:
     moved: list[bytes] = []
     for line in path.read_bytes().splitlines(keepends=True):
         row = _row(line) if line.endswith(b"\n") else {}
-        (kept if row and row["step"] <= step else moved).append(line)
+        is_kept = row and (row.get("kind") == "warmup" or row["step"] <= step)
+        (kept if is_kept else moved).append(line)
     if moved:
         to.parent.mkdir(parents=True, exist_ok=True)
         _write(to, b"".join(moved))
