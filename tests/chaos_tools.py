@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -25,3 +26,22 @@ def write_run(run_dir: Path, seconds: float) -> Path:
     for name, lines in (("metrics.jsonl", rows), ("samples.jsonl", samples)):
         (run_dir / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
     return run_dir
+
+
+SOAK_PROMPTS_BY_STEP = [Counter([f"{step}{i:02d}" for i in range(15)] + [f"{step}00"]) for step in (1, 2, 3)]
+"""The prompts of three steps; the first one of a step stands in it twice."""
+
+
+def soak_rows() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(rows of steps, samples) of a run of three steps that nobody disturbed: 16 prompts, 8 samples of each."""
+    rows = [
+        {"step": step, "policy/version": step + 1.0, "rollout/num_samples": 128.0}
+        for step in range(1, 1 + len(SOAK_PROMPTS_BY_STEP))
+    ]
+    samples = [
+        {"step": step, "prompt": prompt, "policy_version": step}
+        for step, prompts in enumerate(SOAK_PROMPTS_BY_STEP, start=1)
+        for prompt in prompts.elements()
+        for _ in range(8)
+    ]
+    return rows, samples

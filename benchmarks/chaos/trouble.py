@@ -153,16 +153,16 @@ def _full_disk(scene: Scene, draw: random.Random) -> Done | None:
     """No rank can write a large file: the kernel answers as it does when a quota is used up."""
     ranks = [process for process in scene.launch.processes() if process.role in RANKS]
     for process in ranks:
-        _limit_files(process.pid, LARGEST_FILE)
+        limit_files(process.pid, LARGEST_FILE)
 
     def undo() -> None:
         for process in ranks:
-            _limit_files(process.pid, resource.RLIM_INFINITY)
+            limit_files(process.pid, resource.RLIM_INFINITY)
 
     return Done(f"ranks cannot write files over {LARGEST_FILE >> 20} MiB for {FULL_DISK_S:g} s", undo, FULL_DISK_S)
 
 
-def _limit_files(pid: int, num_bytes: int) -> None:
+def limit_files(pid: int, num_bytes: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (num_bytes, hard))
