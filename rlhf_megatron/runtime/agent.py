@@ -3,8 +3,8 @@
 torchrun exits with 1 and prints a table whatever a rank's exit code was; the controller has said what went wrong.
 torchrun kills the ranks soon after a signal; here they get it and end by themselves, when the run's state is saved
 (`runtime.stopping`), and what is left after STOP_LIMIT_ENV seconds is killed. On one machine (--standalone) the control
-channel's secret is drawn here and gloo keeps to the loopback interface. On several, gloo takes the interface that leads
-to node 0, and an agent ends when another has (`runtime.nodes`).
+channel's secret is drawn here and all sockets are on the loopback interface. On several, gloo takes the interface that
+leads to node 0, the store listens on MASTER_ADDR only, and an agent ends when another has (`runtime.nodes`).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException  # noq
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: E402
 from torch.distributed.run import parse_args, run  # noqa: E402
 
+from rlhf_megatron.runtime.bound_store import bind_stores  # noqa: E402
 from rlhf_megatron.runtime.channel import SECRET_ENV, SECRET_FILE_ENV, new_secret  # noqa: E402
 from rlhf_megatron.runtime.nodes import OtherNodes, interface_towards  # noqa: E402
 from rlhf_megatron.runtime.processes import children_with  # noqa: E402
@@ -98,6 +99,7 @@ def main(arguments: Sequence[str]) -> int:
         del os.environ[_LOG_LEVEL_ENV]  # it is for this process, not for the ranks
     ranks = Ranks(float(os.environ.pop(STOP_LIMIT_ENV, STOP_LIMIT_S)))
     ranks.take_signals()
+    bind_stores()
     parsed = parse_args(list(arguments))
     others = None
     if parsed.standalone:
