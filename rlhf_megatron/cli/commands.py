@@ -33,8 +33,17 @@ def _train(parser: argparse.ArgumentParser) -> None:
     add_run_config(parser)
     parser.add_argument("--fresh", action="store_true", help="start anew: trainer.resume_mode=disable")
     parser.add_argument("--record", action="store_true", help="write every step's batches, for --replay")
-    parser.add_argument("--replay", metavar="STEP", type=int, help="train on recorded steps 1..STEP, without engines")
+    parser.add_argument(
+        "--replay",
+        metavar="STEP|CAPSULE_DIR",
+        type=_step_or_capsule,
+        help="train on recorded steps 1..STEP, without engines; or run the mini-batch of a capsule again",
+    )
     parser.add_argument("--replay-from", metavar="RUN_DIR", help="the recorded run that --replay reads")
+
+
+def _step_or_capsule(text: str) -> int | Path:
+    return int(text) if text.isdecimal() else Path(text)
 
 
 def _check(parser: argparse.ArgumentParser) -> None:

@@ -37,8 +37,9 @@ def train(args: argparse.Namespace) -> int:
         from rlhf_megatron.parallel.determinism import ENVIRONMENT
 
         os.environ |= {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
-    if (args.replay is None) != (args.replay_from is None):
-        raise ConfigError(["--replay STEP and --replay-from RUN_DIR (a run made with --record) need each other."])
+    if isinstance(args.replay, int) != (args.replay_from is not None):
+        problem = "--replay STEP and --replay-from RUN_DIR (a run made with --record) need each other"
+        raise ConfigError([f"{problem}; --replay CAPSULE_DIR stands alone."])
     if CONTROLLER_ENV in os.environ:
         _install_faults("controller")
         return _control(args, config, Path(os.environ.pop(CONTROLLER_ENV)))
@@ -84,7 +85,10 @@ def _check(args: argparse.Namespace, config: RunConfig) -> None:
     """What the configuration names must exist and fit, before any process is started."""
     from rlhf_megatron.scheduler.preflight import check_run
 
-    check_run(config, None if args.replay_from is None else Path(args.replay_from), args.replay)
+    if isinstance(args.replay, Path):
+        check_run(config, capsule=args.replay)
+    else:
+        check_run(config, None if args.replay_from is None else Path(args.replay_from), args.replay)
 
 
 def _pools(config: RunConfig):  # type: ignore[no-untyped-def]
@@ -139,14 +143,23 @@ def _run(
     from rlhf_megatron.rollout.engine import EngineError
     from rlhf_megatron.scheduler import run
     from rlhf_megatron.scheduler.replay import replay
+    from rlhf_megatron.scheduler.replay_capsule import NOT_REPRODUCED_EXIT_CODE, replay_capsule
+    from rlhf_megatron.scheduler.skips import NONFINITE_EXIT_CODE, NonFiniteNumbers
 
     try:
+        if isinstance(args.replay, Path):
+            outcome = replay_capsule(config, group, run_dir, args.replay)
+            print(*outcome.lines, sep="\n")
+            return 0 if outcome.is_reproduced else NOT_REPRODUCED_EXIT_CODE
         if args.replay is not None:
             replay(config, group, run_dir, Path(args.replay_from), args.replay, stop)
         else:
             run.train(config, group, run_dir, args.record or config.trainer.record, lock.since, stop)
     except EngineError as error:
         raise ValueError(str(error)) from error
+    except NonFiniteNumbers as error:
+        print(f"error: {error}", file=sys.stderr)
+        return NONFINITE_EXIT_CODE
     except RunStopped as error:
         print(f"stopped: {error}", file=sys.stderr)
         return STOPPED_EXIT_CODE if config.trainer.save_freq else 128 + signal.SIGTERM

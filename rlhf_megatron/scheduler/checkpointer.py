@@ -25,6 +25,7 @@ from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.show import as_yaml
 from rlhf_megatron.data import codec
 from rlhf_megatron.runtime.worker_group import WorkerGroup
+from rlhf_megatron.scheduler.desync import check_replicas
 from rlhf_megatron.scheduler.state import RunState
 
 CHECKPOINTS = "checkpoints"
@@ -78,6 +79,8 @@ class Checkpointer:
         self.wait()
         if self._last is not None and self._last.manifest.step == state.step:
             return
+        if self._config.trainer.desync_freq:
+            check_replicas(self._group, self._roles)
         began = time.monotonic()
         try:
             self._require_space()

@@ -13,16 +13,20 @@ from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.reward_service.scorer import check_reward, check_sources
 from rlhf_megatron.rollout.sglang_environment import check_sglang
+from rlhf_megatron.scheduler.capsule import read_capsule
 from rlhf_megatron.scheduler.loggers import check_loggers
 from rlhf_megatron.scheduler.plugins import load_plugins
 from rlhf_megatron.scheduler.recorder import Recorder
 from rlhf_megatron.scheduler.run_data import load_data, run_data
 
 
-def check_run(config: RunConfig, replay_from: Path | None = None, last_step: int | None = None) -> None:
+def check_run(
+    config: RunConfig, replay_from: Path | None = None, last_step: int | None = None, capsule: Path | None = None
+) -> None:
     """Nothing is started; the parent of the run directory is made. Raises ConfigError with all problems at once.
 
-    `replay_from`, `last_step`: of a replay, which needs no engine.
+    `replay_from`, `last_step`: of a replay, which needs no engine. `capsule`: of a replay of one mini-batch, which
+    needs no data either.
     """
     checks: list[Callable[[], object]] = [
         lambda: load_plugins(config),
@@ -32,7 +36,10 @@ def check_run(config: RunConfig, replay_from: Path | None = None, last_step: int
         lambda: _check_output(config),
         lambda: check_loggers(config.trainer.logger),
     ]
-    if replay_from is not None and last_step is not None:
+    if capsule is not None:
+        checks = [lambda: load_plugins(config), lambda: _check_weights(config), lambda: _check_output(config)]
+        checks.append(lambda: read_capsule(capsule))
+    elif replay_from is not None and last_step is not None:
         checks.append(lambda: Recorder(replay_from / "record").read(last_step))
     else:
         checks.append(lambda: _check_engine(config))

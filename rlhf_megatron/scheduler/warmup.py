@@ -37,12 +37,14 @@ def warm_up(
     token_budget: int,
     seed: int,
     should_stop: Callable[[], None] = lambda: None,
+    count: Callable[[bool], None] = lambda is_skipped: None,
 ) -> WarmupResult:
     """Supervised steps until `stop_accuracy` of sampled held-out answers or `max_steps`.
 
     `make_batch`: training items by index -> prompts with their right answers. `accuracy(n)`: syncs the engines and
     samples the first n held-out items; a number: make this many steps and never evaluate. `should_stop` raises where
-    the run is to end. The optimizer of the actor is a fresh one afterwards.
+    the run is to end, and so may `count`, which is told of each step whether it was skipped. The optimizer of the actor
+    is a fresh one afterwards.
     """
     last_step = accuracy if isinstance(accuracy, int) else config.max_steps
     result: EvaluationResult | None = None
@@ -57,6 +59,7 @@ def warm_up(
             temperature=1.0,
             loss="sft",
         ).result()
+        count(update.is_skipped)
         metrics = {"warmup/loss": update.sums["actor/sft_loss"], "warmup/grad_norm": update.grad_norm}
         if not isinstance(accuracy, int) and (step % config.test_freq == 0 or step == last_step):
             result = accuracy(config.test_samples)
@@ -105,6 +108,7 @@ def warm_up_policy(
             config.actor.ppo_max_token_len_per_gpu,
             config.trainer.seed,
             stop.check,
+            stages.skips.count_warmup,
         )
     if stages.plugins.needs_reference and config.reference.path is None:
         stages.group.broadcast("host.refresh_reference").result()
