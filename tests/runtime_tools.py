@@ -8,19 +8,21 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from end_to_end_tools import MARKER, processes_with
 
 TESTS = Path(__file__).parent
 TIMEOUT_S = 120.0
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+def command_of(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return ""
 
 
 @dataclass
@@ -29,6 +31,7 @@ class Run:
 
     directory: Path
     agent: subprocess.Popen[bytes]
+    marker: str  # in the environment of every process of it
 
     def pids(self) -> dict[str, int]:
         return {path.stem: int(path.read_text() or 0) for path in self.directory.glob("*.pid")}
@@ -49,12 +52,18 @@ class Run:
         return (self.directory / "logs" / f"rank{rank}.log").read_text()
 
     def assert_no_orphans(self, num_processes: int, within_s: float = 10.0) -> None:
-        pids = self.pids()
-        assert len(pids) == num_processes, pids
+        """`num_processes`: hosts and the controller; what they have started is looked for as well."""
+        assert len(self.pids()) == num_processes, self.pids()
         deadline = time.monotonic() + within_s
-        while left := [name for name, pid in pids.items() if is_alive(pid)]:
-            assert time.monotonic() < deadline, f"{left} still run after {within_s} s"
+        while left := processes_with(self.marker):
+            assert time.monotonic() < deadline, f"{[command_of(pid) for pid in left]} still run after {within_s} s"
             time.sleep(0.05)
+
+    def kill(self) -> None:
+        for pid in {self.agent.pid, *processes_with(self.marker)}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.agent.wait()
 
 
 Start = Callable[[str, str], Run]
@@ -67,18 +76,15 @@ def toy_runs(directory: Path) -> Iterator[Start]:
 
     def start(scenario: str, pools: str) -> Run:
         command = [sys.executable, "-m", "runtime_toy", "launch", scenario, pools, str(directory)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        marker = uuid.uuid4().hex
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", MARKER: marker}
         with open(directory / "console", "wb") as console:
             agent = subprocess.Popen(command, cwd=TESTS, env=environment, stdout=console, stderr=subprocess.STDOUT)
-        runs.append(Run(directory, agent))
+        runs.append(Run(directory, agent, f"{MARKER}={marker}"))
         return runs[-1]
 
     try:
         yield start
     finally:
         for run in runs:
-            run.agent.kill()
-            run.agent.wait()
-            for pid in run.pids().values():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            run.kill()

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from rlhf_megatron.data.batch import LogProbs, TokenBatch, gain
 from rlhf_megatron.data.plan import ReplicaPlan
 from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.rollout.process import ServerProcess
 from rlhf_megatron.runtime.failures import HostError
 from rlhf_megatron.runtime.pool import Pool
 from rlhf_megatron.runtime.pools import ACTOR, CRITIC, PoolSpec
@@ -195,11 +196,19 @@ def run_scenario(name: str, group: RoutedGroups, directory: Path, stop: StopRequ
         return late_stage(group, directory)
     elif name == "stop":
         return stop_between_calls(group, directory, stop)
-    elif name in ("busy", "endless"):  # rank 0 in a collective, rank 1 asleep
+    elif name in (
+        "busy",
+        "endless",
+    ):  # an engine that ignores SIGTERM, with a child; rank 0 in a collective, rank 1 asleep
+        stubborn = ["sh", "-c", "trap '' TERM; sleep 600 & sleep 600"]
+        engine = ServerProcess("engine0", stubborn, directory / "engine0.log", {})
         future = group.broadcast("toy.hang", sleeper=1, stopped=-1)
         inherited = [variable for variable in os.environ if variable.startswith(("RLHF_MEGATRON", "TORCHELASTIC"))]
         (directory / "ready").write_text(json.dumps(inherited))
-        future.result()
+        try:
+            future.result()
+        finally:
+            engine.stop()
     else:
         raise AssertionError(f"no scenario {name}")
     return 0

@@ -92,6 +92,7 @@ def test_the_controllers_exit_code_is_the_runs(start: Start) -> None:
         ("agent", signal.SIGTERM, 143),
         ("controller", signal.SIGKILL, 137),
         ("host0", signal.SIGKILL, 137),
+        ("host1", signal.SIGKILL, 3),
     ],
 )
 def test_no_orphans_whoever_ends(start: Start, victim: str, number: signal.Signals, code: int) -> None:

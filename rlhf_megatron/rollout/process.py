@@ -24,6 +24,7 @@ from typing import Protocol
 
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError, EngineTimeoutError
 from rlhf_megatron.rollout.local_client import LocalEngine
+from rlhf_megatron.rollout.reaper import Reaper, watched
 
 Progress = Callable[[str, float, str], None]
 """Called about once a second while a server starts: its name, seconds waited, the last line of its log."""
@@ -39,7 +40,7 @@ _running: weakref.WeakSet[ServerProcess] = weakref.WeakSet()
 
 
 class ServerProcess:
-    """A child in a process group of its own; stdout and stderr go to `log`."""
+    """A child in a process group of its own, which ends with this process; stdout and stderr go to `log`."""
 
     def __init__(self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str]) -> None:
         self.name = name
@@ -47,13 +48,14 @@ class ServerProcess:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as out:
             self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
+                watched(command),
+                stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **env},
                 start_new_session=True,
             )
+        self._reaper = Reaper(self._process)
         _running.add(self)
 
     @property
@@ -99,6 +101,7 @@ class ServerProcess:
             self._process.wait(_KILL_GRACE_S)
         except subprocess.TimeoutExpired:
             logger.error("%s (process %d) was killed %g s ago and has not ended", self.name, self.pid, _KILL_GRACE_S)
+        self._reaper.dismiss()
         _running.discard(self)
 
 
