@@ -91,7 +91,7 @@ def _send(pids: Sequence[int], number: int) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the code of the rank that failed first, 128 + n for signal n, 0 when none failed."""
+    """Returns the exit code: the controller's where a rank has it, 128 + n for signal n, 0 when no rank failed."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(ELASTIC):  # each of them has a level of its own
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -124,7 +124,10 @@ def _run(parsed: argparse.Namespace) -> int:
         run(parsed)
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
-        return 128 - failure.exitcode if failure.exitcode < 0 else failure.exitcode
+        codes = [failures.exitcode for _, failures in sorted(error.failures.items())]
+        # A rank that was killed may have ended first; the first rank of the node has the controller's code.
+        code: int = codes[0] if codes[0] > 0 else failure.exitcode
+        return 128 - code if code < 0 else code
     except SignalException as error:
         return 128 + error.sigval
     except (DistNetworkError, DistStoreError) as error:
