@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.source import parse, plain
 from rlhf_megatron.report.records import MismatchGroup, MismatchStep, Row, RunFiles, Sample, Span, WorstToken
+from rlhf_megatron.scheduler.attempts import read_attempts
 
 Record = TypeVar("Record")
 METRICS, SUMMARY, CONFIG = "metrics.jsonl", "summary.json", "config.yaml"
@@ -50,6 +51,7 @@ def read_run(path: Path) -> RunFiles:
         samples=tuple(reader.lines(SAMPLES, _sample)),
         mismatch=tuple(reader.lines(MISMATCH, _mismatch)),
         log_errors=_log_errors(path),
+        attempts=tuple(read_attempts(path)),
         age_s=max(0.0, time.time() - (path / METRICS).stat().st_mtime),
         notes=tuple(reader.notes),
         absent=reader.absent,

@@ -10,6 +10,7 @@ from importlib.resources import files
 
 from rlhf_megatron import __version__
 from rlhf_megatron.report import html
+from rlhf_megatron.report.attempts import attempts_block
 from rlhf_megatron.report.catalogue import SECTIONS
 from rlhf_megatron.report.facts import (
     Status,
@@ -99,6 +100,7 @@ def head(run: RunFiles, name: str) -> str:
     rows = [[s.key, s.value, s.default or "–", s.doc] for s in chosen]
     parts = [title_line(name, status(run)), _alert(run), f'<dl class="tiles">{_tiles(run)}</dl>']
     parts.append(html.fact_list(facts(run)))
+    parts.append(attempts_block(run))
     if rows:
         parts.append(
             html.block(

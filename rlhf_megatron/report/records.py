@@ -104,5 +104,6 @@ class RunFiles:
     mismatch: tuple[MismatchStep, ...] = ()
     log_errors: tuple[str, ...] = ()  # what ranks and engines logged as errors, the first of each log
     age_s: float = 0.0  # since the last write to metrics.jsonl
+    attempts: tuple[Mapping[str, Any], ...] = ()  # lines of attempts.jsonl
     notes: tuple[str, ...] = ()  # what was left out of which file
     absent: Mapping[str, str] = field(default_factory=dict)  # file name -> why there is nothing from it

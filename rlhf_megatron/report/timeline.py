@@ -38,7 +38,11 @@ class Timeline:
 
 
 def timeline(spans: Sequence[Span]) -> Timeline | None:
-    """None: no span belongs to a step. A step that was cut off has the extent of its stages."""
+    """None: no span belongs to a step. A step that was cut off has the extent of its stages.
+
+    Of a step that a resumed run did again, the last time counts.
+    """
+    spans = _last_times(spans)
     steps = {s.step: StepTime(s.step, s.start_s, s.seconds) for s in spans if s.is_step and s.step is not None}
     stages = [(span.step, span) for span in spans if not span.is_step and span.step is not None]
     extents: dict[int, tuple[float, float]] = {}
@@ -55,6 +59,14 @@ def timeline(spans: Sequence[Span]) -> Timeline | None:
     numbers = {step.step for step in kept}
     bars = [Bar(names.index(s.name), step, s.start_s, s.seconds) for step, s in stages if step in numbers]
     return Timeline(tuple(names), len(calls), tuple(kept), tuple(bars), len(steps))
+
+
+def _last_times(spans: Sequence[Span]) -> list[Span]:
+    begins: dict[int, float] = {}
+    for span in spans:
+        if span.is_step and span.step is not None:
+            begins[span.step] = max(span.start_s, begins.get(span.step, span.start_s))
+    return [span for span in spans if span.step is None or span.start_s >= begins.get(span.step, span.start_s)]
 
 
 def _place(name: str) -> tuple[int, str]:
