@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from end_to_end_tools import write_config, write_rows
+from end_to_end_tools import ROOT, write_config, write_rows
 from forked_runs import Attempt, ForkServer, asked_seeds
 
 from rlhf_megatron.scheduler.seeds import derive_seed
@@ -208,6 +208,43 @@ def test_a_broken_checkpoint_is_passed_by_and_none_that_is_good_is_an_error(
     fresh = server.train(config, None, "--fresh")
     assert fresh.code == 0 and "held a former run" in fresh.console
     assert fresh.weights() == alone[1].weights()
+
+
+def test_critic_reference_and_kl_controller_go_on_too(server: ForkServer, tmp_path: Path) -> None:
+    """PPO whose KL weight follows its target, after a warm-up that reference and critic start from.
+
+    In step 1 the critic learns alone: the policy version stays.
+    """
+    settings = {
+        "trainer.total_training_steps": 4,
+        "trainer.critic_warmup": 1,
+        "critic.num_ranks": 0,
+        "critic.optim.lr": 1e-4,
+        "algorithm.params": {"gamma": 1.0, "lam": 0.95},
+        "algorithm.use_kl_in_reward": True,
+        "algorithm.kl_ctrl": {"type": "adaptive", "kl_coef": 0.2, "target_kl": 1e-6, "horizon": 160},
+    }
+    plan = "; ".join(
+        f"kill@{point}"
+        for point in ("loop.step_ends:step=1", "loop.after_advantages:step=3", "actor.after_optimizer_step:step=4")
+    )
+    runs = []
+    for name, faults in (("alone", ""), ("killed", plan)):
+        (tmp_path / name).mkdir()
+        config = write_config(tmp_path / name, base=ROOT / "configs" / "quickstart_ppo.yaml")
+        attempts = server.until_it_ends(config, settings, faults=faults)
+        assert attempts[-1].code == 0, attempts[-1].console
+        runs.append(attempts)
+    alone, killed = runs[0][-1], runs[1][-1]
+    assert (len(runs[0]), len(runs[1])) == (1, 4)
+    assert killed.rows() == alone.rows() and killed.weights() == alone.weights()
+    critic = "hf_critic/model.safetensors"
+    assert (killed.run_dir / critic).read_bytes() == (alone.run_dir / critic).read_bytes()
+    steps = [row for row in killed.rows() if row["kind"] == "step"]
+    assert len({row["actor/reward_kl_penalty_coeff"] for row in steps}) == 4, "the weight moves in every step"
+    assert [row["policy/version"] for row in steps] == [2, 3, 4, 5]
+    reference = killed.run_dir / "checkpoints" / "step_000004" / "reference" / "model.safetensors"
+    assert reference.is_file() and reference.read_bytes() != killed.weights()
 
 
 def flip(path: Path) -> None:
