@@ -1,0 +1,194 @@
+"""What a resumed run does with the files of the processes before it, and what it counts."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from data_samples import scored
+from scheduler_samples import to_train
+
+from rlhf_megatron.config.schema import TrainerConfig
+from rlhf_megatron.scheduler.attempts import RunClock
+from rlhf_megatron.scheduler.evaluation import EvaluationResult
+from rlhf_megatron.scheduler.keeper import Keeper
+from rlhf_megatron.scheduler.run_facts import RunFacts
+from rlhf_megatron.scheduler.state import RunState
+from rlhf_megatron.scheduler.superseded import evaluation_seconds, read_rows, supersede
+from rlhf_megatron.scheduler.tracker import Tracker
+from rlhf_megatron.stop import RunStopped
+
+RESULT = EvaluationResult(0.25, 0.2, 0.3, 40, 3.5, ())
+
+
+def write(path: Path, rows: list[dict[str, Any]], tail: str = "") -> bytes:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + tail)
+    return path.read_bytes()
+
+
+def test_rows_after_the_checkpoint_move_and_the_others_keep_every_byte(tmp_path: Path) -> None:
+    rows = [
+        {"kind": "warmup", "step": 30, "seconds": 1.0},
+        {"kind": "evaluation", "step": 0, "seconds": 2.0, "timing_s/evaluate": 0.75},
+        {"kind": "step", "step": 1, "seconds": 3.0, "actor/grad_norm": float("nan")},
+        {"kind": "step", "step": 2, "seconds": 4.0},
+        {"kind": "evaluation", "step": 2, "seconds": 5.0, "timing_s/evaluate": 0.5},
+        {"kind": "step", "step": 3, "seconds": 6.0},
+    ]
+    whole = write(tmp_path / "metrics.jsonl", rows, tail='{"kind": "step", "st')
+    samples = write(tmp_path / "samples.jsonl", [{"step": 1}, {"step": 2}])
+    assert supersede(tmp_path, 2, attempt=1) == 2  # step 3, and what was cut off
+    lines = whole.splitlines(keepends=True)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(lines[:5])
+    assert (tmp_path / "superseded/attempt_001/metrics.jsonl").read_bytes() == b"".join(lines[5:])
+    assert (tmp_path / "samples.jsonl").read_bytes() == samples
+    assert not (tmp_path / "superseded/attempt_001/samples.jsonl").exists()
+    kept = read_rows(tmp_path)
+    assert [row["step"] for row in kept] == [30, 0, 1, 2, 2]
+    assert (evaluation_seconds(kept, 2), evaluation_seconds(kept, 0), evaluation_seconds(kept, 1)) == (0.5, 0.75, 0)
+    assert supersede(tmp_path, 2, attempt=2) == 0 and not (tmp_path / "superseded/attempt_002").exists()
+    assert supersede(tmp_path, 0, attempt=2) == 3
+    assert [row["step"] for row in read_rows(tmp_path)] == [30, 0]
+
+
+def step(tracker: Tracker, number: int, seconds: float = 0.0) -> None:
+    with tracker.step(number):
+        time.sleep(seconds)
+        said = {"policy/version": 1.0, "rollout/num_samples": 3.0, "actor/num_epochs": 1.0}
+        tracker.batch(to_train(scored()), {**said, "training/rollout_log_probs_diff_max": number * 1e-6})
+
+
+def test_a_tracker_goes_on_where_the_rows_end(tmp_path: Path) -> None:
+    with Tracker(tmp_path, ("jsonl",), total_steps=3) as tracker:
+        tracker.evaluation(0, RESULT)
+        step(tracker, 1)
+        step(tracker, 2)
+    rows = read_rows(tmp_path)
+    for row in rows:
+        row["seconds"] += 100.0
+    with Tracker(tmp_path, ("jsonl",), total_steps=3, facts=RunFacts(resumed_from_step=2)) as again:
+        again.restore(rows)
+        step(again, 3)
+    assert again.rewards == [*tracker.rewards, (3, 0.75)] and again.evaluations == [(0, RESULT)]
+    assert again.first_mismatch == 1e-6
+    last = read_rows(tmp_path)[-1]
+    assert last["step"] == 3 and last["seconds"] > 100.0
+
+
+def test_ettr_counts_what_stands_over_the_time_since_the_first_launch(tmp_path: Path) -> None:
+    """Launched 10 s ago; 4 s of the attempts before count, and 2 x 0.1 s of this one. A step that fails does not."""
+    clock = RunClock(time.time() - 10.0, productive_s=4.0)
+    with Tracker(tmp_path, ("jsonl",), total_steps=3, clock=clock) as tracker:
+        step(tracker, 1, seconds=0.1)
+        with pytest.raises(KeyError), tracker.step(2):
+            time.sleep(0.1)
+            raise KeyError("2")
+        with tracker.productive():
+            time.sleep(0.1)
+    assert clock.productive_s == pytest.approx(4.2, abs=0.05)
+    (row,) = read_rows(tmp_path)
+    assert row["perf/ettr"] == pytest.approx(4.1 / 10.15, rel=0.02)
+    clock.add(1.0)
+    assert clock.ettr() == pytest.approx(5.2 / (time.time() - clock.first_start), rel=0.02)
+
+
+def test_tensorboard_drops_what_is_written_again(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for resumed, steps in ((None, (1, 2, 3)), (1, (2,))):
+        facts = RunFacts(resumed_from_step=resumed)
+        with Tracker(tmp_path, ("tensorboard",), total_steps=3, facts=facts) as tracker:
+            for number in steps:
+                step(tracker, number)
+        time.sleep(1.1)  # event files are told apart by the second in which they began
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("critic/rewards/mean")] == [1, 2]
+
+
+def test_wandb_is_given_the_same_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict[str, Any]] = []
+    run = SimpleNamespace(finish=lambda exit_code: None, define_metric=lambda *a, **k: None, log=lambda values: None)
+    service = SimpleNamespace(
+        Settings=lambda **arguments: SimpleNamespace(**arguments),
+        init=lambda **arguments: calls.append(arguments) or run,
+    )
+    monkeypatch.setitem(sys.modules, "wandb", service)  # type: ignore[arg-type]
+    for resumed in (None, 2):
+        with Tracker(tmp_path, ("wandb",), total_steps=3, facts=RunFacts(resumed_from_step=resumed)):
+            pass
+    assert len(calls) == 2 and calls[0]["id"] == calls[1]["id"] == (tmp_path / "wandb_run_id").read_text().strip()
+    assert calls[0]["resume"] == "allow" and len(calls[0]["id"]) == 8
+
+
+class Checkpoints:
+    """Commits at `wait` what was begun, unless it is `broken`."""
+
+    def __init__(self, broken: bool = False) -> None:
+        self.on_commit: Any = None
+        self.begun: list[RunState] = []
+        self.broken = broken
+
+    def save(self, state: RunState) -> None:
+        self.begun.append(state)
+
+    def poll(self) -> dict[str, float]:
+        return {"checkpoint/num_failed": 0.0}
+
+    def wait(self) -> None:
+        if self.begun and not self.broken:
+            self.on_commit(self.begun[-1].step)
+
+
+def keeper_of(checkpoints: Checkpoints, save_freq: int, num_warmup_steps: int = 0) -> Keeper:
+    def capture(step: int) -> RunState:
+        return RunState(step, step + 1, None, num_warmup_steps=num_warmup_steps)
+
+    return Keeper(capture, checkpoints, None, TrainerConfig(save_freq=save_freq, total_training_steps=5))
+
+
+def test_states_are_saved_every_so_often_and_after_the_last_step() -> None:
+    checkpoints = Checkpoints()
+    keeper = keeper_of(checkpoints, save_freq=2, num_warmup_steps=3)
+    keeper.begin(0, is_saved=False)
+    for number in range(1, 6):
+        keeper.step_done(number)
+    assert [state.step for state in checkpoints.begun] == [0, 2, 4, 5]
+    assert keeper.take_metrics() == {"checkpoint/num_failed": 0.0}
+
+
+def test_nothing_is_saved_that_a_checkpoint_has_or_that_is_worth_nothing() -> None:
+    for num_warmup_steps, is_saved in ((0, False), (3, True)):
+        checkpoints = Checkpoints()
+        keeper_of(checkpoints, 2, num_warmup_steps).begin(0, is_saved)
+        assert checkpoints.begun == []
+
+
+def test_a_stop_saves_the_last_whole_step_once() -> None:
+    checkpoints = Checkpoints()
+    keeper = keeper_of(checkpoints, save_freq=3)
+    keeper.begin(0, is_saved=False)
+    keeper.step_done(1)
+    with (
+        pytest.raises(RunStopped, match=r"SIGTERM to .*; the state after step 1 is saved"),
+        keeper.saving_when_stopped(),
+    ):
+        raise RunStopped("SIGTERM to [actor dp0 pp0 tp1]")
+    assert [state.step for state in checkpoints.begun] == [1]
+    with pytest.raises(RunStopped), keeper.saving_when_stopped():
+        raise RunStopped("again")
+    assert len(checkpoints.begun) == 1
+
+
+def test_a_stop_that_cannot_save_is_an_error_and_one_without_checkpoints_is_none() -> None:
+    keeper = keeper_of(Checkpoints(broken=True), save_freq=3)
+    keeper.begin(0, is_saved=False)
+    with pytest.raises(OSError, match=r"the state after step 0 could not be saved \(x\)"), keeper.saving_when_stopped():
+        raise RunStopped("x")
+    keeper = keeper_of(Checkpoints(), save_freq=0)
+    keeper.begin(0, is_saved=False)
+    with pytest.raises(RunStopped, match=r"^x$"), keeper.saving_when_stopped():
+        raise RunStopped("x")
