@@ -102,7 +102,7 @@ def seen(
             for found in findings
             if found.gradients or found.parameters
         ],
-        "first": next((found.first for found in findings if found.first), ""),
+        "first": _first(layout, findings),
         "micro_batches": micro_batches,
         "tokens": [
             {"sample": int(samples.sample_ids[sample]), "prompt": samples.prompts[sample], "positions": sorted(found)}
@@ -128,6 +128,16 @@ def summary(facts: Mapping[str, Any]) -> str:
         ids = [str(entry["sample"]) for entry in facts["tokens"]]
         parts.append(f"log-probs or values of {facts['num_bad_tokens']} tokens (samples {_some(ids)})")
     return "; ".join(parts)
+
+
+def _first(layout: Layout, findings: Sequence[Findings]) -> str:
+    """Forward passes come first, from the first stage to the last; gradients then, from the last to the first."""
+    seen_first: list[tuple[bool, int, int, str]] = []
+    for rank, found in enumerate(findings):
+        if found.first:
+            is_gradient, stage = found.first.startswith("gradient"), layout.coordinates(rank).pp
+            seen_first.append((is_gradient, -stage if is_gradient else stage, rank, f"[{found.where}] {found.first}"))
+    return min(seen_first)[3] if seen_first else ""
 
 
 def _layout(group: WorkerGroup, role: str) -> Layout:
