@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 from sglang_tools import CPU_ARGUMENTS, CPU_ENV, needs_sglang, sglang_python
 
-from rlhf_megatron.rollout.sglang_environment import absolute_env, canonical, check_sglang, find_python
+from rlhf_megatron.rollout.sglang_environment import (
+    absolute_env,
+    canonical,
+    check_sglang,
+    deterministic_arguments,
+    find_python,
+)
 
 KNOWN = [["help", "h"], ["tensor-parallel-size", "tp-size"], ["port"], ["device"], ["attention-backend"]]
 
@@ -99,3 +105,13 @@ def test_the_installed_version_knows_the_arguments_of_the_cpu_configuration(tmp_
     assert found.arguments["enable-deterministic-inference"] is True
     with pytest.raises(ValueError, match="did you mean mem-fraction-static"):
         check_sglang(str(sglang_python()), {"mem_fraction_statik": 0.3}, CPU_ENV, tmp_path)
+
+
+def test_what_a_deterministic_run_asks_of_the_servers() -> None:
+    assert deterministic_arguments({"tensor-parallel-size": 2}, {}) == {"enable-deterministic-inference": True}
+    assert deterministic_arguments({"enable-deterministic-inference": True}, {}) != {}
+    with pytest.raises(ValueError, match=r"enable_deterministic_inference, which is set to False; remove it"):
+        deterministic_arguments({"enable-deterministic-inference": False}, {})
+    for arguments, env in (({"device": "cpu"}, {}), ({}, {"SGLANG_USE_CPU_ENGINE": "1"})):
+        with pytest.raises(ValueError, match=r"not on a CPU; use rollout\.engine: local"):
+            deterministic_arguments(arguments, env)

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import stat
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -93,6 +98,66 @@ def test_the_servers_own_error_is_shown_once_and_not_retried(tmp_path: Path) -> 
     with pytest.raises(EngineError, match=r"code 3 (?s:.*)Its errors:\nValueError: the model has no attention"):
         start(tmp_path, noise)
     assert (tmp_path / "attempts").read_text() == "x\n"
+
+
+@pytest.mark.dist
+def test_a_server_is_started_again_by_name(tmp_path: Path) -> None:
+    with start(tmp_path, 'echo "attempt $attempt"; serve "$@"') as servers:
+        before, process = servers.addresses[0], servers.processes[0]
+        assert servers.ending("engine0") is None
+        os.killpg(process.pid, signal.SIGKILL)
+        after = servers.restart("engine0")
+        assert servers.addresses == (after,) and servers.ending("engine0") is None
+        assert after.name == "engine0" and after.url != before.url and after.token != before.token
+        folder = tmp_path / "engines"
+        assert (folder / "engine0.token").read_text() == after.token
+        assert (folder / "engine0.1.log").read_text().startswith("attempt 1\n")
+        assert process.log.read_text().startswith("attempt 2\n")
+        servers.kill("engine0")
+        assert "it exited with code -9" in (servers.ending("engine0") or "")
+        servers.restart("engine0")
+        assert (folder / "engine0.2.log").exists()
+    assert servers.ending("engine0") is not None
+    with pytest.raises(EngineError, match="are being stopped"):
+        servers.restart("engine0")
+
+
+@pytest.mark.dist
+def test_a_server_that_fails_to_start_again_is_not_left_running(tmp_path: Path) -> None:
+    script = '[ $attempt = 1 ] && serve "$@"; echo "ValueError: no memory"; exit 3'
+    with start(tmp_path, script) as servers:
+        with pytest.raises(EngineError, match=r"(?s)exited with code 3 .*ValueError: no memory"):
+            servers.restart("engine0")
+        assert servers.processes[0].exit_code == 3
+
+
+@pytest.mark.dist
+def test_servers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+    """A killed starter leaves nothing behind, though the server itself does not look after that."""
+    code = (
+        "import sys, time; sys.path.insert(0, sys.argv[1]); from test_sglang_process import start\n"
+        "from pathlib import Path; s = start(Path(sys.argv[2]), 'echo $$ > ' + sys.argv[2] + '/pid; serve \"$@\"')\n"
+        "print(s.processes[0].pid, flush=True); time.sleep(600)"
+    )
+    command = [sys.executable, "-c", code, str(Path(__file__).parent), str(tmp_path)]
+    starter = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert starter.stdout is not None
+    group = int(starter.stdout.readline())
+    server = int((tmp_path / "pid").read_text())
+    assert os.getpgid(server) == group
+    starter.kill()
+    starter.wait(10)
+    deadline = time.monotonic() + 30
+    while is_alive(group) or is_alive(server):
+        assert time.monotonic() < deadline, "the server outlived its starter"
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 @pytest.mark.dist

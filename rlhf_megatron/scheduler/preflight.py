@@ -86,7 +86,8 @@ def _check_weights(config: RunConfig) -> None:
 def _check_engine(config: RunConfig) -> None:
     rollout = config.rollout
     if rollout.engine == "sglang":
-        check_sglang(rollout.sglang.python, rollout.sglang.args, rollout.sglang.env)
+        sglang = rollout.sglang
+        check_sglang(sglang.python, sglang.args, sglang.env, deterministic=config.trainer.deterministic)
 
 
 def _check_output(config: RunConfig) -> None:
