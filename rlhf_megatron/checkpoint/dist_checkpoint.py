@@ -19,6 +19,15 @@ from rlhf_megatron.checkpoint.safe_pickle import read_bytes, read_plain
 from rlhf_megatron.checkpoint.staged import COMMON, stage_sharded
 
 SAVE_TIMEOUT_S = 3600.0  # of a save that is waited for
+EXTRA_STATE = "_extra_state"
+
+
+def without_extra_state(state: dict[str, Any]) -> dict[str, Any]:
+    """A model's sharded state that can be loaded again: tensors only.
+
+    Linear layers add an object each, which would be stored as a pickle: None, or Transformer Engine's fp8 scales.
+    """
+    return {name: value for name, value in state.items() if not name.endswith(EXTRA_STATE)}
 
 
 def save_sharded(directory: Path, state: dict[str, Any]) -> None:

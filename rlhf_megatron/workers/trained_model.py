@@ -14,7 +14,13 @@ from torch import Tensor, nn
 
 from rlhf_megatron import faults
 from rlhf_megatron.checkpoint.async_save import BackgroundSave
-from rlhf_megatron.checkpoint.dist_checkpoint import SAVE_TIMEOUT_S, load_plain, load_sharded
+from rlhf_megatron.checkpoint.dist_checkpoint import (
+    EXTRA_STATE,
+    SAVE_TIMEOUT_S,
+    load_plain,
+    load_sharded,
+    without_extra_state,
+)
 from rlhf_megatron.checkpoint.load_model import load_hf, local_shards, named_parameters
 from rlhf_megatron.checkpoint.manifest import SaveResult
 from rlhf_megatron.checkpoint.source import WeightSource
@@ -37,7 +43,6 @@ from rlhf_megatron.workers.pipeline import run_micro_batches
 from rlhf_megatron.workers.replicas import check_replicas
 from rlhf_megatron.workers.watch import Watch
 
-EXTRA_STATE = "_extra_state"
 SKIPS_KEPT = 1000  # skipped steps of which findings are kept until somebody asks
 RowLossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor], Tensor]]
 """(hidden_RH, micro-batch) -> (this rank's share of the loss, with grad; its share of each metric; the rows' log-probs
@@ -288,7 +293,7 @@ class TrainedModel:
     def _model_state(self) -> dict[str, Any]:
         metadata = {"dp_cp_group": self.world.dp_cp_group}
         return {
-            f"model{index}": _without_extra_state(chunk.module.sharded_state_dict(metadata=metadata))
+            f"model{index}": without_extra_state(chunk.module.sharded_state_dict(metadata=metadata))
             for index, chunk in enumerate(self.chunks)
         }
 
@@ -308,8 +313,3 @@ def _plant(chunks: Sequence[nn.Module], name: str, value: float) -> None:
     """The damage that a fault plan asks for: `value` added to one element of this rank's first parameter."""
     parameter = next(iter(named_parameters(chunks).values()))
     getattr(parameter, name).view(-1)[0] += value
-
-
-def _without_extra_state(state: dict[str, Any]) -> dict[str, Any]:
-    """Linear layers add an object each, which would be stored as a pickle: None, or Transformer Engine's fp8 scales."""
-    return {name: value for name, value in state.items() if not name.endswith(EXTRA_STATE)}
