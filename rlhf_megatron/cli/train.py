@@ -14,6 +14,7 @@ from rlhf_megatron import faults
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.keys import leaf_keys, value_of
 from rlhf_megatron.config.load import load_run_config
+from rlhf_megatron.config.redact import redacted, revealed
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.show import as_text, as_yaml
 from rlhf_megatron.config.validate import check_world_size
@@ -32,7 +33,7 @@ def train(args: argparse.Namespace) -> int:
     """The exit code of the process. Under torchrun every rank comes through here."""
     if args.fresh:
         args.overrides = [*args.overrides, "trainer.resume_mode=disable"]
-    config = load_run_config(args.config, args.overrides).config
+    config = revealed(load_run_config(args.config, args.overrides).config, os.environ)
     if config.trainer.deterministic:
         from rlhf_megatron.parallel.determinism import ENVIRONMENT
 
@@ -209,7 +210,7 @@ def _host(args: argparse.Namespace, config: RunConfig, resolved: str) -> int:
         _run_dir(args, config) / "logs",
         _deadlines(config),
         backend=_backend(config),
-        settings=[f"{key}: {as_text(value_of(config, key))}" for key in leaf_keys(RunConfig)],
+        settings=[f"{key}: {as_text(value_of(redacted(config), key))}" for key in leaf_keys(RunConfig)],
         controller_descriptors=inherited,
     )
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from rlhf_megatron.config.errors import ConfigError, Problem
 from rlhf_megatron.config.provenance import Origin
-from rlhf_megatron.config.source import MappingNode, parse
+from rlhf_megatron.config.redact import secrets_in
+from rlhf_megatron.config.source import MappingNode, parse, plain
 
 SOURCE = "command line"
 _KEY = re.compile(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*\Z")
@@ -29,6 +30,10 @@ def parse_overrides(overrides: Sequence[str], layer: int) -> list[MappingNode]:
             node = parse(text, SOURCE, layer, with_lines=False)
         except ConfigError as error:
             problems += [Problem(f"override {override!r}: {problem}") for problem in error.problems]
+            continue
+        if secrets := secrets_in(plain(node), key):
+            what = f"override {secrets[0]}: every user of the machine can read a command line; set it in the file."
+            problems.append(Problem(what, where=SOURCE))
             continue
         *sections, name = key.split(".")
         tree = MappingNode({name: node}, origin)

@@ -12,6 +12,7 @@ import yaml
 from rlhf_megatron.config.ignored import ignored
 from rlhf_megatron.config.keys import leaf_keys, value_of
 from rlhf_megatron.config.provenance import DEFAULT, Loaded, Origin
+from rlhf_megatron.config.redact import redacted
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.source import CORE_SCHEMA
 
@@ -34,8 +35,9 @@ def table(loaded: Loaded, use_colours: bool = False) -> str:
 
 
 def _rows(loaded: Loaded) -> Iterator[tuple[str, str, str]]:
+    config = redacted(loaded.config)
     for key in leaf_keys(RunConfig):
-        value = value_of(loaded.config, key)
+        value = value_of(config, key)
         if isinstance(value, dict) and value:
             for name, entry in value.items():
                 yield f"{key}.{name}", as_text(entry), str(loaded.origin(f"{key}.{name}"))
@@ -54,8 +56,9 @@ def as_text(value: Any) -> str:
     return text.removesuffix("\n").removesuffix("\n...")
 
 
-def as_yaml(config: RunConfig) -> str:
+def as_yaml(config: RunConfig, with_secrets: bool = False) -> str:
     """The resolved configuration as YAML that `load_run_config` accepts: all settings but those that are not in use."""
+    config = config if with_secrets else redacted(config)
     every = Loaded(config, {key: Origin("resolved", layer=0) for key in leaf_keys(RunConfig)})
     idle = {problem.keys[0] for problem in ignored(every)}
     sections_of_idle = {key.rpartition(".")[0] for key in idle}

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from rlhf_megatron.config.keys import leaf_keys, value_of
+from rlhf_megatron.config.redact import redacted
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.show import as_text, as_yaml
 from rlhf_megatron.data.tokenizer import Tokenizer
@@ -72,7 +73,7 @@ def run_facts(config: RunConfig, name: str, tokenizer: Tokenizer, resumed_from_s
 
 def settings_of(config: RunConfig) -> dict[str, Setting]:
     """The main settings and all that differ from their defaults; entries of free mappings one by one."""
-    defaults = RunConfig()
+    config, defaults = redacted(config), RunConfig()
     found: dict[str, Setting] = {}
     for key in leaf_keys(RunConfig):
         value = value_of(config, key)

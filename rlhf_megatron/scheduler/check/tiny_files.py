@@ -69,5 +69,6 @@ def _addition(draw: random.Random, num_digits: int) -> dict[str, str]:
 def write_config(directory: Path, config: RunConfig) -> Path:
     """A file that `rlhf-megatron train` takes."""
     path = directory / f"{config.trainer.experiment_name}.yaml"
-    path.write_text(as_yaml(config), encoding="utf-8")
+    path.touch(0o600)
+    path.write_text(as_yaml(config, with_secrets=True), encoding="utf-8")
     return path
