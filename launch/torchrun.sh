@@ -17,6 +17,13 @@
 # RLHF_MEGATRON_SECRET_FILE   file with at least 32 random characters, mode 0600, the same on all machines: the secret of
 #                 the control channel. Without it the secret is drawn for the run and passed through torch's rendezvous.
 #
+# MAX_RESTARTS    starts of the run after a crash (0). Each goes on from the newest checkpoint and the journal, which needs
+#                 trainer.save_freq. Two attempts in a row without progress are enough; a run that was stopped, has ended
+#                 with non-finite numbers or has a wrong configuration (exit codes 75, 17, 2) is not started again. On
+#                 several machines all must see the run directory
+# RLHF_MEGATRON_STOP_LIMIT_S   seconds after a signal until ranks that are left are killed (1800): well above
+#                 trainer.stop_grace_s, within which the run stops by itself. A second signal ends it at once
+#
 # GLOO_SOCKET_IFNAME   network interface of gloo (the loopback on one machine, on several the one that leads to MASTER_ADDR)
 #
 # Exits with the run's exit code, on every machine. launch/slurm.sbatch starts this on the nodes of a Slurm job.
@@ -39,6 +46,10 @@ else
     : "${MASTER_ADDR:?set MASTER_ADDR to the address of the machine with NODE_RANK 0}"
     rendezvous=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
 fi
+supervisor=()
+if ((${MAX_RESTARTS:-0} > 0)); then
+    supervisor=("$PYTHON" -m rlhf_megatron.cli.restarts "$MAX_RESTARTS")
+fi
 # rlhf_megatron.runtime.agent is torch.distributed.run with the run's own exit code and without its log lines.
-exec "$PYTHON" -m rlhf_megatron.runtime.agent "${rendezvous[@]}" --nproc-per-node "$NPROC_PER_NODE" \
+exec ${supervisor[@]+"${supervisor[@]}"} "$PYTHON" -m rlhf_megatron.runtime.agent "${rendezvous[@]}" --nproc-per-node "$NPROC_PER_NODE" \
     -m rlhf_megatron train "$@"

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,9 @@ from end_to_end_tools import ROOT, overrides, write_config
 from launch_tools import TIMEOUT_S, Nodes, environment
 from test_launch_nodes import ENDLESS, QUICK, TWO_NODES
 
+from rlhf_megatron.stop import STOPPED_EXIT_CODE
+
+SAVED = {"trainer.save_freq": 1000}
 SCRIPT = ROOT / "launch" / "slurm.sbatch"
 FAKES = Path(__file__).parent / "fake_slurm"
 JOB = "4711"
@@ -88,21 +91,27 @@ def submit(tmp_path: Path) -> Iterator[Any]:
 
 
 @pytest.mark.dist
-def test_a_run_whose_time_is_up_is_stopped_requeued_once_and_starts_again(submit, tmp_path: Path) -> None:
-    first = submit(ENDLESS)
+def test_a_run_whose_time_is_up_is_stopped_requeued_once_and_goes_on(submit, tmp_path: Path) -> None:
+    first = submit(ENDLESS | SAVED)
     first.wait_for_a_step()
     first.script.send_signal(signal.SIGUSR1)
-    assert first.wait() == 143, first.output()
-    assert first.slurm("scancel") == [["SIGTERM", JOB]] and first.slurm("requeue") == [JOB]
+    first.script.send_signal(signal.SIGUSR1)
+    assert first.wait() == STOPPED_EXIT_CODE, first.output()
+    assert first.slurm("scancel") == [["SIGUSR1", JOB]] and first.slurm("requeue") == [JOB]
     assert "Traceback" not in first.output() and "Error" not in first.output()
     assert list((tmp_path / "transfer").iterdir()) == [], "the controller has cleaned up"
+    run_dir = tmp_path / "runs" / "tiny"
+    num_steps = len(steps_of(run_dir))
+    assert (run_dir / "checkpoints" / "latest").read_text().strip() == f"step_{num_steps:06d}"
 
-    second = submit(QUICK, SLURM_RESTART_COUNT="1")
+    total = {"trainer.total_training_steps": num_steps + 1}
+    second = submit(QUICK | SAVED | total, SLURM_RESTART_COUNT="1")
     assert second.wait() == 0, second.output()
     assert second.slurm("requeue") == [JOB], "no further one"
     assert "attempt 1 on 2 node(s)" in second.output() and "attempt 2 on 2 node(s)" in second.output()
-    assert (tmp_path / "runs" / "tiny" / "summary.json").exists()
-    assert '"step"' in (tmp_path / "runs" / "tiny.1" / "metrics.jsonl").read_text(), "the former run is kept"
+    assert (run_dir / "summary.json").exists()
+    assert steps_of(run_dir) == list(range(1, num_steps + 2)), "each step once"
+    assert not (tmp_path / "runs" / "tiny.1").exists()
 
     attempts = second.slurm("srun")
     assert [seen["address"] for seen in attempts] == ["127.0.0.2", "127.0.0.2"]
@@ -112,14 +121,54 @@ def test_a_run_whose_time_is_up_is_stopped_requeued_once_and_starts_again(submit
     assert list((tmp_path / ".rlhf_megatron").iterdir()) == [], "the secrets are gone"
 
 
-@pytest.mark.dist
-def test_without_requeue_the_exit_code_is_all(submit, tmp_path: Path) -> None:
-    job = submit(ENDLESS, REQUEUE="0")
-    job.wait_for_a_step()
-    job.script.send_signal(signal.SIGUSR1)
-    job.script.send_signal(signal.SIGUSR1)
-    assert job.wait() == 143, job.output()
-    assert job.slurm("scancel") == [["SIGTERM", JOB]] and job.slurm("requeue") == []
+def steps_of(run_dir: Path) -> list[int]:
+    rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [row["step"] for row in rows if row["kind"] == "step"]
+
+
+@pytest.mark.parametrize(
+    ("code", "signals", "settings", "is_requeued"),
+    [
+        (75, (), {}, True),  # one of its processes was told to stop
+        (75, (), {"REQUEUE": "0"}, False),
+        (75, (signal.SIGTERM,), {}, False),  # cancelled
+        (1, (), {}, False),
+        (1, (signal.SIGUSR1,), {}, True),  # the time was up, and it did not manage to stop
+        (143, (signal.SIGUSR1,), {"REQUEUE": "0"}, False),
+        (17, (signal.SIGUSR1,), {}, False),
+        (0, (signal.SIGUSR1,), {}, False),
+    ],
+)
+def test_which_ends_are_requeued(
+    submit, tmp_path: Path, code: int, signals: tuple[int, ...], settings: dict[str, str], is_requeued: bool
+) -> None:
+    """The run itself is replaced: it says that it runs, waits to be told to end, and ends with `code`."""
+    launch = tmp_path / "launch.sh"
+    launch.write_text(f"""#!/bin/sh
+trap '' USR1 TERM
+touch {tmp_path}/began$NODE_RANK
+while [ ! -e {tmp_path}/end ]; do sleep 0.05; done
+exit {code}
+""")
+    launch.chmod(0o700)
+    job = submit({}, LAUNCH=str(launch), **settings)
+    wait_for(lambda: (tmp_path / "began0").exists() and (tmp_path / "began1").exists())
+    for number in signals:
+        job.script.send_signal(number)
+    if signal.SIGUSR1 in signals:
+        wait_for(lambda: job.slurm("scancel"))
+    elif signals:
+        time.sleep(0.5)
+    (tmp_path / "end").touch()
+    assert job.wait() == code, job.output()
+    assert job.slurm("requeue") == ([JOB] if is_requeued else [])
+
+
+def wait_for(what: Callable[[], object]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @pytest.mark.dist

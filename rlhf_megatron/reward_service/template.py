@@ -132,7 +132,8 @@ class Template:
 
 def main() -> None:
     control_fd, parent = map(int, sys.argv[1:])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller answers to Ctrl-C, and ends this process
+    for number in (signal.SIGINT, signal.SIGUSR1):  # the controller answers to them, and ends this process
+        signal.signal(number, signal.SIG_IGN)
     die_with(parent)
     faulthandler.enable()
     control = socket.socket(fileno=control_fd)

@@ -33,7 +33,7 @@ from torch.distributed.run import parse_args, run  # noqa: E402
 from rlhf_megatron.runtime.bound_store import bind_stores  # noqa: E402
 from rlhf_megatron.runtime.channel import SECRET_ENV, SECRET_FILE_ENV, new_secret  # noqa: E402
 from rlhf_megatron.runtime.nodes import OtherNodes, interface_towards  # noqa: E402
-from rlhf_megatron.runtime.processes import children_with  # noqa: E402
+from rlhf_megatron.runtime.processes import AGENTS_PARENT_ENV, children_with, die_with_parent  # noqa: E402
 from rlhf_megatron.runtime.stopping import SIGNALS, STOP_LIMIT_ENV  # noqa: E402
 
 ELASTIC = "torch.distributed.elastic"
@@ -99,6 +99,8 @@ def main(arguments: Sequence[str]) -> int:
         del os.environ[_LOG_LEVEL_ENV]  # it is for this process, not for the ranks
     ranks = Ranks(float(os.environ.pop(STOP_LIMIT_ENV, STOP_LIMIT_S)))
     ranks.take_signals()
+    if parent := os.environ.pop(AGENTS_PARENT_ENV, None):
+        die_with_parent(signal.SIGTERM, int(parent))
     bind_stores()
     parsed = parse_args(list(arguments))
     others = None

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
+AGENTS_PARENT_ENV = "RLHF_MEGATRON_AGENTS_PARENT"  # pid of the process with which the agent stops (`cli.restarts`)
 
 
 def die_with_parent(signal_number: int, parent: int | None = None) -> None:

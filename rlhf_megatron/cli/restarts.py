@@ -1,0 +1,139 @@
+"""Start a run again after a crash: `python -m rlhf_megatron.cli.restarts NUM COMMAND ... train CONFIG [key=value ...]`.
+
+COMMAND is what launch/torchrun.sh runs without MAX_RESTARTS. After an end that another attempt may avoid it is started
+again, at most NUM times; the run goes on from its newest checkpoint and its journal. Two attempts in a row without a
+new checkpoint or journal record are enough. On several machines each does this for itself, and all must see the run
+directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf_megatron.cli.main import USAGE_ERROR, parse_arguments
+from rlhf_megatron.config.errors import ConfigError
+from rlhf_megatron.config.load import load_run_config
+from rlhf_megatron.runtime.processes import AGENTS_PARENT_ENV
+from rlhf_megatron.stop import STOPPED_EXIT_CODE
+
+NONFINITE_EXIT_CODE = 17
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+FINAL = {0, USAGE_ERROR, NONFINITE_EXIT_CODE, STOPPED_EXIT_CODE, *(128 + number for number in PASSED_ON)}
+MAX_IDLE_ATTEMPTS = 2
+PAUSE_S = 1.0  # until what an attempt has left is gone, such as its lock on the run directory
+_CHECKPOINT = re.compile(r"step_(\d+)")
+_RECORD = re.compile(r"step_(\d+)\.(groups|scored|train)")
+_STAGES = ("groups", "scored", "train")
+
+Progress = tuple[int, int, int]  # step, stage in it (-1: nothing yet), bytes
+
+
+@dataclass(frozen=True)
+class Restartable:
+    """A run that goes on where it was when it is started again."""
+
+    command: tuple[str, ...]
+    again: tuple[str, ...]  # the command of later attempts
+    run_dir: Path
+
+    def progress(self) -> Progress:
+        """How far the run has come, as its files say. Grows, also while checkpoints replace the journal."""
+        return max(_progress(self.run_dir), default=(0, -1, 0))
+
+
+def _progress(run_dir: Path) -> Iterator[Progress]:
+    for entry in _entries(run_dir / "checkpoints"):
+        if match := _CHECKPOINT.fullmatch(entry.name):
+            yield int(match[1]) + 1, -1, 0
+    for entry in _entries(run_dir / "journal"):
+        if match := _RECORD.fullmatch(entry.name):
+            with contextlib.suppress(FileNotFoundError):
+                yield int(match[1]), _STAGES.index(match[2]), entry.stat().st_size
+
+
+def _entries(directory: Path) -> list[Path]:
+    return list(directory.iterdir()) if directory.is_dir() else []
+
+
+def restartable(command: Sequence[str]) -> Restartable:
+    """Raises ConfigError where a second attempt would not go on from the first."""
+    at = command.index("train")
+    args = parse_arguments(command[at:])
+    trainer = load_run_config(args.config, args.overrides).config.trainer
+    problems = []
+    if not trainer.save_freq:
+        problems.append("MAX_RESTARTS needs trainer.save_freq above 0, or every attempt begins at the first step.")
+    if args.replay is not None:
+        problems.append("MAX_RESTARTS does not go with --replay, which has no checkpoints; leave it out.")
+    if problems:
+        raise ConfigError(problems)
+    # What starts anew, or from elsewhere, is for the first attempt.
+    again = [word for word in command if word != "--fresh"]
+    again += ["trainer.resume_mode=auto", "trainer.resume_from_path=null"]
+    return Restartable(tuple(command), tuple(again), Path(trainer.default_local_dir) / trainer.experiment_name)
+
+
+class Attempts:
+    """Runs a command, once at a time; signals go on to it, and then it is not started again."""
+
+    def __init__(self) -> None:
+        self.is_told_to_stop = False
+        self._process: subprocess.Popen[bytes] | None = None
+        for number in PASSED_ON:
+            signal.signal(number, self._pass_on)
+
+    def run(self, command: Sequence[str]) -> int:
+        """Its exit code, 128 + n when signal n has ended it."""
+        environment = os.environ | {AGENTS_PARENT_ENV: str(os.getpid())}
+        self._process = subprocess.Popen(command, env=environment)
+        code = self._process.wait()
+        return 128 - code if code < 0 else code
+
+    def _pass_on(self, number: int, frame: object) -> None:
+        self.is_told_to_stop = True
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit code of the last attempt."""
+    max_restarts, command = int(arguments[0]), list(arguments[1:])
+    try:
+        run = restartable(command)
+    except ConfigError as error:
+        sys.stderr.write("\n".join(error.problems) + "\n")
+        return USAGE_ERROR
+    attempts, before, num_idle = Attempts(), run.progress(), 0
+    for number in range(max_restarts + 1):
+        code = attempts.run(run.again if number else run.command)
+        if code in FINAL or attempts.is_told_to_stop:
+            return code
+        now = run.progress()
+        num_idle = 0 if now > before else num_idle + 1
+        before = max(before, now)
+        said = f"attempt {number + 1} ended with exit code {code} in step {now[0]}"
+        if num_idle == MAX_IDLE_ATTEMPTS:
+            sys.stderr.write(f"{said}; {num_idle} in a row made no progress: the run is not started again\n")
+            return code
+        if number == max_restarts:
+            sys.stderr.write(f"{said}; MAX_RESTARTS ({max_restarts}) is used up\n")
+            return code
+        sys.stderr.write(f"{said}; the run is started again ({number + 1} of {max_restarts})\n")
+        time.sleep(PAUSE_S)
+        if attempts.is_told_to_stop:
+            return code
+    raise AssertionError("the last attempt returns")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
