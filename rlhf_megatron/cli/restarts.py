@@ -9,6 +9,7 @@ directory.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import signal
@@ -27,9 +28,10 @@ from rlhf_megatron.stop import STOPPED_EXIT_CODE
 
 NONFINITE_EXIT_CODE = 17
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+RUN_LOCK = "run.lock"  # of the run directory, held by every process of an attempt
 FINAL = {0, USAGE_ERROR, NONFINITE_EXIT_CODE, STOPPED_EXIT_CODE, *(128 + number for number in PASSED_ON)}
 MAX_IDLE_ATTEMPTS = 2
-PAUSE_S = 1.0  # until what an attempt has left is gone, such as its lock on the run directory
+LEAVE_S = 30.0  # for what an attempt has left to end: its controller, where the agent was killed
 _CHECKPOINT = re.compile(r"step_(\d+)")
 _RECORD = re.compile(r"step_(\d+)\.(groups|scored|train)")
 _STAGES = ("groups", "scored", "train")
@@ -82,6 +84,19 @@ def restartable(command: Sequence[str]) -> Restartable:
     return Restartable(tuple(command), tuple(again), Path(trainer.default_local_dir) / trainer.experiment_name)
 
 
+def _wait_until_free(lock: Path) -> None:
+    deadline = time.monotonic() + LEAVE_S
+    while time.monotonic() < deadline:
+        try:
+            with lock.open("r+b") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except FileNotFoundError:
+            return
+        except OSError:  # held
+            time.sleep(0.2)
+
+
 class Attempts:
     """Runs a command, once at a time; signals go on to it, and then it is not started again."""
 
@@ -129,7 +144,7 @@ def main(arguments: Sequence[str]) -> int:
             sys.stderr.write(f"{said}; MAX_RESTARTS ({max_restarts}) is used up\n")
             return code
         sys.stderr.write(f"{said}; the run is started again ({number + 1} of {max_restarts})\n")
-        time.sleep(PAUSE_S)
+        _wait_until_free(run.run_dir / RUN_LOCK)
         if attempts.is_told_to_stop:
             return code
     raise AssertionError("the last attempt returns")
