@@ -119,12 +119,12 @@ def _watch_gradients(worker: Any, world: World) -> dict[str, Tensor]:
     seen: dict[str, Tensor] = {}
     step = worker.trained.optimizer.step
 
-    def watched() -> Any:
+    def watched(*args: Any) -> Any:
         worker.trained.optimizer.step = step
         gradients = _reduced_gradients(worker.model.chunks, world)
         if world.coordinates.dp == world.coordinates.cp == 0:
             seen.update(gradients)
-        return step()
+        return step(*args)
 
     worker.trained.optimizer.step = watched
     return seen
