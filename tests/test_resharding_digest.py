@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_megatron.resharding.digest import as_hex, digest
+from rlhf_megatron.resharding.digest import as_hex, digest, on_device
 
 MASK = (1 << 64) - 1
 LINE_WORDS = 4096
@@ -61,9 +61,11 @@ def test_formula(count: int, first: int) -> None:
     if count % 2 == 0:
         assert digest(words.view(torch.float32), first) == expected
     assert digest(torch.cat([words[:1], words])[1:], first) == expected  # begins anywhere in memory
+    ends = end_key(first + count) - end_key(first)
+    assert (on_device(words, first) + ends) & MASK == expected  # as on a device that is not the CPU
 
 
-def test_many_chunks_of_a_large_tensor() -> None:
+def test_many_chunks_of_a_large_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only its words at some places are not zero, so that the formula is quick."""
     tensor = torch.zeros(1_100_003, dtype=torch.bfloat16)
     places = random.Random(1).sample(range(len(tensor)), 300)
@@ -73,6 +75,9 @@ def test_many_chunks_of_a_large_tensor() -> None:
         (word,) = words_of(tensor[place : place + 1])
         expected += by_hand([word], place) - end_key(place + 1) + end_key(place)
     assert digest(tensor) == expected & MASK
+    monkeypatch.setattr("rlhf_megatron.resharding.digest._DEVICE_CHUNK", 7)
+    ends = end_key(len(tensor)) - end_key(0)
+    assert (on_device(tensor.view(torch.int16), 0) + ends) & MASK == expected & MASK
 
 
 def test_one_byte_types_count_their_bytes() -> None:

@@ -19,9 +19,10 @@ alike otherwise.
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import zip_longest
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -30,35 +31,20 @@ GROUP = 64  # lanes
 WORDS = 4  # in a lane
 MOVED = 2  # words
 _LINE_WORDS = LINE * WORDS
-_CPU_CHUNK = 64  # lines that both sums go over in turn: they stay in the cache of a core
+_CPU_CHUNK = 96  # lines that both sums go over in turn: they stay in a cache
 _DEVICE_CHUNK = 4096  # on other devices: few launches, temporaries of a few tens of MiB
 _LINES_KEPT = 4096  # whose keys are not made anew each time: 32 MiB of a tensor
 _MASK = (1 << 64) - 1
 _KEY_T, _KEY_U, _KEY_M = range(1, 4)  # which row of keys
+Lanes = npt.NDArray[np.int64]
 
 
 def digest(tensor: Tensor, first_word: int = 0) -> int:
     """Digest of `tensor`, taken as lying `first_word` words into the whole. In [0, 2^64)."""
-    words = _words(tensor)
-    by_lane, by_group = _keys_in_a_line(words.device)
-    straight, moved = _Lines(words, first_word), _Lines(words, first_word + MOVED)
-    in_groups = moved.whole.view(len(moved.whole), LINE // GROUP, GROUP)
-    of_lanes = words.new_empty(len(straight.whole), dtype=torch.int64)
-    of_groups = words.new_empty(in_groups.shape[:2], dtype=torch.int64)
-    chunk = _CPU_CHUNK if words.device.type == "cpu" else _DEVICE_CHUNK
-    rows = (straight.whole, of_lanes, in_groups, of_groups)
-    for lanes, lane_sums, groups, group_sums in zip_longest(*(row.split(chunk) for row in rows)):
-        if lanes is not None:
-            _times(lanes, by_lane, lane_sums)
-        if groups is not None:
-            torch.sum(groups, 2, out=group_sums)
-    total = _times_keys_of_lines(of_lanes, straight.first)
-    total += _times_keys_of_lines(_times(of_groups, by_group), moved.first)
-    for line, lanes in straight.edges:
-        total += _times_keys_of_lines(_times(lanes, by_lane), line)
-    for line, lanes in moved.edges:
-        total += _times_keys_of_lines(_times(lanes.view(1, -1, GROUP).sum(2), by_group), line)
-    return (int(total) + end_key(first_word + words.numel()) - end_key(first_word)) & _MASK
+    flat = tensor.detach().contiguous().view(-1)
+    words = flat.view(torch.uint8).to(torch.int16) if flat.element_size() == 1 else flat.view(torch.int16)
+    total = _on_cpu(words.numpy(), first_word) if words.device.type == "cpu" else on_device(words, first_word)
+    return (total + end_key(first_word + words.numel()) - end_key(first_word)) & _MASK
 
 
 def as_hex(value: int) -> str:
@@ -80,33 +66,78 @@ def end_key(position: int) -> int:
     return (key ^ key >> 29) * 0xC2B2AE3D27D4EB4F & _MASK
 
 
-class _Lines:
-    """Words that begin somewhere in a row of lines, as lanes: whole lines where they stand, cut ones padded."""
-
-    def __init__(self, words: Tensor, first: int) -> None:
-        line, start = divmod(first, _LINE_WORDS)
-        head = words[: _LINE_WORDS - start] if start else words[:0]
-        rest = words[head.numel() :]
-        num_whole = rest.numel() // _LINE_WORDS
-        tail = rest[num_whole * _LINE_WORDS :]
-        self.first = line + bool(start)  # number of the first whole line
-        self.whole = _lanes(rest[: num_whole * _LINE_WORDS]).view(num_whole, LINE)
-        self.edges = [(line, _padded(head, start))] if head.numel() else []
-        self.edges += [(self.first + num_whole, _padded(tail, 0))] if tail.numel() else []
-
-
-def _times(matrix: Tensor, vector: Tensor, out: Tensor | None = None) -> Tensor:
-    """Matrix times vector, modulo 2^64."""
-    if matrix.device.type == "cpu":
-        return torch.mv(matrix, vector, out=out)  # one pass at the speed of memory
-    return torch.sum(matrix * vector, 1, out=out)  # devices multiply no matrices of integers
+def _on_cpu(words: npt.NDArray[np.int16], first_word: int) -> int:
+    """Both sums. NumPy does what is small, since its calls cost least, and torch what is large."""
+    by_lane, by_group = _keys_in_a_line(torch.device("cpu"))
+    straight, moved = _Lines.of(words, first_word), _Lines.of(words, first_word + MOVED)
+    total = 0
+    for line, lanes in straight.edges:
+        total += int(np.dot(lanes, by_lane.numpy())) * int(_keys_of_lines(line, 1)[0])
+    for line, lanes in moved.edges:
+        total += int(np.dot(lanes.reshape(-1, GROUP).sum(1), by_group.numpy())) * int(_keys_of_lines(line, 1)[0])
+    if len(straight.whole) or len(moved.whole):
+        total += _of_whole_lines(straight, moved)
+    return total
 
 
-def _times_keys_of_lines(sums: Tensor, line: int) -> Tensor:
-    key = _keys_of_lines(sums.device)[line : line + len(sums)]
-    if len(key) < len(sums):
-        key = keys(_KEY_M, torch.arange(line, line + len(sums), device=sums.device))
-    return torch.dot(sums, key) if sums.device.type == "cpu" else (sums * key).sum()
+def _of_whole_lines(straight: _Lines, moved: _Lines) -> int:
+    by_lane, by_group = _keys_in_a_line(torch.device("cpu"))
+    # The lanes can begin anywhere in a word of memory: torch reads them so, NumPy would copy them first.
+    lines = torch.from_numpy(straight.whole)
+    groups = torch.from_numpy(moved.whole).view(-1, LINE // GROUP, GROUP)
+    of_lines = torch.empty(len(lines), dtype=torch.int64)
+    of_groups = torch.empty(len(groups), LINE // GROUP, dtype=torch.int64)
+    for start in range(0, max(len(lines), len(groups)), _CPU_CHUNK):
+        chunk = slice(start, start + _CPU_CHUNK)
+        torch.mv(lines[chunk], by_lane, out=of_lines[chunk])
+        torch.sum(groups[chunk], 2, out=of_groups[chunk])
+    total = int(np.dot(of_lines.numpy(), _keys_of_lines(straight.first, len(lines))))
+    return total + int(np.dot(torch.mv(of_groups, by_group).numpy(), _keys_of_lines(moved.first, len(groups))))
+
+
+class _Lines(NamedTuple):
+    """Words that begin somewhere in a row of lines, as lanes."""
+
+    first: int  # number of the first whole line
+    whole: Lanes  # [lines, LINE], where they stand
+    edges: list[tuple[int, Lanes]]  # number and lanes of a line that is cut, padded with zeros
+
+    @staticmethod
+    def of(words: npt.NDArray[np.int16], first_word: int) -> _Lines:
+        line, start = divmod(first_word, _LINE_WORDS)
+        edges = []
+        if start and len(words):
+            edges.append((line, _padded(words[: _LINE_WORDS - start], start)))
+        begin = -first_word % _LINE_WORDS
+        num_whole = max(0, len(words) - begin) // _LINE_WORDS
+        end = begin + num_whole * _LINE_WORDS
+        line += bool(start)
+        if end < len(words):
+            edges.append((line + num_whole, _padded(words[end:], 0)))
+        return _Lines(line, words[begin:end].view(np.int64).reshape(num_whole, LINE), edges)
+
+
+def _padded(words: npt.NDArray[np.int16], start: int) -> Lanes:
+    line = np.zeros(LINE, np.int64)
+    line.view(np.int16)[start : start + len(words)] = words
+    return line
+
+
+def on_device(words: Tensor, first_word: int) -> int:
+    """Both sums with plain operations, for words [n] int16 on any device."""
+    by_lane, by_group = _keys_in_a_line(words.device)
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for shift, by_place in ((0, by_lane), (MOVED, by_group.repeat_interleave(GROUP))):
+        place, end = first_word + shift, first_word + shift + words.numel()
+        while place < end:
+            line, start = divmod(place, _LINE_WORDS)
+            part = words[place - first_word - shift :][: _DEVICE_CHUNK * _LINE_WORDS - start]
+            lanes = torch.nn.functional.pad(part, (start, -(start + part.numel()) % _LINE_WORDS)).view(torch.int64)
+            lines = (lanes.view(-1, LINE) * by_place).sum(1)
+            index = torch.arange(line, line + len(lines), device=words.device)
+            total += (lines * keys(_KEY_M, index)).sum()
+            place += part.numel()
+    return int(total)
 
 
 @lru_cache(maxsize=8)
@@ -115,26 +146,12 @@ def _keys_in_a_line(device: torch.device) -> tuple[Tensor, Tensor]:
     return keys(_KEY_T, index), keys(_KEY_U, index[: LINE // GROUP])
 
 
-@lru_cache(maxsize=8)
-def _keys_of_lines(device: torch.device) -> Tensor:
-    return keys(_KEY_M, torch.arange(_LINES_KEPT, device=device))
+def _keys_of_lines(first: int, count: int) -> Lanes:
+    if first + count <= _LINES_KEPT:
+        return _keys_of_the_first_lines()[first : first + count]
+    return keys(_KEY_M, torch.arange(first, first + count)).numpy()
 
 
-def _words(tensor: Tensor) -> Tensor:
-    """The tensor's words as a row of int16; views its memory where that is possible."""
-    flat = tensor.detach().contiguous().view(-1)
-    return flat.view(torch.uint8).to(torch.int16) if flat.element_size() == 1 else flat.view(torch.int16)
-
-
-def _lanes(words: Tensor) -> Tensor:
-    """int64 over the same bytes. They can begin anywhere in a lane: processors read that, other devices get a copy."""
-    if words.device.type == "cpu":
-        return torch.from_numpy(words.numpy().view(np.int64))
-    return (words.clone() if words.storage_offset() % WORDS else words).view(torch.int64)
-
-
-def _padded(words: Tensor, start: int) -> Tensor:
-    """One line, zero but for `words` from word `start` on."""
-    line = words.new_zeros(_LINE_WORDS)
-    line[start : start + words.numel()] = words
-    return line.view(torch.int64).view(1, LINE)
+@lru_cache(maxsize=1)
+def _keys_of_the_first_lines() -> Lanes:
+    return keys(_KEY_M, torch.arange(_LINES_KEPT)).numpy()
