@@ -1,0 +1,105 @@
+"""What a worker process runs in the tests of capsules: real roles in one process, real files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpointer_jobs import hosts
+from scheduler_samples import train_batch
+
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.data.batch import TrainBatch
+from rlhf_megatron.data.codec import read_file, write_file
+from rlhf_megatron.parallel.world import World
+from rlhf_megatron.scheduler.capsule import Capsules
+from rlhf_megatron.scheduler.finite import bad_columns
+from rlhf_megatron.scheduler.replay_capsule import Outcome, replay_capsule
+from rlhf_megatron.scheduler.skips import NonFiniteNumbers, Skips
+from rlhf_megatron.scheduler.update import actor_update, critic_update, leave_out, run_updates
+
+
+def small_batch() -> TrainBatch:
+    """`train_batch` with ids of the tiny model, and what a critic needs."""
+    batch = train_batch()
+    mask = batch.response_mask.float()
+    old = -3.0 * mask
+    return replace(
+        batch,
+        token_ids=batch.token_ids % 13,
+        old_log_probs=old,
+        rollout_log_probs=old,
+        advantages=(batch.advantages - 4) * mask,
+        values=0.1 * mask,
+        returns=0.5 * mask,
+    )
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """What came of a run with skips."""
+
+    metrics: list[dict[str, float]]
+    notes: list[str]
+    error: str
+    replays: dict[str, Outcome]
+
+
+def skipped_updates(world: World, config: RunConfig, run_dir: Path) -> Skipped:
+    """Three steps whose sample 5 has an advantage without bound, in one of two mini-batches; replays of the first."""
+    batch = small_batch()
+    advantages = batch.advantages.clone()
+    advantages[int(batch.offsets[6]) - 1] = torch.inf
+    bad = replace(batch, advantages=advantages)
+    notes: list[str] = []
+    metrics, error = [], ""
+    skips = Skips(config.trainer, Capsules(run_dir, config, notes.append), notes.append)
+    with hosts(config) as (group, _):
+        try:
+            for step in (1, 2, 3):
+                metrics.append(run_updates(group, {"actor.update": actor_update(config, step, bad)}, step, skips))
+        except NonFiniteNumbers as over:
+            error = str(over)
+    path = run_dir / "capsules" / "step_000001_actor"
+    replays = {"as it was": replay(config, run_dir, path)}
+    mended = replace(read_file(path / "mini_batch.batch"))
+    write_file(path / "mini_batch.batch", replace(mended, advantages=mended.advantages.nan_to_num(posinf=1.0)))
+    replays["mended"] = replay(config, run_dir, path)
+    return Skipped(metrics, notes, error, replays)
+
+
+def replay(config: RunConfig, run_dir: Path, path: Path) -> Outcome:
+    """In a world of its own, as the program does it."""
+    with hosts(config) as (group, _):
+        kept_open = group.close
+        group.close = lambda: None  # type: ignore[method-assign]
+        try:
+            return replay_capsule(config, lambda: group, run_dir, path)
+        finally:
+            group.close = kept_open  # type: ignore[method-assign]
+
+
+def left_out(world: World, config: RunConfig, run_dir: Path) -> Skipped:
+    """A policy whose weights make no number: its log-probs are found before they are trained on."""
+    from rlhf_megatron.checkpoint.load_model import named_parameters
+
+    notes: list[str] = []
+    skips = Skips(config.trainer, Capsules(run_dir, config, notes.append), notes.append)
+    batch = small_batch()
+    with hosts(config) as (group, roles):
+        parameters = named_parameters(roles["actor"].trained.chunks)
+        parameters["decoder.layers.1.mlp.linear_fc2.weight"].data[0, 0] = torch.inf
+        found = group.scatter("actor.log_probs", batch, token_budget=1000, temperature=1.0, with_entropy=False).result()
+        batch = replace(batch, old_log_probs=found.log_probs)
+        updates = {"critic.update": critic_update(config, 7, batch), "actor.update": actor_update(config, 7, batch)}
+        metrics = leave_out(group, updates, 7, skips, batch, bad_columns(batch))
+    return Skipped([metrics], notes, "", {"it": replay(config, run_dir, run_dir / "capsules" / "step_000007_actor")})
+
+
+def facts_of(path: Path) -> dict[str, Any]:
+    import json
+
+    found: dict[str, Any] = json.loads((path / "capsule.json").read_text())
+    return found
