@@ -261,6 +261,7 @@ class TrainedModel:
 
     def save(self, directory: Path) -> None:
         """See `contract.TrainedWorker`."""
+        directory.parent.mkdir(parents=True, exist_ok=True)
         self.begin_save(directory)
         result = self.finish_save(SAVE_TIMEOUT_S)
         if result.error is not None:
