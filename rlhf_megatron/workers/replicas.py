@@ -27,6 +27,7 @@ from rlhf_megatron.workers.nonfinite import bad_tensors
 from rlhf_megatron.workers.optimizer import Optimizer
 from rlhf_megatron.workers.optimizer_state import held_parameters
 
+SCHEDULE = "schedule"  # stands for the optimizer's schedules among the names of tensors
 NUM_MEASURED = 8  # differences of which the size is found out
 _WORD = 8  # bytes
 _ROW = 8192  # words that share a factor
@@ -57,25 +58,25 @@ def check_replicas(chunks: Sequence[nn.Module], optimizer: Optimizer, world: Wor
     """Compare what this rank shares with others. All ranks of the pool, parameters gathered."""
     start = time.monotonic()
     parameters = named_parameters(chunks)
-    digests = {name: digest(parameter) for name, parameter in parameters.items()}
-    state, shards = _state_tensors(parameters, optimizer)
-    state_digests = {name: digest(tensor) for name, tensor in {**state, **shards}.items()}
+    whole, shards = _state_tensors(parameters, optimizer)
+    tensors = {**parameters, **whole, **shards, SCHEDULE: _schedule(optimizer, world)}
     unsplit = {name for name, parameter in parameters.items() if not getattr(parameter, "tensor_model_parallel", False)}
-    alike_over_tp = [name for name in [*digests, *state_digests] if name.split(" ")[0] in unsplit]
-    tensors = {**parameters, **state, **shards}
-    all_digests = {**digests, **state_digests, "schedule": _schedule(optimizer, world)}
-    comparison = _Comparison(world, tensors, all_digests)
+    groups = {
+        "data parallel": (world.dp_cp_group, [*parameters, *whole, SCHEDULE]),
+        "tensor parallel": (world.tp_group, [name for name in tensors if name.split(" ")[0] in {*unsplit, SCHEDULE}]),
+    }
+    groups = {what: found for what, found in groups.items() if dist.get_world_size(found[0]) > 1}
+    compared = dict.fromkeys(name for _, names in groups.values() for name in names)
+    comparison = _Comparison(world, tensors, {name: digest(tensors[name]) for name in compared})
     differences = [
-        *comparison("data parallel", world.dp_cp_group, [*digests, *state, "schedule"]),
-        *comparison("tensor parallel", world.tp_group, [*alike_over_tp, "schedule"]),
-        *_tied(chunks, world),
+        difference for what, (group, names) in groups.items() for difference in comparison(what, group, names)
     ]
     return ReplicaReport(
         where=str(world),
-        num_tensors=len(all_digests),
-        num_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
+        num_tensors=len(compared),
+        num_bytes=sum(tensors[name].numel() * tensors[name].element_size() for name in compared),
         seconds=time.monotonic() - start,
-        differences=tuple(differences),
+        differences=(*differences, *_tied(chunks, world)),
         not_finite=bad_tensors(parameters),
     )
 
@@ -97,8 +98,6 @@ class _Comparison:
     digests: Mapping[str, Tensor]
 
     def __call__(self, what: str, group: ProcessGroup, names: Sequence[str]) -> list[Difference]:
-        if dist.get_world_size(group) == 1:
-            return []
         mine = torch.stack([self.digests[name].to(self.world.device) for name in names]) & _POSITIVE
         differing = _differing(mine, group)
         found = []
@@ -158,10 +157,10 @@ def _state_tensors(
 
 
 def _schedule(optimizer: Optimizer, world: World) -> Tensor:
-    """Digest of how far the optimizer is and of its learning rates."""
+    """How far the optimizer is, and its learning rates."""
     groups = optimizer.megatron.param_groups
     numbers = [float(optimizer.scheduler.num_steps), *sorted({float(group["lr"]) for group in groups})]
-    return digest(torch.tensor(numbers, dtype=torch.float64, device=world.device))
+    return torch.tensor(numbers, dtype=torch.float64, device=world.device)
 
 
 def _tied(chunks: Sequence[nn.Module], world: World) -> list[Difference]:
