@@ -91,7 +91,7 @@ class HFReader:
             if not isinstance(weight_map, dict) or not weight_map:
                 raise ValueError(f"{index} has no weight_map; fetch it again.")
             for file in set(weight_map.values()):
-                if not isinstance(file, str) or PurePosixPath(file).name != file:
+                if not isinstance(file, str) or PurePosixPath(file).name != file or file == "..":
                     raise ValueError(f"{index} names the file {file!r}; it must be a plain name in the same directory.")
             return weight_map
         files = sorted(path.name for path in self.directory.glob("*.safetensors"))

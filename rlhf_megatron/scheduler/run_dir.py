@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import socket
+import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,8 +43,9 @@ def take_lock(run_dir: Path) -> RunLock:
     path = run_dir / LOCK
     for _ in range(_LOCK_ATTEMPTS):
         run_dir.mkdir(parents=True, exist_ok=True)
+        _refuse_strange(run_dir)
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         except FileNotFoundError:  # the directory was moved aside in between
             continue
         try:
@@ -59,6 +62,20 @@ def take_lock(run_dir: Path) -> RunLock:
             return _sign(descriptor)
         os.close(descriptor)
     raise ValueError(f"{run_dir} is moved aside by others again and again; set another trainer.experiment_name.")
+
+
+def _refuse_strange(run_dir: Path) -> None:
+    """Whoever has the directory can put links where this run writes. Raises ValueError where that is another user."""
+    for path in (run_dir, run_dir / LOCK):
+        with contextlib.suppress(FileNotFoundError):
+            found = path.lstat() if path.name == LOCK else path.stat()
+            if stat.S_ISLNK(found.st_mode):
+                raise ValueError(f"{path} is a link; remove it, or set another trainer.default_local_dir.")
+            if os.getuid() not in (0, found.st_uid):
+                raise ValueError(
+                    f"{path} belongs to another user (id {found.st_uid}); set another trainer.default_local_dir. A"
+                    " checkpoint in it can be gone on from with trainer.resume_mode: resume_path."
+                )
 
 
 def _sign(descriptor: int) -> RunLock:
