@@ -177,6 +177,19 @@ def test_a_resync_gives_the_same_version_again(rig: Rig) -> None:
     assert engine.version() == version
 
 
+def test_faults_of_requests_lose_double_and_age_no_sample(rig: Rig) -> None:
+    """A broken connection, an answer that says it is of the version before, a request that comes twice or late."""
+    expected = rig.fleet.generate(REQUESTS)
+    for kind in ("reset", "old_version", "duplicate", "delay"):
+        rig.plan(ProxyFault(kind, "/generate", nth=rig.proxy.passed["/generate"] + 1, seconds=0.2))
+        fired = len(rig.proxy.fired)
+        got = rig.fleet.generate(REQUESTS)
+        assert [fault.kind for fault, _ in rig.proxy.fired[fired:]] == [kind]
+        for one, other in zip(got, expected, strict=True):
+            assert_same(one, other)
+    rig.plan()
+
+
 @pytest.fixture(scope="module")
 def two(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EngineServers, Path]]:
     folder = tmp_path_factory.mktemp("two")
