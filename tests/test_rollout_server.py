@@ -9,15 +9,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import urllib3
 from rollout_tools import request, tiny_qwen3, weights_of, write_buckets
 
-from rlhf_megatron.rollout.engine import EngineError, EngineRequestError, EngineTimeoutError
+from rlhf_megatron.rollout.engine import EngineError, EngineRequestError, EngineTimeoutError, GeneratedSample
+from rlhf_megatron.rollout.local.generator import Generator
+from rlhf_megatron.rollout.local.model import LocalModel
 from rlhf_megatron.rollout.local.server import main, read_token
+from rlhf_megatron.rollout.local.service import DecodeService, StaleError
+from rlhf_megatron.rollout.local.weights import WeightReceiver
 from rlhf_megatron.rollout.local_client import LocalEngine
 from rlhf_megatron.rollout.process import EngineServers, start_local_engines, write_token
 
@@ -162,6 +168,41 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0] != "Z"
     except (ProcessLookupError, FileNotFoundError):
         return False
+
+
+def test_closed_batches_wait_for_their_turn_and_can_be_taken_out() -> None:
+    """The loop is held by a pause; what is dropped or aborted while it waits never runs."""
+    model = LocalModel(tiny_qwen3(1))
+    service = DecodeService(Generator(model, 4, 4096), WeightReceiver(model.module, None, True), is_closed=True)
+    service.call(service.pause).result(10)
+
+    def submit(seed: int) -> Future[list[list[GeneratedSample]]]:
+        job, admitted = service.generate([request((1, 2), (seed, seed + 10), 5)])
+        admitted.result(10)
+        jobs.append(job)
+        return job.future
+
+    jobs: list[Any] = []
+    for seed in range(4):
+        submit(seed)
+    assert not service.generator.has_work
+    service.call(lambda: service.drop(jobs[1])).result(10)
+    service.call(service.resume).result(10)
+    alone = Generator(model, 4, 4096)
+    for seed in (0, 2, 3):
+        assert jobs[seed].future.result(10) == alone.generate([request((1, 2), (seed, seed + 10), 5)])
+        alone.reset()
+    assert not jobs[1].future.done()
+
+    service.call(service.pause).result(10)
+    late = [submit(seed) for seed in range(2)]
+    service.call(service.abort).result(10)
+    assert [future.result(10)[0][0].finish_reason for future in late] == ["abort", "abort"]
+    late = [submit(seed) for seed in range(2)]
+    service.close()
+    for future in late:
+        with pytest.raises(StaleError, match="shutting down"):
+            future.result(10)
 
 
 def test_a_remote_address_needs_a_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

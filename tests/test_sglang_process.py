@@ -133,22 +133,21 @@ def test_a_server_that_fails_to_start_again_is_not_left_running(tmp_path: Path) 
 
 @pytest.mark.dist
 def test_servers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
-    """A killed starter leaves nothing behind, though the server itself does not look after that."""
+    """A killed starter leaves nothing behind, though the server itself does not look after that and is stopped."""
     code = (
         "import sys, time; sys.path.insert(0, sys.argv[1]); from test_sglang_process import start\n"
-        "from pathlib import Path; s = start(Path(sys.argv[2]), 'echo $$ > ' + sys.argv[2] + '/pid; serve \"$@\"')\n"
+        "from pathlib import Path; s = start(Path(sys.argv[2]), 'serve \"$@\"')\n"
         "print(s.processes[0].pid, flush=True); time.sleep(600)"
     )
     command = [sys.executable, "-c", code, str(Path(__file__).parent), str(tmp_path)]
     starter = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert starter.stdout is not None
-    group = int(starter.stdout.readline())
-    server = int((tmp_path / "pid").read_text())
-    assert os.getpgid(server) == group
+    server = int(starter.stdout.readline())
+    os.kill(server, signal.SIGSTOP)
     starter.kill()
     starter.wait(10)
     deadline = time.monotonic() + 30
-    while is_alive(group) or is_alive(server):
+    while is_alive(server):
         assert time.monotonic() < deadline, "the server outlived its starter"
         time.sleep(0.05)
 

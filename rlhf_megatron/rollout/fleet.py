@@ -291,7 +291,7 @@ class EngineFleet:
         """Ask for the chunk again, with the same seeds. Raises EngineError when it has used up its retries."""
         chunk.failures[member.name] = words
         chunk.num_failures += 1
-        logger.warning("%s failed with %d samples: %s", member.name, chunk.num_samples, words)
+        logger.warning("%s failed with %d samples: %s", member.name, chunk.num_samples, words.splitlines()[0])
         if chunk.num_failures > self.request_retries:
             raise EngineError(
                 f"{chunk.num_samples} samples failed {chunk.num_failures} times (rollout.request_retries is"

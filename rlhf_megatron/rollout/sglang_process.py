@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import socket
-import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +14,6 @@ from typing import Any
 
 import yaml
 
-from rlhf_megatron.rollout import guard
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError
 from rlhf_megatron.rollout.http import HttpClient
 from rlhf_megatron.rollout.process import (
@@ -137,8 +135,7 @@ class _Launch:
         self.log_start = log.stat().st_size if log.exists() else 0
         tp_size = int(settings.get("tensor-parallel-size", 1))
         self.address = EngineAddress(self.name, "sglang", f"http://127.0.0.1:{port}", token, tp_size)
-        command = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), self.installed.python]
-        command += ["-m", "sglang.launch_server", "--config", str(path)]
+        command = [self.installed.python, "-m", "sglang.launch_server", "--config", str(path)]
         self.process = ServerProcess(self.name, command, log, env)
 
     def wait(self, deadline: float, progress: Progress | None) -> EngineAddress:

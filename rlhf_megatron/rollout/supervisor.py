@@ -236,7 +236,7 @@ class Supervisor:
             return
         self.num_restarts += 1
         self.counters["rollout/engine_restarts"] += 1
-        logger.warning("%s is started again (%d of %d): %s", member.name, self.num_restarts, limit, member.reason)
+        logger.warning("%s is started again (%d of %d)", member.name, self.num_restarts, limit)
         member.state = State.STARTING
         member.pending = self._calls.start(member.name, "restart", lambda: servers.restart(member.name))
 
