@@ -36,17 +36,21 @@ _KILL_GRACE_S = 10.0  # a killed process ends at once unless it hangs in the ker
 _POLL_S = 0.05
 _TAIL_LINES = 20
 _ENDING_LINES = 3
+HIDDEN = "********"
 _running: weakref.WeakSet[ServerProcess] = weakref.WeakSet()
 
 
 class ServerProcess:
-    """A child in a process group of its own, which ends with this process; stdout and stderr go to `log`."""
+    """A child in a process group of its own, which ends with this process; stdout and stderr go to `log`, for this user
+    to read."""
 
-    def __init__(self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str]) -> None:
+    def __init__(self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str], token: str = "") -> None:
+        """`token`: what must not be seen of its log, where some servers write their arguments."""
         self.name = name
         self.log = log
+        self._token = token
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as out:
+        with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600), "ab") as out:
             self._process = subprocess.Popen(
                 watched(command),
                 stdin=subprocess.PIPE,
@@ -69,10 +73,23 @@ class ServerProcess:
 
     def tail(self, num_lines: int = _TAIL_LINES) -> str:
         """The last lines of its log."""
+        return "\n".join(self.text().splitlines()[-num_lines:])
+
+    def text(self, start: int = 0) -> str:
+        """Its log from byte `start` on, without the token."""
         try:
-            return "\n".join(self.log.read_text(errors="replace").splitlines()[-num_lines:])
+            text = self.log.read_bytes()[start:].decode(errors="replace")
         except OSError:
             return ""
+        return text.replace(self._token, HIDDEN) if self._token else text
+
+    def hide_token(self) -> None:
+        """Write over the token wherever it stands in the log so far. The server only appends."""
+        if self._token:
+            with contextlib.suppress(OSError), self.log.open("r+b") as file:
+                data, token, at = file.read(), self._token.encode(), -1
+                while (at := data.find(token, at + 1)) >= 0:
+                    os.pwrite(file.fileno(), b"*" * len(token), at)
 
     def request_stop(self) -> None:
         """SIGTERM to the group; does not wait."""
@@ -247,7 +264,7 @@ def await_ready(
 
 def write_token(path: Path) -> str:
     """A fresh random token in a file that only this user can read."""
-    token = secrets.token_urlsafe(32)
+    token = secrets.token_hex(32)  # letters and digits: one that begins with - would be taken for an option
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as out:
