@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,9 @@ from dist_pool import DistPool
 
 from benchmarks.chaos import relayout, schedules
 from benchmarks.chaos.cases import Case, matrix
+from benchmarks.chaos.leaks import temporary_entries
 from benchmarks.chaos.matrix import run_case, undisturbed
+from benchmarks.chaos.program import clean_environment
 from benchmarks.chaos.task import write_task
 
 pytestmark = pytest.mark.dist
@@ -32,6 +36,17 @@ def disturbed(case: Case, directory: Path) -> list[str]:
 
 def test_a_run_killed_before_a_commit_ends_as_one_that_was_left_alone(tmp_path: Path) -> None:
     assert disturbed(CASES["inline/kill/ckpt.before_commit"], tmp_path) == []
+
+
+def test_the_launcher_leaves_no_directory_behind(tmp_path: Path) -> None:
+    """Also not the one of a launcher that was killed before."""
+    (tmp_path / "rlhf-megatron-killed").mkdir()
+    (tmp_path / "rlhf-megatron-killed" / "owner.lock").touch()
+    agent = [sys.executable, "-m", "rlhf_megatron.runtime.agent", "--standalone", "--nproc-per-node", "1"]
+    environment = {**clean_environment(), "TMPDIR": str(tmp_path)}
+    done = subprocess.run([*agent, "-m", "platform"], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "Linux" in done.stdout, done.stderr
+    assert temporary_entries(tmp_path) == []
 
 
 @pytest.mark.chaos

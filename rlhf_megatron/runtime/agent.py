@@ -15,6 +15,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
 from types import FrameType
@@ -30,6 +31,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException  # noq
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: E402
 from torch.distributed.run import parse_args, run  # noqa: E402
 
+from rlhf_megatron.resharding.transfer_dir import make_transfer_dir  # noqa: E402
 from rlhf_megatron.runtime.bound_store import bind_stores  # noqa: E402
 from rlhf_megatron.runtime.channel import SECRET_ENV, SECRET_FILE_ENV, new_secret  # noqa: E402
 from rlhf_megatron.runtime.nodes import OtherNodes, interface_towards  # noqa: E402
@@ -112,13 +114,22 @@ def main(arguments: Sequence[str]) -> int:
         if interface := interface_towards(parsed.master_addr):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         others = OtherNodes(parsed.master_addr, parsed.master_port, parsed.node_rank, ranks.end)
-    code = _run(parsed)
+    code = _run_aside(parsed)
     if others is not None:
         others.leave(code)
         if others.ended is not None:
             reason, code = others.ended
             sys.stderr.write(f"{reason} before this run was over; the output there says why.\n")
     return code
+
+
+def _run_aside(parsed: argparse.Namespace) -> int:
+    """torchrun leaves a directory of error files behind; here it goes with the agent, or when the next one starts."""
+    if parsed.log_dir is not None:
+        return _run(parsed)
+    with make_transfer_dir(tempfile.gettempdir(), 0) as aside:
+        parsed.log_dir = str(aside.path)
+        return _run(parsed)
 
 
 def _run(parsed: argparse.Namespace) -> int:
