@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos import verdict
-from benchmarks.chaos.leaks import FileCounts, listening_ports, new_entries, shared_memory
+from benchmarks.chaos.leaks import FileCounts, listening_ports, new_entries, shared_memory, temporary_entries
 from benchmarks.chaos.matrix import signal_name, tail
 from benchmarks.chaos.program import Launch
 from benchmarks.chaos.task import LAYOUTS, NAME, overrides, write_soak
@@ -197,7 +197,7 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     if figures["ettr"] < ETTR_BAR:
         problems.append(f"ETTR {figures['ettr']:.3f} is below {ETTR_BAR}")
     problems += [f"left in shared memory: {name}" for name in new_entries(memory, shared_memory())]
-    problems += [f"left in the temporary directory: {path.name}" for path in (directory / "tmp").iterdir()]
+    problems += [f"left in the temporary directory: {name}" for name in temporary_entries(directory / "tmp")]
     problems += soak.file_counts.problems()
     result = {
         "seed": args.seed,

@@ -20,6 +20,7 @@ STEP = 5  # that is disturbed: the checkpoint of step 2 stands, since there is o
 LAST_EVALUATION = 4  # before step 1, after steps 2 and 4, and at the end
 WAIT_S = 2.0  # at a point, for the signal from outside
 KILLED = -signal.SIGKILL
+FAILED = 1  # the controller's
 HANG_S = 20.0  # deadline of a stage in which somebody hangs; the stage takes a fraction of a second
 # How often a process passes a point until the step STEP reaches it (see task.py: two optimizer steps, four buckets a
 # weight sync, a sync before the first step, checkpoints after steps 2, 4 and 6).
@@ -86,7 +87,8 @@ def kills() -> Iterator[Case]:
         yield Case(f"inline/kill/{point}", "inline", f"kill@{point}:{when(point)}", first_exit=(KILLED,))
     for point in POINTS:
         for who in ("controller",) if passed_by(point) == "controller" else ("rank0", "rank1"):
-            yield Case(f"tp2/kill_{who}/{point}", "tp2", f"kill@{point}:who={who},{when(point)}")
+            codes = (FAILED,) if who == "rank1" else None  # rank 0 hands on the controller's code
+            yield Case(f"tp2/kill_{who}/{point}", "tp2", f"kill@{point}:who={who},{when(point)}", first_exit=codes)
     for point, who in (
         ("rollout.mid_generate", "controller"),
         ("actor.before_optimizer_step", "rank3"),
@@ -137,6 +139,7 @@ def hangs() -> Iterator[Case]:
             f"tp2/stop_rank1/{point}",
             "tp2",
             f"stop@{point}:who=rank1,{when(point)}",
+            first_exit=(FAILED,),
             said=("tp1]", "does not answer", stage),
             settings={"trainer.stage_timeouts_s": {stage: HANG_S}},
         )

@@ -12,6 +12,7 @@ from benchmarks.chaos.program import Process
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "rlhf-megatron"  # of what the package makes there
+CACHES = ("torchinductor_",)  # torch's own in the temporary directory, one a user
 LISTEN = "0A"
 ENDS = 10  # counts at either end of a process's life whose minimum is compared
 ALLOWED_GROWTH = 8  # descriptors
@@ -21,6 +22,11 @@ MIN_SECONDS = 20.0  # that a process must have been watched
 def shared_memory() -> set[str]:
     """Names of the package's entries."""
     return {path.name for path in SHARED_MEMORY.glob(f"{PREFIX}*")} if SHARED_MEMORY.is_dir() else set()
+
+
+def temporary_entries(directory: Path) -> list[str]:
+    """What is left in a temporary directory that was empty, torch's caches left out."""
+    return sorted(path.name for path in directory.iterdir() if not path.name.startswith(CACHES))
 
 
 def new_entries(before: set[str], after: set[str]) -> list[str]:
