@@ -6,7 +6,9 @@ import json
 import os
 import shutil
 import stat
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import pytest
 
 from rlhf_megatron.checkpoint.hf_reader import HFReader
 from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
-from rlhf_megatron.rollout.process import write_token
+from rlhf_megatron.rollout.process import HIDDEN, ServerProcess, write_token
 from rlhf_megatron.rollout.sglang_process import write_private
 from rlhf_megatron.scheduler.run_dir import LOCK, open_run_dir, take_lock
 
@@ -95,3 +97,21 @@ def test_an_index_of_weights_names_plain_files(tmp_path: Path, file: str) -> Non
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": file}}))
     with pytest.raises(ValueError, match="must be a plain name in the same directory"):
         HFReader(tmp_path)
+
+
+@pytest.mark.dist
+def test_a_servers_log_is_private_and_loses_its_token(tmp_path: Path, open_mask: None) -> None:
+    token, log = "s3cret-" * 5, tmp_path / "engine0.log"
+    code = f"print('args: key={token} admin={token}', flush=True); import time; time.sleep(600)"
+    process = ServerProcess("engine0", [sys.executable, "-c", code], log, {}, token)
+    try:
+        deadline = time.monotonic() + 60
+        while "args" not in process.tail():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert process.tail() == f"args: key={HIDDEN} admin={HIDDEN}" and token in log.read_text()
+        process.hide_token()
+        stars = "*" * len(token)
+        assert log.read_text() == f"args: key={stars} admin={stars}\n" and mode(log) == 0o600
+    finally:
+        process.stop()

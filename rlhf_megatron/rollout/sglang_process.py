@@ -136,10 +136,17 @@ class _Launch:
         tp_size = int(settings.get("tensor-parallel-size", 1))
         self.address = EngineAddress(self.name, "sglang", f"http://127.0.0.1:{port}", token, tp_size)
         command = [self.installed.python, "-m", "sglang.launch_server", "--config", str(path)]
-        self.process = ServerProcess(self.name, command, log, env)
+        self.process = ServerProcess(self.name, command, log, env, token)
 
     def wait(self, deadline: float, progress: Progress | None) -> EngineAddress:
         """Until it answers and says that it can do what is needed. A lost port is tried again with another one."""
+        try:
+            return self._wait(deadline, progress)
+        finally:
+            assert self.process is not None
+            self.process.hide_token()  # SGLang writes its arguments into the log as it starts, the keys among them
+
+    def _wait(self, deadline: float, progress: Progress | None) -> EngineAddress:
         for attempt in range(1, PORT_ATTEMPTS + 1):
             assert self.process is not None, "wait comes after start"
             try:
@@ -152,6 +159,7 @@ class _Launch:
                     raise EngineError(f"{error}{own_error(text)}") from error
             logger.warning("%s lost its port to another process; it is started again with another", self.name)
             self.process.stop()
+            self.process.hide_token()
             self.start()
         client = SGLangEngine(self.address, self.transfer_dir)
         try:
@@ -168,10 +176,7 @@ class _Launch:
 
     def _log(self) -> str:
         assert self.process is not None
-        try:
-            return self.process.log.read_bytes()[self.log_start :].decode(errors="replace")
-        except OSError:
-            return ""
+        return self.process.text(self.log_start)
 
 
 def own_error(log: str) -> str:
