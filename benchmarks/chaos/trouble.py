@@ -1,7 +1,7 @@
 """What the soak does to a run from outside, and in which mix.
 
-A quarter of the troubles end the launch, which is then started again: kill -9 of the launcher, of the controller, of a
-rank; SIGTERM to any of them; a byte of the newest checkpoint changed, and then kill -9. The others must be survived by
+A fifth of the troubles ends the launch, which is then started again: kill -9 of the launcher, of the controller or of a
+rank; SIGTERM to one of them; a byte of the newest checkpoint changed, and then kill -9. The others must be survived by
 the launch itself. All kinds take turns in an order that the seed draws, and come at times that it draws.
 """
 
@@ -22,7 +22,7 @@ LARGEST_FILE = 2 << 20  # bytes, with a full disk: more than a weight bucket, le
 PAUSE_S = 2.0
 OUTAGE_S = 3.0
 FULL_DISK_S = 20.0
-ENDING_SHARE = 4  # one trouble in so many ends the launch
+ENDING_SHARE = 5  # one trouble in so many ends the launch
 RANKS = ("rank0", "rank1")
 
 
@@ -170,9 +170,7 @@ def limit_files(pid: int, num_bytes: int) -> None:
 
 ENGINES = ("engine0", "engine1")
 KINDS: dict[str, Kind] = {
-    "kill_agent": Kind(_signal_to(("agent",), signal.SIGKILL), True),
-    "kill_controller": Kind(_signal_to(("controller",), signal.SIGKILL), True),
-    "kill_rank": Kind(_signal_to(RANKS, signal.SIGKILL), True),
+    "kill": Kind(_signal_to(("agent", "controller", *RANKS), signal.SIGKILL), True),
     "terminate": Kind(_signal_to(("agent", "controller", *RANKS), signal.SIGTERM), True),
     "corrupt_newest": Kind(_corrupt_newest, True),
     "kill_engine": Kind(_signal_to(ENGINES, signal.SIGKILL), False),

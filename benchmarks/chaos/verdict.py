@@ -12,7 +12,7 @@ from benchmarks.chaos.compare import Row, rows_of, samples_of
 from benchmarks.chaos.task import SOAK_GROUP_SIZE, SOAK_PROMPTS
 
 LAST_STEPS = 20  # whose mean reward is held against the target
-COUNTERS = ("rollout/engine_restarts", "rollout/engine_failures", "rollout/requests_reissued", "checkpoint/num_failed")
+COUNTERS = ("rollout/engine_restarts", "rollout/engine_failures", "rollout/requests_reissued")  # of each step
 
 
 def expected_prompts(config: Path, num_steps: int) -> list[Counter[str]]:
@@ -66,6 +66,13 @@ def read(run_dir: Path, config: Path) -> tuple[dict[str, Any], list[str]]:
         "steps_with_masked_samples": sum(row["reward/masked"] > 0 for row in rows),
         "ettr_of_the_run": rows[-1].get("perf/ettr"),
         "productive_s": sum(row["timing_s/step"] for row in rows),
-        **{name: max((row[name] for row in rows if name in row), default=None) for name in COUNTERS},
+        **{name: sum(row.get(name, 0.0) for row in rows) for name in COUNTERS},
+        "checkpoint/num_failed": total([row.get("checkpoint/num_failed", 0.0) for row in rows]),
     }
     return figures, list(conservation(rows, samples_of(run_dir), expected_prompts(config, len(rows))))
+
+
+def total(counts: Sequence[float]) -> float:
+    """Of a counter that begins at 0 in each launch."""
+    steps = pairwise([0.0, *counts])
+    return sum(after - before if after >= before else after for before, after in steps)
