@@ -20,7 +20,7 @@ from benchmarks.chaos.leaks import FileCounts, listening_ports
 from benchmarks.chaos.program import Process
 from benchmarks.chaos.schedules import draw_faults
 from benchmarks.chaos.trouble import KINDS, schedule
-from benchmarks.chaos.verdict import total, conservation
+from benchmarks.chaos.verdict import conservation, total
 
 
 def test_a_fifth_of_the_troubles_ends_the_launch_and_all_kinds_take_turns() -> None:
