@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -24,6 +25,7 @@ from rlhf_megatron.rollout.health import HealthWatch
 logger = logging.getLogger(__name__)
 
 _STALE_IN_A_ROW = 1  # an engine that is found with other weights more often, without a good answer between, is replaced
+_ENDING_S = 0.5  # a process that ends closes its connections a moment before
 
 
 class Servers(Protocol):
@@ -189,11 +191,15 @@ class Supervisor:
 
     def _examine(self, name: str, engine: Engine) -> int | None:
         """Its version. Raises EngineError where it is not well."""
-        words = self.ending(name)
-        if words is not None:
-            raise EngineError(words)
-        engine.health(self._supervision.health_timeout_s)
-        return engine.version()
+        try:
+            engine.health(self._supervision.health_timeout_s)
+            return engine.version()
+        except EngineError:
+            time.sleep(_ENDING_S)
+            words = self.ending(name)
+            if words is not None:
+                raise EngineError(words) from None
+            raise
 
     def _conclude(self, member: Member, pending: Future[Any], version: int | None) -> None:
         """A check or a start has ended."""
