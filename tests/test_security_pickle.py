@@ -272,3 +272,30 @@ def test_torch_and_megatron_load_through_the_safe_readers(
     with pytest.raises(JobError, match=r"common\.pt names posix\.system"):
         dist_pool.run(loads_of, checkpoint=checkpoint, target=evil, timeout_s=300)
     assert not marker.exists()
+
+
+def loaded_as_a_run_does(world: World, checkpoint: Path) -> None:
+    from rlhf_megatron.checkpoint.dist_checkpoint import load_sharded
+
+    load_sharded(checkpoint, {})
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", ["instead of metadata", "in a new field of it", "eval"])
+def test_a_run_refuses_evil_metadata(dist_pool: DistPool, checkpoint: Path, marker: Path, kind: str) -> None:
+    (checkpoint / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    torch.save(COMMON, checkpoint / "common.pt")
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(EVIL[kind](honest(checkpoint), marker)))
+    with pytest.raises(JobError, match=rf"\.metadata names ({FORBIDDEN.get(kind, 'posix.system')})"):
+        dist_pool.run(loaded_as_a_run_does, checkpoint=checkpoint, timeout_s=300)
+    assert not marker.exists()
+
+
+def test_another_backend_is_not_opened(checkpoint: Path) -> None:
+    """megatron-core picks its reader by this file."""
+    from rlhf_megatron.checkpoint.safe_reads import check_directory
+
+    for text in ('{"sharded_backend": "zarr", "sharded_backend_version": 1}', "[]", "{", "[" * 100_000, "{}"):
+        (checkpoint / "metadata.json").write_text(text)
+        with pytest.raises(ValueError, match=r"metadata\.json"):
+            check_directory(checkpoint)
