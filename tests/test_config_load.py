@@ -110,7 +110,7 @@ def test_a_wrong_value_is_named_with_rule_fix_and_place(tmp_path: Path, line: st
         ("actor_rollout_ref.actor.optim.lr", "Here it is actor.optim.lr."),
         ("actor_rollout_ref.actor.clip_ratio_high", "Here it is actor.policy_loss.params.clip_ratio_high."),
         ("actor_rollout_ref.rollout.mode", "Engines are always servers; remove it."),
-        ("trainer.resume_mode", "Not supported yet; remove it."),
+        ("trainer.max_actor_ckpt_to_keep", "Here it is trainer.max_ckpt_to_keep."),
         ("critic.model.path", "Here it is critic.path."),
         ("algorithm.norm_adv_by_std_in_grpo", "Here it is algorithm.params.norm_adv_by_std_in_grpo."),
     ],
