@@ -43,6 +43,8 @@ class HttpClient:
                 method, path, body=body, headers=self._headers, timeout=timeout, preload_content=False, redirect=False
             )
             data = self._read(response, deadline)
+        except urllib3.exceptions.NewConnectionError as error:  # to urllib3 a timeout, though nobody was waited for
+            raise EngineError(f"{who}: no connection ({error.__cause__ or error}).") from error
         except urllib3.exceptions.TimeoutError as error:
             raise EngineTimeoutError(f"{who}: no answer within {timeout_s:g} s.") from error
         except (urllib3.exceptions.HTTPError, OSError) as error:
