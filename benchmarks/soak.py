@@ -27,7 +27,7 @@ from benchmarks.chaos.leaks import FileCounts, listening_ports, new_entries, sha
 from benchmarks.chaos.matrix import signal_name, tail
 from benchmarks.chaos.program import Launch
 from benchmarks.chaos.task import LAYOUTS, NAME, overrides, write_soak
-from benchmarks.chaos.trouble import KINDS, Done, Scene, Trouble, schedule
+from benchmarks.chaos.trouble import KINDS, Done, Scene, Trouble, newest_checkpoint, schedule
 from benchmarks.common import RESULTS, ROOT, write_result
 from rlhf_megatron.stop import STOPPED_EXIT_CODE
 
@@ -132,6 +132,8 @@ class Soak:
 
     def _disturb(self, trouble: Trouble) -> None:
         kind = KINDS[trouble.kind]
+        if kind.ends_launch and (self._undo or newest_checkpoint(self.run_dir, at_least=1) is None):
+            return  # nothing to go on from yet, or the disk is full: the state could not be saved
         scene = Scene(self.launch, self.run_dir, self.directory / "outage")
         done = kind.act(scene, random.Random(trouble.seed))
         if done is None:

@@ -25,7 +25,7 @@ SAMPLES = PROMPTS * GROUP_SIZE
 TEST_SAMPLES = 8
 SOAK_PROMPTS, SOAK_GROUP_SIZE = 16, 8
 SOAK_LR = 1.0e-4
-SOAK_SAVE_FREQ = 20
+SOAK_SAVE_FREQ = 10
 _TP = "actor.megatron.tensor_model_parallel_size"
 _PP = "actor.megatron.pipeline_model_parallel_size"
 

@@ -125,10 +125,10 @@ def _corrupt_newest(scene: Scene, draw: random.Random) -> Done | None:
     return Done(f"byte {position} of {path.relative_to(scene.run_dir)} changed, {done.text}")
 
 
-def newest_checkpoint(run_dir: Path) -> Path | None:
-    """By name; None: there is at most one, and a run cannot fall back from that."""
+def newest_checkpoint(run_dir: Path, at_least: int = 2) -> Path | None:
+    """By name; None: there are fewer than `at_least`. A run cannot fall back from its only one."""
     found = sorted((run_dir / "checkpoints").glob("step_*"))
-    return found[-1] if len(found) > 1 else None
+    return found[-1] if len(found) >= at_least else None
 
 
 def _reward_outage(scene: Scene, draw: random.Random) -> Done:
