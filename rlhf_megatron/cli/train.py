@@ -154,7 +154,7 @@ def _run(
             return 0 if outcome.is_reproduced else NOT_REPRODUCED_EXIT_CODE
         if args.replay is not None:
             replay(config, group, run_dir, Path(args.replay_from), args.replay, stop)
-        else:
+        elif not _is_complete(args, config):  # ranks that torchrun has started come here without having asked
             run.train(config, group, run_dir, args.record or config.trainer.record, lock.since, stop)
     except EngineError as error:
         raise ValueError(str(error)) from error

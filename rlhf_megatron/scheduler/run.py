@@ -124,7 +124,7 @@ def _tracker(
     tracker = Tracker(run_dir, config.trainer.logger, config.trainer.total_training_steps, facts, clock)
     tracker.restore(rows)
     if start is not None:
-        again = f"; {num_superseded} rows of later steps are in {SUPERSEDED}/" if num_superseded else ""
+        again = f"; rows of later steps: {num_superseded}, now in {SUPERSEDED}/" if num_superseded else ""
         tracker.note(f"attempt {attempts.count}: {start}{again}")
     return tracker
 
