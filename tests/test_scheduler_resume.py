@@ -28,6 +28,7 @@ KILLS = [
     "loop.after_advantages:step=4",
     "actor.after_optimizer_step:step=4",
     "sync.before_commit:step=4",
+    "journal.before_write:step=5,nth=3",  # rewards are known, the samples are journalled
     "evaluate.before:step=5",
 ]
 
