@@ -22,7 +22,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help install quickstart quickstart-ppo quickstart-seeds smollm2 smollm2-ppo test check format test-dist parity split-invariance replay-layouts chaos soak bench gpu-check sglang-cpu sglang-smoke clean
+.PHONY: help install quickstart quickstart-ppo quickstart-seeds smollm2 smollm2-ppo test check format test-dist parity split-invariance replay-layouts test-chaos chaos soak bench gpu-check sglang-cpu sglang-smoke clean
 
 help:
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 20
@@ -68,6 +68,9 @@ format: $(VENV)/.installed  ## format and sort imports
 
 test-dist: $(MCORE_VENV)/.installed  ## only the tests with several processes; MCORE as for parity
 	$(MCORE_VENV)/bin/python -m pytest tests -m "dist and not gpu and not chaos" $(ARGS)
+
+test-chaos: $(VENV)/.installed  ## the tests that `make test` leaves out: runs that are killed and started again
+	$(BIN)/python -m pytest tests -m "chaos and not gpu" $(ARGS)
 
 parity: $(MCORE_VENV)/.installed  ## every layout against transformers in float64; MCORE=0.19.2: with that megatron-core
 	$(MCORE_VENV)/bin/python -m benchmarks.parity $(PARITY_ARGS) $(ARGS)

@@ -34,6 +34,7 @@ def disturbed(case: Case, directory: Path) -> list[str]:
     return run_case(case, config, reference, directory / "case").problems
 
 
+@pytest.mark.chaos
 def test_a_run_killed_before_a_commit_ends_as_one_that_was_left_alone(tmp_path: Path) -> None:
     assert disturbed(CASES["inline/kill/ckpt.before_commit"], tmp_path) == []
 

@@ -288,6 +288,7 @@ def test_a_step_with_log_probs_that_are_not_finite_is_left_out(dist_pool: DistPo
 
 
 @pytest.mark.dist
+@pytest.mark.chaos
 def test_a_run_ends_at_the_limit_and_a_race_does_not_show_again(tmp_path: Path) -> None:
     """Three supervised steps, then a NaN that a fault plants in each of two steps: exit code 17, a replay's is 3."""
     plan = "mark@actor.before_optimizer_step:nth=4;mark@actor.before_optimizer_step:nth=5"
