@@ -154,4 +154,7 @@ def _run(parsed: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)  # a thread of torch's store that is in C++ while the interpreter shuts down aborts the process

@@ -52,7 +52,8 @@ class OtherNodes:
         self._end = end
         self._store: TCPStore | None = None
         self._is_over = threading.Event()
-        threading.Thread(target=self._watch, name="other nodes", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name="other nodes", daemon=True)
+        self._thread.start()
 
     def leave(self, exit_code: int) -> None:
         """This node's run is over."""
@@ -60,6 +61,7 @@ class OtherNodes:
         if exit_code != 0 and self._node != 0 and self._store is not None and self.ended is None:
             with contextlib.suppress(RuntimeError):  # node 0 was first
                 self._store.set(_ENDED, f"{self._node} {exit_code}")
+        self._thread.join(POLL_S)
 
     def _watch(self) -> None:
         with contextlib.suppress(RuntimeError):  # no rendezvous: the agent says so

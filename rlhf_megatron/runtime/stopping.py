@@ -12,6 +12,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ REPEAT_S = 3.0  # within it a host's signals are one: a scheduler signals every 
 CONTROLLER_REPEAT_S = 0.5  # the controller gets no signal from a host that can send a message
 CLEANUP_S = 12.0  # for the controller to end engines and hosts once it does not go on
 HOST_SLACK_S = 5.0  # beyond it, for the controller to end this host
+NOTICE_S = 1.0  # until a person is told that the run stops, when it has not by then
 LOSS_S = 2.0  # for the group to say which host was lost
 
 
@@ -50,7 +52,7 @@ class ControllerStop:
         self._is_over = False  # what comes now raises
         self._is_ended = False
         self._main = threading.main_thread().ident
-        self._timer: threading.Timer | None = None
+        self._timers: list[threading.Timer] = []
         self._failure: Callable[[], Exception | None] = lambda: None
 
     def watch(self, group: CanFail) -> None:
@@ -67,8 +69,8 @@ class ControllerStop:
         finally:
             with self._lock:
                 self._is_ended = True
-            if self._timer is not None:
-                self._timer.cancel()
+            for timer in self._timers:
+                timer.cancel()
             for number, handler in before.items():
                 if signal.getsignal(number) == self._on_signal:  # else it was told to end at once
                     signal.signal(number, handler if self._parent is None else signal.SIG_IGN)
@@ -98,11 +100,21 @@ class ControllerStop:
             return
         self._asked_at = time.monotonic()
         self._stop.request(reason)
-        text = f"\n{reason}: the run stops, within {self._grace_s:g} s; a second signal ends it at once\n"
-        os.write(2, text.encode())  # sys.stderr may be in the middle of a write
-        self._timer = threading.Timer(self._grace_s, self._end_now, (number,))
-        self._timer.daemon = True
-        self._timer.start()
+        self._timers = [
+            threading.Timer(NOTICE_S, self._say, (reason,)),
+            threading.Timer(self._grace_s, self._end_now, (number,)),
+        ]
+        for timer in self._timers:
+            timer.daemon = True
+            timer.start()
+
+    def _say(self, reason: str) -> None:
+        if (
+            self._failure() is None
+        ):  # else torchrun tells the ranks that are left, and the controller with rank 0, to end
+            sys.stderr.write(
+                f"\n{reason}: the run stops, within {self._grace_s:g} s; a second signal ends it at once\n"
+            )
 
     def _end_now(self, number: int) -> None:
         """From another thread: interrupt the main one wherever it is."""

@@ -51,6 +51,7 @@ from rlhf_megatron.stop import StopRequest
 logger = logging.getLogger(__name__)
 
 EXIT_CODE_POLL_S = 0.1
+EXIT_CODE_S = 300.0  # for the controller to finish after it has let the hosts go
 COLLECTIVE_SLACK_S = 120.0  # a call's deadline comes before the deadline of the collective that it is stuck in
 _LISTENER_ENV = "RLHF_MEGATRON_CONTROL_FD"
 _PARENT_ENV = "RLHF_MEGATRON_CONTROL_PARENT"
@@ -249,14 +250,16 @@ def _start_controller(
 
 
 def _exit_code_from(store: dist.Store) -> Callable[[], int]:
-    """A function that waits until rank 0 has published the controller's exit code; 1 when it or the store is gone."""
+    """A function that waits until rank 0 has published the controller's exit code; 1 when that does not come."""
 
     def wait() -> int:
+        deadline = time.monotonic() + EXIT_CODE_S
         try:
             machine, _, pid = store.get(_RANK_0).decode().rpartition(" ")
             while not store.check([_EXIT_CODE]):
-                if machine == machine_id() and state_of(int(pid)) in ("", "Z") and not store.check([_EXIT_CODE]):
-                    logger.warning("rank 0 has ended")
+                is_gone = machine == machine_id() and state_of(int(pid)) in ("", "Z", "T")
+                if (is_gone and not store.check([_EXIT_CODE])) or time.monotonic() > deadline:
+                    logger.warning("rank 0 has ended, is stopped, or has no exit code for %g s", EXIT_CODE_S)
                     return 1
                 time.sleep(EXIT_CODE_POLL_S)
             return int(store.get(_EXIT_CODE))
