@@ -151,7 +151,7 @@ def test_a_complete_run_says_so_and_is_left_as_it_is(server: ForkServer, alone: 
 
 
 def test_what_a_changed_configuration_does(server: ForkServer, alone: tuple[Path, Attempt], tmp_path: Path) -> None:
-    config, run_dir = copy_of(alone, tmp_path, without=("summary.json", "checkpoints/step_000005", "hf"))
+    config, run_dir = copy_of(alone, tmp_path, without=("summary.json", "checkpoints/step_000005"))
     refused = {
         "model.dtype": ("bfloat16", "model.dtype is bfloat16 and was float32"),
         "data.train_batch_size": (8, "data.train_batch_size (8) must be 4"),
@@ -170,9 +170,12 @@ def test_what_a_changed_configuration_does(server: ForkServer, alone: tuple[Path
     assert rows[:-2] == undisturbed[:-2] and rows[-2] == {**undisturbed[-2], "actor/lr": 1e-4}
     assert undisturbed[-2]["actor/lr"] == 0.0 and changed.weights() != alone[1].weights()
     superseded = sorted(path.name for path in (run_dir / "superseded" / "attempt_001").iterdir())
-    assert superseded == ["metrics.jsonl", "mismatch.jsonl", "samples.jsonl"]
+    assert superseded == ["hf", "metrics.jsonl", "mismatch.jsonl", "samples.jsonl"]
     moved = [json.loads(line) for line in (run_dir / "superseded/attempt_001/metrics.jsonl").read_text().splitlines()]
     assert [(row["kind"], row["step"]) for row in moved] == [("step", 5), ("evaluation", 5)]
+    further = server.train(config, {"trainer.total_training_steps": 6})
+    assert further.code == 0 and further.summary()["steps"] == 6, further.console
+    assert json.loads((run_dir / "superseded/attempt_002/summary.json").read_text())["steps"] == 5
 
 
 def test_a_new_directory_from_a_checkpoint_of_another_run(

@@ -1,4 +1,5 @@
-"""Rows that a resumed run writes again: they leave metrics.jsonl and its like, so that each step has one row there."""
+"""What a resumed run writes again leaves its place: rows of metrics.jsonl and its like, so that each step has one row
+there, and what a former process wrote at its end."""
 
 from __future__ import annotations
 
@@ -10,14 +11,21 @@ from typing import Any
 
 DIRECTORY = "superseded"
 FILES = ("metrics.jsonl", "samples.jsonl", "mismatch.jsonl")
+ENDINGS = ("summary.json", "hf", "hf_critic")  # of a run that had all of its steps, or nearly
 
 
 def supersede(run_dir: Path, step: int, attempt: int) -> int:
     """Move rows of steps after `step` to superseded/attempt_<n>/, and return how many of metrics.jsonl they were.
 
-    A last line that was cut off goes with them. The steps of a warm-up are others than those of the run.
+    A last line that was cut off goes with them, and so do ENDINGS. The steps of a warm-up are others than those of the
+    run.
     """
-    counts = [_move_rows(run_dir / name, run_dir / DIRECTORY / f"attempt_{attempt:03d}" / name, step) for name in FILES]
+    to = run_dir / DIRECTORY / f"attempt_{attempt:03d}"
+    for name in ENDINGS:
+        if (run_dir / name).exists():
+            to.mkdir(parents=True, exist_ok=True)
+            os.rename(run_dir / name, to / name)
+    counts = [_move_rows(run_dir / name, to / name, step) for name in FILES]
     return counts[0]
 
 
