@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from end_to_end_tools import MARKER
 
 from rlhf_megatron.data.batch import LogProbs, TokenBatch, gain
 from rlhf_megatron.data.plan import ReplicaPlan
@@ -203,7 +204,9 @@ def run_scenario(name: str, group: RoutedGroups, directory: Path, stop: StopRequ
         stubborn = ["sh", "-c", "trap '' TERM; sleep 600 & sleep 600"]
         engine = ServerProcess("engine0", stubborn, directory / "engine0.log", {})
         future = group.broadcast("toy.hang", sleeper=1, stopped=-1)
-        inherited = [variable for variable in os.environ if variable.startswith(("RLHF_MEGATRON", "TORCHELASTIC"))]
+        inherited = [
+            name for name in os.environ if name.startswith(("RLHF_MEGATRON", "TORCHELASTIC")) and name != MARKER
+        ]
         (directory / "ready").write_text(json.dumps(inherited))
         try:
             future.result()

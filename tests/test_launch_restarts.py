@@ -78,7 +78,6 @@ def attempts(directory: Path) -> list[list[str]]:
         ([[{f"checkpoints/step_{n:06d}": 0}, 1] for n in range(1, 8)], 1, 6, "MAX_RESTARTS (5) is used up"),
         ([[CHECKPOINT_2, 75]], 75, 1, ""),
         ([[CHECKPOINT_2, 17]], 17, 1, ""),
-        ([[CHECKPOINT_2, 2]], 2, 1, ""),
     ],
 )
 def test_how_often_a_run_is_started(

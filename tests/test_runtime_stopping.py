@@ -25,8 +25,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
     ("victim", "number", "reason"),
     [
         ("host1", signal.SIGTERM, "SIGTERM to [actor dp0 pp0 tp1]"),
-        ("controller", signal.SIGUSR1, "SIGUSR1 to the controller"),
-        ("agent", signal.SIGUSR1, "SIGUSR1 to [actor dp0 pp0 tp"),
+        pytest.param("controller", signal.SIGUSR1, "SIGUSR1 to the controller", marks=pytest.mark.chaos),
+        pytest.param("agent", signal.SIGUSR1, "SIGUSR1 to [actor dp0 pp0 tp", marks=pytest.mark.chaos),
         pytest.param("agent", signal.SIGINT, "SIGINT to [actor dp0 pp0 tp", marks=pytest.mark.chaos),
     ],
 )
@@ -45,6 +45,7 @@ def test_a_signal_to_any_process_stops_the_run_where_it_can_save(
     run.assert_no_orphans(3)
 
 
+@pytest.mark.chaos
 def test_a_run_that_does_not_stop_in_time_is_ended(start: Start) -> None:
     """stop_grace_s is 1.5 s; the controller waits for a call that would not end."""
     run = start("busy", "2,1,1")
