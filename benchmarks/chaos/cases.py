@@ -76,6 +76,13 @@ def passed_by(point: str) -> str:
     return POINTS[point].partition(":")[0]
 
 
+def who_passes(point: str) -> tuple[str, ...]:
+    """At tp2: roles. One rank of a pipeline stage sends the weights."""
+    if passed_by(point) == "controller":
+        return ("controller",)
+    return ("rank0",) if point == "sync.after_bucket" else ("rank0", "rank1")
+
+
 def when(point: str) -> str:
     """The argument of a plan that picks the disturbed step."""
     return f"nth={_NTH[point]}" if point in _NTH else f"step={STEP}"
@@ -86,17 +93,17 @@ def kills() -> Iterator[Case]:
     for point in POINTS:
         yield Case(f"inline/kill/{point}", "inline", f"kill@{point}:{when(point)}", first_exit=(KILLED,))
     for point in POINTS:
-        for who in ("controller",) if passed_by(point) == "controller" else ("rank0", "rank1"):
+        for who in who_passes(point):
             codes = (FAILED,) if who == "rank1" else None  # rank 0 hands on the controller's code
             yield Case(f"tp2/kill_{who}/{point}", "tp2", f"kill@{point}:who={who},{when(point)}", first_exit=codes)
-    for point, who in (
-        ("rollout.mid_generate", "controller"),
-        ("actor.before_optimizer_step", "rank3"),
-        ("sync.after_bucket", "rank2"),
-        ("ckpt.mid_data", "rank0"),
-        ("ckpt.before_commit", "controller"),
+    for point, who, moment in (
+        ("rollout.mid_generate", "controller", None),
+        ("actor.before_optimizer_step", "rank3", None),
+        ("sync.after_bucket", "rank2", f"nth={2 * STEP + 1}"),  # a stage has two buckets
+        ("ckpt.mid_data", "rank0", None),
+        ("ckpt.before_commit", "controller", None),
     ):
-        yield Case(f"tp2_pp2/kill_{who}/{point}", "tp2_pp2", f"kill@{point}:who={who},{when(point)}")
+        yield Case(f"tp2_pp2/kill_{who}/{point}", "tp2_pp2", f"kill@{point}:who={who},{moment or when(point)}")
 
 
 def early_and_often() -> Iterator[Case]:

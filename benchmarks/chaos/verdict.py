@@ -67,7 +67,9 @@ def read(run_dir: Path, config: Path) -> tuple[dict[str, Any], list[str]]:
         "ettr_of_the_run": rows[-1].get("perf/ettr"),
         "productive_s": sum(row["timing_s/step"] for row in rows),
         **{name: sum(row.get(name, 0.0) for row in rows) for name in COUNTERS},
-        "checkpoint/num_failed": total([row["checkpoint/num_failed"] for row in rows if "checkpoint/num_failed" in row]),
+        "checkpoint/num_failed": total(
+            [row["checkpoint/num_failed"] for row in rows if "checkpoint/num_failed" in row]
+        ),
     }
     return figures, list(conservation(rows, samples_of(run_dir), expected_prompts(config, len(rows))))
 
