@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -108,11 +108,16 @@ def decode(data: Buffer) -> Any:
 
 def write_file(path: Path, obj: Any) -> None:
     """Write `encode(obj)`; at any moment `path` is the old file or the whole new one. Makes parent directories."""
+    write_whole(path, encode_parts(obj))
+
+
+def write_whole(path: Path, parts: Iterable[Buffer]) -> None:
+    """`parts` one after the other; the file appears by rename when it is on disk. Makes parent directories."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with open(aside, "wb") as file:
-            for part in encode_parts(obj):
+            for part in parts:
                 file.write(part)
             file.flush()
             os.fsync(file.fileno())

@@ -7,13 +7,11 @@ run goes on while they write, and when all files are complete the directory gets
 from __future__ import annotations
 
 import os
-import platform
 import shutil
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from rlhf_megatron.data import codec
 from rlhf_megatron.runtime.worker_group import WorkerGroup
 from rlhf_megatron.scheduler.desync import check_replicas
 from rlhf_megatron.scheduler.state import RunState
+from rlhf_megatron.scheduler.versions import versions
 
 CHECKPOINTS = "checkpoints"
 RUN_STATE, CONFIG, REFERENCE, RNG = "run_state.batch", "config.yaml", "reference", "rng"
@@ -174,7 +173,7 @@ class Checkpointer:
         try:
             files = [*save.files, *(record for of_role in results for record in _files_of(of_role))]
             layouts = {pool: str(layout) for pool, layout in self._group.layouts.items()}
-            found = self.store.commit(save.step, save.policy_version, layouts, _versions(), files)
+            found = self.store.commit(save.step, save.policy_version, layouts, versions(PACKAGES), files)
         except (OSError, ValueError) as error:
             self._failed(save.step, str(error))
             return
@@ -260,17 +259,6 @@ def _linked(last: Found, directory: Path) -> list[FileRecord]:
             shutil.copyfile(source, target)
             fsync(target)
     return files
-
-
-def _versions() -> dict[str, str]:
-    return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _size(num_bytes: int) -> str:

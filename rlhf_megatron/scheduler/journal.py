@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 MAGIC = b"RLJ1"
 _DIGEST_BYTES, _LENGTH_BYTES = 32, 8
 _HEADER_BYTES = len(MAGIC) + _LENGTH_BYTES + _DIGEST_BYTES
-_NAME = re.compile(r"step_(\d{6,})\.(groups|scored|train)")
+_NAME = re.compile(r"\.?step_(\d{6,})\.(groups|scored|train)")
 GROUPS, SCORED, TRAIN = "groups", "scored", "train"
 
 
@@ -155,7 +155,7 @@ class Journal:
 
         def write() -> None:
             faults.reach("journal.before_write")
-            _write_whole(path, data)
+            codec.write_whole(path, [data])
             self._path(step, former).unlink(missing_ok=True)
 
         self._guarded(path, write)
@@ -235,22 +235,3 @@ def _read_records(path: Path) -> tuple[list[Any], int]:
             break
         position = end
     return records, position
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    """Appears by rename when it is on disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"{path.name}.part")
-    try:
-        with open(aside, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)

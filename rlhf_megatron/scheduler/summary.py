@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from rlhf_megatron.scheduler.curve import draw_curve
 from rlhf_megatron.scheduler.evaluation import majority_accuracy
 from rlhf_megatron.scheduler.run_dir import write_json
 from rlhf_megatron.scheduler.tracker import Tracker
+from rlhf_megatron.scheduler.versions import versions
 
 PACKAGES = ("torch", "megatron-core", "transformers", "rlhf-megatron")
 
@@ -102,12 +101,5 @@ def summary(
         "seed": config.trainer.seed,
         "log_prob_max_abs_diff": tracker.first_mismatch,
         "model": config.model.path,
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "versions": versions(PACKAGES),
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"

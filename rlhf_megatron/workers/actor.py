@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlhf_megatron import faults
-from rlhf_megatron.checkpoint.manifest import SaveResult
 from rlhf_megatron.checkpoint.source import WeightSource
 from rlhf_megatron.config.schema import ActorConfig
 from rlhf_megatron.data.batch import LogProbs, MiniBatch, TokenBatch
 from rlhf_megatron.data.plan import ReplicaPlan
 from rlhf_megatron.models.families.base import HFConfig
-from rlhf_megatron.models.table import Rule
 from rlhf_megatron.parallel.world import World
 from rlhf_megatron.workers.contract import UpdateResult
-from rlhf_megatron.workers.findings import Findings, ReplicaReport
 from rlhf_megatron.workers.forward import RowLogProbs, forward_log_probs
 from rlhf_megatron.workers.losses import make_row_losses
 from rlhf_megatron.workers.pack import MicroBatch, Packed, pack, token_columns
 from rlhf_megatron.workers.trained_model import Phase, RowLossFunction, TrainedModel
+from rlhf_megatron.workers.trained_role import TrainedRole
 
 COLUMNS = token_columns(MiniBatch)
 
 
-class MegatronActor:
+class MegatronActor(TrainedRole):
     """Made on all ranks of the pool at once, each with the same arguments but `world`.
 
     `phases`: name -> optimizer and length ("warmup", "rl"); the first one is entered at once.
@@ -86,63 +84,3 @@ class MegatronActor:
             return *row_loss(log_probs_R, entropies_R, micro.columns), log_probs_R
 
         return packed, of_rows
-
-    def take_skips(self) -> list[Findings]:
-        """See `contract.TrainedWorker`."""
-        return self.trained.take_skips()
-
-    def check_replicas(self) -> ReplicaReport:
-        """See `contract.TrainedWorker`."""
-        return self.trained.check_replicas()
-
-    def save_weights(self, directory: Path) -> str:
-        """See `contract.TrainedWorker`."""
-        return self.trained.save_weights(directory)
-
-    def load_weights(self, directory: Path) -> None:
-        """See `contract.TrainedWorker`."""
-        self.trained.load_weights(directory)
-
-    def reset_optimizer(self, phase: str) -> None:
-        """See `contract.TrainedWorker`."""
-        self.trained.reset_optimizer(phase)
-
-    def synced_chunks(self) -> list[nn.Module]:
-        """The model's chunks with all parameters as the last optimizer step left them. All ranks of the pool."""
-        return self.trained.synced_chunks()
-
-    def export(self) -> Iterator[tuple[Rule, Tensor]]:
-        """See `contract.Worker`."""
-        return self.trained.export()
-
-    def offload(self) -> None:
-        """See `contract.Worker`."""
-        self.trained.offload()
-
-    def onload(self) -> None:
-        """See `contract.Worker`."""
-        self.trained.onload()
-
-    def num_save_bytes(self) -> int:
-        """See `contract.TrainedWorker`."""
-        return self.trained.num_save_bytes()
-
-    def begin_save(self, directory: Path) -> None:
-        """See `contract.TrainedWorker`."""
-        self.trained.begin_save(directory)
-
-    def is_save_done(self) -> bool:
-        """See `contract.TrainedWorker`."""
-        return self.trained.is_save_done()
-
-    def finish_save(self, timeout_s: float) -> SaveResult:
-        """See `contract.TrainedWorker`."""
-        return self.trained.finish_save(timeout_s)
-
-    def save(self, directory: Path) -> None:
-        """See `contract.TrainedWorker`."""
-        self.trained.save(directory)
-
-    def load(self, directory: Path) -> None:
-        """See `contract.TrainedWorker`."""
-        self.trained.load(directory)

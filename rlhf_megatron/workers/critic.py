@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.algorithms.losses.value_loss import value_loss
-from rlhf_megatron.checkpoint.manifest import SaveResult
 from rlhf_megatron.checkpoint.source import WeightSource
 from rlhf_megatron.checkpoint.value_model import read_value_model, value_model_config, with_value_head
 from rlhf_megatron.config.schema import CriticConfig, MegatronConfig
@@ -18,19 +17,18 @@ from rlhf_megatron.data.batch import TokenBatch, ValueMiniBatch, Values
 from rlhf_megatron.data.plan import ReplicaPlan
 from rlhf_megatron.models.families.base import HFConfig
 from rlhf_megatron.models.head import value_head
-from rlhf_megatron.models.table import Rule
 from rlhf_megatron.parallel.world import World
 from rlhf_megatron.workers.contract import UpdateResult
-from rlhf_megatron.workers.findings import Findings, ReplicaReport
 from rlhf_megatron.workers.forward import forward_columns
 from rlhf_megatron.workers.losses import weighted
 from rlhf_megatron.workers.pack import MicroBatch, Packed, pack, token_columns
 from rlhf_megatron.workers.trained_model import Phase, RowLossFunction, TrainedModel
+from rlhf_megatron.workers.trained_role import TrainedRole
 
 COLUMNS = token_columns(ValueMiniBatch)
 
 
-class MegatronCritic:
+class MegatronCritic(TrainedRole):
     """Made on all ranks of the pool at once, each with the same arguments but `world`.
 
     `weights`: with or without a value head (see `checkpoint.value_model`). `megatron`: the layout of the pool that it
@@ -95,66 +93,10 @@ class MegatronCritic:
 
         return packed, of_rows
 
-    def take_skips(self) -> list[Findings]:
-        """See `contract.TrainedWorker`."""
-        return self.trained.take_skips()
-
-    def check_replicas(self) -> ReplicaReport:
-        """See `contract.TrainedWorker`."""
-        return self.trained.check_replicas()
-
-    def save_weights(self, directory: Path) -> str:
-        """See `contract.TrainedWorker`."""
-        return self.trained.save_weights(directory)
-
-    def load_weights(self, directory: Path) -> None:
-        """See `contract.TrainedWorker`."""
-        self.trained.load_weights(directory)
-
     def load_hf(self, directory: Path) -> None:
         """See `contract.ValueWorker`."""
         body = read_value_model(directory, self.model.hf_config)
         self.trained.start_again(with_value_head(body, self.config.value_head_init_std, self.seed))
-
-    def reset_optimizer(self, phase: str) -> None:
-        """See `contract.TrainedWorker`."""
-        self.trained.reset_optimizer(phase)
-
-    def export(self) -> Iterator[tuple[Rule, Tensor]]:
-        """See `contract.Worker`."""
-        return self.trained.export()
-
-    def offload(self) -> None:
-        """See `contract.Worker`."""
-        self.trained.offload()
-
-    def onload(self) -> None:
-        """See `contract.Worker`."""
-        self.trained.onload()
-
-    def num_save_bytes(self) -> int:
-        """See `contract.TrainedWorker`."""
-        return self.trained.num_save_bytes()
-
-    def begin_save(self, directory: Path) -> None:
-        """See `contract.TrainedWorker`."""
-        self.trained.begin_save(directory)
-
-    def is_save_done(self) -> bool:
-        """See `contract.TrainedWorker`."""
-        return self.trained.is_save_done()
-
-    def finish_save(self, timeout_s: float) -> SaveResult:
-        """See `contract.TrainedWorker`."""
-        return self.trained.finish_save(timeout_s)
-
-    def save(self, directory: Path) -> None:
-        """See `contract.TrainedWorker`."""
-        self.trained.save(directory)
-
-    def load(self, directory: Path) -> None:
-        """See `contract.TrainedWorker`."""
-        self.trained.load(directory)
 
     def _row_values(self, hidden_RH: Tensor) -> Tensor:
         """[R] float32. Last stage, all tp ranks."""

@@ -8,7 +8,6 @@ import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from rlhf_megatron.scheduler.check.fold_config import CHANGED, NUM_STEPS
 from rlhf_megatron.scheduler.check.memory_table import Memory
 from rlhf_megatron.scheduler.check.proof import LayoutResult, Proof
 from rlhf_megatron.scheduler.run_dir import write_json
+from rlhf_megatron.scheduler.versions import versions
 
 PACKAGES = ("rlhf-megatron", "megatron-core", "torch", "transformers", "numpy")
 
@@ -64,7 +64,7 @@ def as_json(certificate: Certificate) -> dict[str, Any]:
         "overrides": list(c.overrides),
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": {"cores": os.cpu_count(), "system": platform.platform()},
-        "versions": _versions(),
+        "versions": versions(PACKAGES),
         "layout": c.layout,
         "num_ranks": c.num_ranks,
         "has_files": c.has_files,
@@ -84,7 +84,7 @@ def as_json(certificate: Certificate) -> dict[str, Any]:
 def as_markdown(certificate: Certificate) -> str:
     c = certificate
     lines = [f"# Check of {c.config}: {c.verdict}", "", f"    {c.command}", ""]
-    lines += [f"Layout: {c.layout}, {c.num_ranks} ranks. Versions: {_listing(_versions())}."]
+    lines += [f"Layout: {c.layout}, {c.num_ranks} ranks. Versions: {_listing(versions(PACKAGES))}."]
     files = (
         "model, tokenizer and data on disk" if c.has_files else "config.json only; weights, tokenizer and data were not"
     )
@@ -177,17 +177,6 @@ def _row_json(row: compare.Row) -> dict[str, Any]:
     """JSON has no NaN and no infinity."""
     values = {key: str(v) if isinstance(v, float) and not math.isfinite(v) else v for key, v in asdict(row).items()}
     return values | {"is_ok": row.is_ok}
-
-
-def _versions() -> dict[str, str]:
-    return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _listing(values: dict[str, Any]) -> str:
