@@ -68,7 +68,8 @@ class Case:
         """Samples of training that may be generated again: those under way. The others are in the journal."""
         if not self.has_checkpoint:
             return NUM_STEPS * SAMPLES
-        return SAMPLES if "rollout.mid_generate" in self.plan else 0
+        is_generating = any(point in self.plan for point in ("rollout.mid_generate", "journal.before_write"))
+        return SAMPLES if is_generating else 0
 
 
 def passed_by(point: str) -> str:
