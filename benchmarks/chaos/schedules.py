@@ -108,7 +108,7 @@ class Proxies:
             address,
             self.transfer_dir,
             kill_engine=lambda: self.servers.kill(name),
-            timeout_s=3 * REQUEST_S,
+            timeout_s=1.25 * REQUEST_S,
         )
         self.by_name[name] = self.stack.enter_context(proxy)
         return connect(proxy.address, self.transfer_dir)
