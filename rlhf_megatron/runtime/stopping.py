@@ -146,6 +146,7 @@ class HostStop:
 
     def __init__(self, grace_s: float, controller: subprocess.Popen[bytes] | None = None) -> None:
         self.send: Callable[[Signalled], None] | None = None  # to the controller; None until registered
+        self.is_startup = True  # set to False when the roles stand here
         self._grace_s = grace_s
         self._controller = controller
         self._parent = os.getppid()
@@ -155,7 +156,8 @@ class HostStop:
     def on_signal(self, number: int) -> None:
         now = time.monotonic()
         is_orphan = os.getppid() != self._parent
-        if self.send is None:
+        # The controller reads what hosts say when all have come: until then only a signal of its own reaches it.
+        if self.send is None or (self.is_startup and self._controller is not None):
             self._leave_at_startup(number)
         elif self._first is None and not is_orphan:
             self._first = now

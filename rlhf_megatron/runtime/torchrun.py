@@ -26,7 +26,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -149,7 +149,12 @@ def run_host(
     def join() -> Pool:
         return join_pool(pool.name, pool.layout, pool_rank, pool_store, backend, timeout_s)
 
-    serve(service, activity, join, build_roles)
+    def build(joined: Pool) -> Mapping[str, object]:
+        roles = build_roles(joined)
+        stopping.is_startup = False
+        return roles
+
+    serve(service, activity, join, build)
     return exit_code()
 
 
