@@ -22,7 +22,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help install quickstart quickstart-ppo quickstart-seeds smollm2 smollm2-ppo test check format test-dist parity split-invariance replay-layouts test-chaos chaos soak bench gpu-check sglang-cpu sglang-smoke clean
+.PHONY: help install quickstart quickstart-ppo quickstart-seeds smollm2 smollm2-ppo test check format test-dist parity split-invariance replay-layouts test-long chaos soak bench gpu-check sglang-cpu sglang-smoke clean
 
 help:
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 20
@@ -54,23 +54,23 @@ smollm2-ppo: $(VENV)/.installed  ## PPO with a critic on SmolLM2-135M-Instruct a
 	$(BIN)/rlhf-megatron train configs/smollm2_ppo.yaml $(ARGS)
 
 test: $(VENV)/.installed  ## all tests that need no GPU
-	$(BIN)/python -m pytest tests -m "not gpu and not chaos" $(ARGS)
+	$(BIN)/python -m pytest tests -m "not gpu and not chaos and not long" $(ARGS)
 
 check: $(VENV)/.installed  ## format, lint, types, layering, fast tests: before each commit
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests -q -m "not dist and not gpu and not smollm2 and not sglang and not chaos" $(ARGS)
+	$(BIN)/python -m pytest tests -q -m "not dist and not gpu and not smollm2 and not sglang and not chaos and not long" $(ARGS)
 
 format: $(VENV)/.installed  ## format and sort imports
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 test-dist: $(MCORE_VENV)/.installed  ## only the tests with several processes; MCORE as for parity
-	$(MCORE_VENV)/bin/python -m pytest tests -m "dist and not gpu and not chaos" $(ARGS)
+	$(MCORE_VENV)/bin/python -m pytest tests -m "dist and not gpu and not chaos and not long" $(ARGS)
 
-test-chaos: $(VENV)/.installed  ## the tests that `make test` leaves out: runs that are killed and started again
-	$(BIN)/python -m pytest tests -m "chaos and not gpu" $(ARGS)
+test-long: $(VENV)/.installed  ## the tests that `make test` leaves out: runs that are killed and started again, further configurations
+	$(BIN)/python -m pytest tests -m "(chaos or long) and not gpu" $(ARGS)
 
 parity: $(MCORE_VENV)/.installed  ## every layout against transformers in float64; MCORE=0.19.2: with that megatron-core
 	$(MCORE_VENV)/bin/python -m benchmarks.parity $(PARITY_ARGS) $(ARGS)

@@ -32,6 +32,8 @@ CONFIGS = {
 }
 """Processes, and the layouts that are run on them."""
 
+LONG = ("quickstart_warm", "quickstart_sglang", "quickstart_ppo")  # near to others: left out of make test
+
 
 def passed(result: Checked, layouts: list[str]) -> None:
     assert result.exit_code == 0, result.console
@@ -50,6 +52,7 @@ def passed(result: Checked, layouts: list[str]) -> None:
 
 def marks_of(name: str) -> list[pytest.MarkDecorator]:
     marks = [pytest.mark.smollm2, needs_smollm2] if "smollm2" in name else []
+    marks = [*marks, pytest.mark.long] if name in LONG else marks
     return [*marks, needs_library] if "reasoning_gym" in name else marks
 
 

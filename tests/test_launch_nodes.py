@@ -5,6 +5,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,24 @@ def test_a_stop_of_all_nodes_is_a_stop_not_a_loss(start) -> None:
     assert "Error" not in nodes.console(0) and nodes.console(1) == ""
     assert list((nodes.directory / "transfer").iterdir()) == [], "the controller has cleaned up"
     assert nodes.left_over() == []
+
+
+def test_an_agent_that_hangs_when_another_node_has_ended_is_ended() -> None:
+    """Its main thread may sit in a call to a store that is gone, where no signal handler of Python runs."""
+    code = """if True:
+        import time
+        from torch.distributed import TCPStore
+        from rlhf_megatron.runtime import nodes
+        nodes.POLL_S, nodes.GRACE_S, nodes.LIMIT_S = 0.1, 0.2, 0.5
+        server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        say = lambda word: lambda: print(word, flush=True)
+        nodes.OtherNodes("127.0.0.1", server.port, 1, say("end"), say("kill"))
+        server.set("rlhf_megatron/ended", "2 17")
+        time.sleep(300)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.split()) == (17, ["end", "kill"])
+    assert done.stderr == "node 2 ended with exit code 17 before this run was over; the output there says why.\n"
 
 
 def test_the_interface_that_leads_to_an_address() -> None:

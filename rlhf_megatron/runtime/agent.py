@@ -34,7 +34,7 @@ from torch.distributed.run import parse_args, run  # noqa: E402
 from rlhf_megatron.resharding.transfer_dir import make_transfer_dir  # noqa: E402
 from rlhf_megatron.runtime.bound_store import bind_stores  # noqa: E402
 from rlhf_megatron.runtime.channel import SECRET_ENV, SECRET_FILE_ENV, new_secret  # noqa: E402
-from rlhf_megatron.runtime.nodes import OtherNodes, interface_towards  # noqa: E402
+from rlhf_megatron.runtime.nodes import OtherNodes, interface_towards, told  # noqa: E402
 from rlhf_megatron.runtime.processes import AGENTS_PARENT_ENV, children_with, die_with_parent  # noqa: E402
 from rlhf_megatron.runtime.stopping import SIGNALS, STOP_LIMIT_ENV  # noqa: E402
 
@@ -76,11 +76,15 @@ class Ranks:
         _send(pids, number)
         if not self._has_limit:
             self._has_limit = True
-            timer = threading.Timer(self._limit_s, self._kill)
+            timer = threading.Timer(self._limit_s, self._kill_late)
             timer.daemon = True
             timer.start()
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
+        """On any thread."""
+        _send(children_with("TORCHELASTIC_RUN_ID"), signal.SIGKILL)
+
+    def _kill_late(self) -> None:
         pids = children_with("TORCHELASTIC_RUN_ID")
         sys.stderr.write(f"the ranks {pids} have not ended within {self._limit_s:g} s of a signal; they are killed\n")
         _send(pids, signal.SIGKILL)
@@ -113,13 +117,13 @@ def main(arguments: Sequence[str]) -> int:
     else:
         if interface := interface_towards(parsed.master_addr):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        others = OtherNodes(parsed.master_addr, parsed.master_port, parsed.node_rank, ranks.end)
+        others = OtherNodes(parsed.master_addr, parsed.master_port, parsed.node_rank, ranks.end, ranks.kill)
     code = _run_aside(parsed)
     if others is not None:
         others.leave(code)
         if others.ended is not None:
             reason, code = others.ended
-            sys.stderr.write(f"{reason} before this run was over; the output there says why.\n")
+            sys.stderr.write(told(reason))
     return code
 
 

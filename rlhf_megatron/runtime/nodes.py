@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,6 +21,7 @@ from torch.distributed import TCPStore
 
 POLL_S = 1.0
 GRACE_S = 10.0  # for the ranks to end by themselves: the controller says more than an agent can
+LIMIT_S = 40.0  # for the agent to end after it was told to
 _CONNECT_S = 600.0
 _ENDED = "rlhf_megatron/ended"  # key in the store: "<node> <exit code>"
 _SIOCGIFADDR = 0x8915
@@ -43,13 +46,21 @@ def interface_towards(address: str) -> str | None:
     return None
 
 
-class OtherNodes:
-    """Watches them from an agent, in a thread, and calls `end` there when another node has ended and this has not."""
+def told(reason: str) -> str:
+    """`reason`: which node has ended."""
+    return f"{reason} before this run was over; the output there says why.\n"
 
-    def __init__(self, address: str, port: int, node: int, end: Callable[[], None]) -> None:
+
+class OtherNodes:
+    """Watches them from an agent, in a thread, and calls `end` there when another node has ended and this has not.
+
+    An agent that has not ended LIMIT_S later is ended there, after `kill`.
+    """
+
+    def __init__(self, address: str, port: int, node: int, end: Callable[[], None], kill: Callable[[], None]) -> None:
         self.ended: tuple[str, int] | None = None  # which one, with the exit code that is to be this agent's too
         self._place, self._node = (address, port), node
-        self._end = end
+        self._end, self._kill = end, kill
         self._store: TCPStore | None = None
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="other nodes", daemon=True)
@@ -72,6 +83,10 @@ class OtherNodes:
             if not self._is_over.wait(GRACE_S):
                 self.ended = ended
                 self._end()
+                if not self._is_over.wait(LIMIT_S):  # the main thread sits in a call to a store that is gone
+                    self._kill()
+                    sys.stderr.write(told(ended[0]))
+                    os._exit(ended[1])
 
     def _first_to_end(self, store: TCPStore) -> tuple[str, int]:
         try:
