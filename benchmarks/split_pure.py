@@ -26,7 +26,7 @@ from rlhf_megatron.data.batch import MiniBatch, TrainBatch
 from rlhf_megatron.data.plan import take
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.runtime.dispatch import scatter_calls
-from rlhf_megatron.scheduler.mini_batches import mini_batches
+from rlhf_megatron.scheduler.mini_batches import cut, weighed
 from rlhf_megatron.workers.losses import make_row_losses
 from rlhf_megatron.workers.pack import MicroBatch, forwarded_lengths, pack, token_columns
 
@@ -166,9 +166,8 @@ def split_gradient(batch: TrainBatch, case: LossCase, split: Split, spoil: Spoil
     """The gradients of all micro-batches of all replicas, added up: what ranks and stages add up between them."""
     model = TinyModel()
     row_loss = make_row_losses(case.config)[case.loss]
-    (whole,) = mini_batches(
-        batch, len(batch), case.config.loss_agg_mode, use_shuffle=split.is_shuffled, seed=1, step=0, epoch=0
-    )
+    (part,) = cut(batch, len(batch), use_shuffle=split.is_shuffled, seed=1, step=0, epoch=0)
+    whole = weighed(part, case.config.loss_agg_mode)
     layout = split.layout
     budget = token_budget(whole.lengths, layout, split.parts)
     plans = scatter_calls(0, "update", whole, layout, budget, {}).plans

@@ -8,13 +8,15 @@ from data_samples import scored
 from scheduler_samples import MODEL, to_train, train_batch
 
 from rlhf_megatron.algorithms.aggregate import LOSS_AGG_MODES
+from rlhf_megatron.config.schema import ActorConfig, RunConfig
 from rlhf_megatron.data.batch import PromptBatch, TokenBatch
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.rollout.engine import GeneratedSample, SamplingParams
 from rlhf_megatron.scheduler import batch_metrics, metric_names
 from rlhf_megatron.scheduler.generation import build_requests, collect
-from rlhf_megatron.scheduler.mini_batches import mini_batches, supervised_mini_batch, value_mini_batches
+from rlhf_megatron.scheduler.mini_batches import cut, supervised_mini_batch, weighed, weighed_values
 from rlhf_megatron.scheduler.seeds import derive_seed
+from rlhf_megatron.scheduler.update import actor_update, critic_update
 
 PROMPTS = PromptBatch(
     prompt_ids=((0, 1, 2), (3,)),
@@ -84,7 +86,7 @@ def test_collect_lays_prompts_and_responses_out() -> None:
 
 def test_an_epoch_has_every_sample_once_with_its_columns() -> None:
     batch = train_batch()
-    parts = list(mini_batches(batch, 4, "token-mean", True, seed=1, step=2, epoch=0))
+    parts = [weighed(part, "token-mean") for part in cut(batch, 4, True, seed=1, step=2, epoch=0)]
     assert [len(part) for part in parts] == [4, 4, 2]
     assert sorted(i for part in parts for i in samples_of(part)) == list(range(10))
     for part in parts:
@@ -99,21 +101,20 @@ def test_the_order_is_a_function_of_seed_step_and_epoch() -> None:
     batch = train_batch()
 
     def order(seed: int, step: int, epoch: int) -> list[int]:
-        parts = mini_batches(batch, 4, "token-mean", True, seed, step, epoch)
-        return [i for part in parts for i in samples_of(part)]
+        return [i for part in cut(batch, 4, True, seed, step, epoch) for i in samples_of(part)]
 
     torch.manual_seed(0)
     first = order(1, 2, 0)
     torch.manual_seed(99)  # what happened before does not matter
     assert order(1, 2, 0) == first != list(range(10))
     assert len({tuple(order(*key)) for key in ((1, 2, 0), (1, 2, 1), (1, 3, 0), (2, 2, 0))}) == 4
-    plain = mini_batches(batch, 4, "token-mean", False, 1, 2, 0)
+    plain = cut(batch, 4, False, 1, 2, 0)
     assert [samples_of(part) for part in plain] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_weights_have_the_denominator_of_their_mini_batch(mode: str) -> None:
-    first, _, last = mini_batches(train_batch(), 4, mode, False, 1, 1, 0)
+    first, _, last = (weighed(part, mode) for part in cut(train_batch(), 4, False, 1, 1, 0))
     counts = {0: 1, 1: 2, 2: 3, 3: 4}  # response tokens of the samples of the first
     expected = {
         "token-mean": [1 / 10] * 10,
@@ -141,22 +142,26 @@ def test_a_critic_learns_nothing_from_masked_samples() -> None:
     statuses = ("ok", "malformed", "masked:server", "ok")
     ones = torch.ones(14)
     batch = replace(train_batch(4), reward_statuses=statuses, values=2 * ones, returns=3 * ones)
-    (part,) = value_mini_batches(batch, 4, "token-mean", False, 1, 1, 0)
+    part = weighed_values(batch, "token-mean")
     owner = (part.token_ids - 100)[part.response_mask]
     assert owner.tolist() == [0, 1, 1, 2, 2, 2, 3, 3, 3, 3]
     assert part.loss_weights[part.response_mask].tolist() == pytest.approx([0.1] * 3 + [0.0] * 3 + [0.1] * 4)
     assert part.metric_weights[part.response_mask].tolist() == pytest.approx([1 / 7] * 3 + [0.0] * 3 + [1 / 7] * 4)
     assert not part.loss_weights[~part.response_mask].any() and not part.metric_weights[~part.response_mask].any()
     assert torch.equal(part.old_values, batch.values) and torch.equal(part.returns, batch.returns)
-    (part,) = value_mini_batches(batch, 4, "seq-mean-token-mean", False, 1, 1, 0)
+    part = weighed_values(batch, "seq-mean-token-mean")
     assert part.loss_weights.sum().item() == pytest.approx(3 / 4)
 
 
 def test_critic_and_actor_see_the_same_samples_in_mini_batches_of_one_size() -> None:
     batch = replace(train_batch(), values=torch.zeros(65), returns=torch.zeros(65))
-    arguments = (4, "token-mean", True, 5, 2, 1)
-    of_actor = [samples_of(part) for part in mini_batches(batch, *arguments)]
-    assert [samples_of(part) for part in value_mini_batches(batch, *arguments)] == of_actor != [[0, 1, 2, 3]]
+    config = RunConfig(actor=ActorConfig(mini_batch_size=4, ppo_epochs=2))
+    of_actor, of_critic = (
+        [samples_of(part) for part in update(config, 2, batch).mini_batches] for update in (actor_update, critic_update)
+    )
+    assert of_critic == of_actor and len(of_actor) == 6
+    epochs = [[i for samples in of_actor[first : first + 3] for i in samples] for first in (0, 3)]
+    assert epochs[0] != epochs[1] and sorted(epochs[0]) == sorted(epochs[1]) == list(range(10))
 
 
 def test_batch_metrics_by_hand() -> None:

@@ -17,7 +17,7 @@ from sync_tools import BUCKET_BYTES, REQUESTS, Rig, change_weights, rig_of, trai
 
 from rlhf_megatron.rollout.clients import connect
 from rlhf_megatron.rollout.engine import EngineError
-from rlhf_megatron.rollout.fault_proxy import FaultProxy, ProxyFault, random_faults
+from rlhf_megatron.rollout.fault_proxy import FaultProxy, ProxyFault
 from rlhf_megatron.rollout.fleet import EngineFleet
 from rlhf_megatron.rollout.local_client import LocalEngine
 from rlhf_megatron.rollout.process import EngineServers, start_local_engines
@@ -251,12 +251,8 @@ def test_one_engine_that_fails_leaves_the_others_to_commit(
         fleet.close()
 
 
-def test_the_proxy_stays_on_loopback_and_draws_repeatable_faults(tmp_path: Path) -> None:
+def test_the_proxy_stays_on_loopback(tmp_path: Path) -> None:
     from rlhf_megatron.rollout.engine import EngineAddress
 
     with pytest.raises(ValueError, match=r"loopback; engine0 is at http://10\.0\.0\.1:1"):
         FaultProxy(EngineAddress("engine0", "local", "http://10.0.0.1:1", "t" * 32), tmp_path)
-    drawn = random_faults(3, 5, ("reset", "flip_byte"), "/generate", among=50)
-    assert drawn == random_faults(3, 5, ("reset", "flip_byte"), "/generate", among=50)
-    assert drawn != random_faults(4, 5, ("reset", "flip_byte"), "/generate", among=50)
-    assert len({fault.nth for fault in drawn}) == 5 and {f.path for f in drawn if f.kind == "flip_byte"} <= {""}

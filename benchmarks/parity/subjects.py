@@ -14,7 +14,7 @@ from rlhf_megatron.data.batch import LogProbs, MiniBatch, TokenBatch, TrainBatch
 from rlhf_megatron.data.plan import ReplicaPlan
 from rlhf_megatron.models.table import Head, Rule
 from rlhf_megatron.parallel.world import World
-from rlhf_megatron.scheduler.mini_batches import mini_batches, value_mini_batches
+from rlhf_megatron.scheduler.mini_batches import weighed, weighed_values
 
 HEADS: dict[Role, Head] = {"actor": "vocabulary", "critic": "value"}
 
@@ -68,8 +68,7 @@ class ActorSubject:
         return found
 
     def mini_batch(self, part: TrainBatch) -> MiniBatch:
-        (whole,) = mini_batches(part, len(part), self.cut.loss_agg_mode, use_shuffle=False, seed=0, step=0, epoch=0)
-        return whole
+        return weighed(part, self.cut.loss_agg_mode)
 
     def update(self, worker: Any, mini_batch: MiniBatch, plan: ReplicaPlan) -> Any:
         return worker.update(mini_batch, plan, self.recipe.temperature, "policy")
@@ -95,10 +94,7 @@ class CriticSubject:
         return found
 
     def mini_batch(self, part: TrainBatch) -> ValueMiniBatch:
-        (whole,) = value_mini_batches(
-            part, len(part), self.cut.loss_agg_mode, use_shuffle=False, seed=0, step=0, epoch=0
-        )
-        return whole
+        return weighed_values(part, self.cut.loss_agg_mode)
 
     def update(self, worker: Any, mini_batch: ValueMiniBatch, plan: ReplicaPlan) -> Any:
         return worker.update(mini_batch, plan)

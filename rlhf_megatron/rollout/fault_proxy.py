@@ -65,19 +65,6 @@ class ProxyFault:
     is_hidden: bool = False  # of buckets: the manifest is made to agree with the damage
 
 
-def random_faults(
-    seed: int, count: int, kinds: Sequence[RequestKind | BucketKind], path: str, among: int
-) -> tuple[ProxyFault, ...]:
-    """`count` faults, each of another one of the first `among` requests. Those of buckets leave `path` out."""
-    random = Random(seed)
-    places = sorted(random.sample(range(1, among + 1), count))
-    drawn = [random.choice(kinds) for _ in places]
-    return tuple(
-        ProxyFault(kind, "" if kind in BUCKET_KINDS else path, nth, is_hidden=random.random() < 0.5)
-        for kind, nth in zip(drawn, places, strict=True)
-    )
-
-
 class FaultProxy:
     """A context manager: it listens while the block runs. One engine each; `faults` may be replaced at any time."""
 

@@ -76,20 +76,6 @@ def weighed_values(part: TrainBatch, mode: str) -> ValueMiniBatch:
     )
 
 
-def mini_batches(
-    batch: TrainBatch, mini_batch_size: int, mode: str, use_shuffle: bool, seed: int, step: int, epoch: int
-) -> Iterator[MiniBatch]:
-    """The actor's mini-batches of one pass over a step's samples; the order is that of `cut`."""
-    return (weighed(part, mode) for part in cut(batch, mini_batch_size, use_shuffle, seed, step, epoch))
-
-
-def value_mini_batches(
-    batch: TrainBatch, mini_batch_size: int, mode: str, use_shuffle: bool, seed: int, step: int, epoch: int
-) -> Iterator[ValueMiniBatch]:
-    """The critic's mini-batches of one pass; where both have one size, with the samples of the actor's."""
-    return (weighed_values(part, mode) for part in cut(batch, mini_batch_size, use_shuffle, seed, step, epoch))
-
-
 def supervised_mini_batch(batch: TokenBatch) -> MiniBatch:
     """A mini-batch for the loss "sft": token-mean over the answers of `batch`."""
     weights, for_metrics = weigh(batch, "token-mean")
