@@ -1,7 +1,8 @@
 """The command `rlhf-megatron`: parses, imports what the subcommand needs, and turns errors into exit codes.
 
-Exit codes: 0 done; 1 an error that the message explains; 2 wrong arguments or configuration; 130 interrupted. An error
-that a user cannot have caused is not caught: it keeps its traceback.
+Exit codes: 0 done; 1 an error that the message explains; 2 wrong arguments or configuration; 3 a capsule whose numbers
+are finite when it is run again; 17 numbers that are not finite; 75 stopped on request with the state saved; 128 + n
+ended by signal n. An error that a user cannot have caused is not caught: it keeps its traceback.
 """
 
 from __future__ import annotations
