@@ -119,7 +119,7 @@ clean:  ## remove the virtual environment, caches and runs
 	.venv-sglang/bin/python -m pip install --quiet --upgrade pip
 	.venv-sglang/bin/python -m pip install --quiet $(PIP_ARGS) torch==2.13.0 numpy
 	.venv-sglang/bin/python -m pip install --quiet $(PIP_ARGS) -r tools/sglang_cpu/requirements.txt
-	.venv-sglang/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps sglang==0.5.21 xgrammar==0.2.7 apache-tvm-ffi==0.1.11 torchvision==0.28.0
+	.venv-sglang/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps sglang==0.5.21 xgrammar==0.2.7 apache-tvm-ffi==0.1.11 torchvision==0.28.0 sglang-router==0.3.2
 	@touch $@
 
 sglang-cpu: .venv-sglang/.installed  ## stock SGLang for a machine without a GPU, in a virtual environment of its own

@@ -177,19 +177,6 @@ def holds_the_longest(c: RunConfig, key: str, budget: int, section: str, m: Mega
     )
 
 
-def _senders(c: RunConfig) -> Iterator[Problem]:
-    """Buckets travel through shared memory: the sender of each pipeline stage must be on the engines' machine."""
-    pp, ranks = c.actor.megatron.pipeline_model_parallel_size, actor_ranks(c)
-    last_sender = (pp - 1) * (ranks // max(pp, 1))  # the first rank of the last stage
-    if c.trainer.nnodes > 1 and last_sender >= c.trainer.n_gpus_per_node:
-        yield Problem(
-            f"actor.megatron.pipeline_model_parallel_size ({pp}) over trainer.nnodes ({c.trainer.nnodes}) puts stages"
-            " on machines without an engine, which the shared-memory weight sync does not reach; use 1 stage on"
-            " several machines, or one machine.",
-            ("actor.megatron.pipeline_model_parallel_size", "trainer.nnodes"),
-        )
-
-
 def sampling(loaded: Loaded) -> Iterator[Problem]:
     r = loaded.config.rollout
     if not 0 < r.temperature < float("inf"):
@@ -211,6 +198,17 @@ def sampling(loaded: Loaded) -> Iterator[Problem]:
             " or a temperature.",
             ("rollout.val_kwargs.n", "rollout.val_kwargs.temperature"),
         )
+    for name, value, off in (("top_p", r.val_kwargs.top_p, 1.0), ("top_k", r.val_kwargs.top_k, -1)):
+        if r.val_kwargs.temperature == 0 and value != off:
+            yield Problem(
+                f"rollout.val_kwargs.{name} ({value}) would be ignored because rollout.val_kwargs.temperature is 0"
+                " (greedy); remove it or set a temperature.",
+                (f"rollout.val_kwargs.{name}", "rollout.val_kwargs.temperature"),
+            )
+    if r.val_kwargs.top_k == 0:
+        yield Problem(
+            "rollout.val_kwargs.top_k (0) must be at least 1, or -1 (off); use -1.", ("rollout.val_kwargs.top_k",)
+        )
     if len(set(r.stop)) != len(r.stop) or "" in r.stop:
         yield Problem(f"rollout.stop ({list(r.stop)}) must be distinct, non-empty strings.", ("rollout.stop",))
     estimator = loaded.config.algorithm.adv_estimator
@@ -219,22 +217,6 @@ def sampling(loaded: Loaded) -> Iterator[Problem]:
             f"rollout.n (1) must be at least 2 for algorithm.adv_estimator {estimator}: alone in its group, a sample"
             " has advantage 0; use 8.",
             ("rollout.n", "algorithm.adv_estimator"),
-        )
-
-
-def engines(loaded: Loaded) -> Iterator[Problem]:
-    c = loaded.config
-    yield from _senders(c)
-    for name in c.rollout.sglang.args:
-        if name.startswith("-"):
-            plain = name.lstrip("-")
-            key = f"rollout.sglang.args.{name}"
-            yield Problem(f"{key} must be written without leading dashes; use {plain}.", (key,))
-    if c.rollout.dtype == "float32" and c.model.dtype == "bfloat16":
-        yield Problem(
-            "rollout.dtype (float32) must not be wider than model.dtype (bfloat16): the engine would spend twice the"
-            " memory on the same values; remove it or set model.dtype: float32.",
-            ("rollout.dtype", "model.dtype"),
         )
 
 
@@ -324,4 +306,4 @@ def near_multiples(value: int, of: int) -> str:
     return f"{below} or {below + of}" if below else str(of)
 
 
-RULES = (layout, batches, token_budgets, sampling, engines, kl, data, schedules, outputs)
+RULES = (layout, batches, token_budgets, sampling, kl, data, schedules, outputs)

@@ -176,6 +176,9 @@ class ReferenceConfig:
 class SamplingConfig:
     temperature: float = doc("0: greedy", 1.0)
     n: int = doc("samples a prompt", 1)
+    top_p: float = doc("draw among the likeliest tokens that hold this share of the probability; 1: off", 1.0)
+    top_k: int = doc("draw among so many of the likeliest tokens; -1: off", -1)
+    min_p: float = doc("leave out tokens less likely than this share of the likeliest one; 0: off", 0.0)
 
 
 @dataclass(frozen=True)
@@ -183,12 +186,19 @@ class SGLangConfig:
     python: str | None = doc("interpreter of the environment that has sglang; null: this one", None)
     args: dict[str, Any] = doc("SGLang server arguments, without the leading dashes", factory=dict)
     env: dict[str, str] = doc("environment of the server processes", factory=dict)
+    api_key_file: str | None = doc("of running servers (rollout.endpoints): file with their --api-key", None)
+    admin_api_key_file: str | None = doc("the same for --admin-api-key; null: as api_key_file", None)
 
 
 @dataclass(frozen=True)
 class RolloutConfig:
     engine: Literal["local", "sglang"] = doc("bundled server, or stock SGLang", "sglang")
     num_engines: int = doc("engine servers to start", 1)
+    endpoints: tuple[str, ...] = doc("URLs of running SGLang servers to use instead of starting some", ())
+    router: Literal["balancer", "sglang"] = doc(
+        "who spreads requests over engines: the run itself, or sglang-router", "balancer"
+    )
+    colocated: bool = doc("engines and trainer take turns with the same devices", False)
     dtype: Literal["float32", "bfloat16"] | None = doc("type of the engine's weights; null: model.dtype", None)
     n: int = doc("samples a prompt (the group size)", 8)
     temperature: float = doc("sampling temperature; the trainer's log-probs use the same", 1.0)
@@ -206,7 +216,12 @@ class RolloutConfig:
     health_timeout_s: float = doc("an engine that does not answer a health check for so long is killed, seconds", 30.0)
     max_engine_restarts: int = doc("engines started again in a run, counted over all of them", 3)
     update_weights_bucket_megabytes: int = doc("size of one of the two weight-sync buffers a sender has, MiB", 512)
-    transfer_dir: str | None = doc("directory of shared-memory buckets; null: /dev/shm where it is large enough", None)
+    weight_transport: Literal["tensor", "process_group", "disk"] = doc(
+        "how weights get to the engines: memory of the same host, broadcasts over the network, or files", "tensor"
+    )
+    transfer_dir: str | None = doc(
+        "directory of weight buckets; null: /dev/shm where it is large enough, under disk: the run directory", None
+    )
     sglang: SGLangConfig = doc("used when engine is sglang", factory=SGLangConfig)
 
 

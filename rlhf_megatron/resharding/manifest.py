@@ -36,6 +36,7 @@ class BucketManifest:
     file: str  # name inside the transfer directory
     num_bytes: int
     tensors: tuple[TensorEntry, ...]
+    file_offset: int = 0  # bytes of the file before the bucket
 
     def __str__(self) -> str:
         """For messages: which bucket, whose, and what is in it."""
@@ -62,12 +63,15 @@ class BucketManifest:
         return manifest
 
     def _check(self) -> None:
-        _check_types(self, {"version": int, "sender": str, "bucket": int, "file": str, "num_bytes": int})
+        of_bucket = {"version": int, "sender": str, "bucket": int, "file": str, "num_bytes": int, "file_offset": int}
+        _check_types(self, of_bucket)
         for entry in self.tensors:
             _check_types(entry, {"name": str, "dtype": str, "offset": int, "digest": str})
         path = PurePosixPath(self.file)
         if path.is_absolute() or len(path.parts) != 1 or path.name in ("", ".", ".."):
             raise ValueError(f"manifest file {self.file!r} must be a plain name inside the transfer directory.")
+        if self.file_offset < 0:
+            raise ValueError(f"manifest file_offset is {self.file_offset}; it must not be negative.")
         end = 0
         for entry in sorted(self.tensors, key=lambda e: e.offset):
             if entry.dtype not in DTYPE_BYTES or any(type(n) is not int or n < 0 for n in entry.shape):

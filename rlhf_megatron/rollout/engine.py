@@ -13,6 +13,10 @@ from rlhf_megatron.data import codec
 from rlhf_megatron.resharding.manifest import BucketManifest
 
 FinishReason = Literal["stop", "length", "abort"]
+PauseMode = Literal["abort", "retract", "in_place"]
+MemoryPart = Literal["weights", "kv_cache"]
+MEMORY_PARTS: tuple[MemoryPart, ...] = ("weights", "kv_cache")
+WeightTransport = Literal["tensor", "process_group", "disk"]
 UNSYNCED = -1  # policy_version of samples from the weights that an engine loaded itself
 
 
@@ -30,11 +34,16 @@ class EngineRequestError(EngineError):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to continue a prompt. Log-probs are those of softmax(logits / temperature)."""
+    """How to continue a prompt. Log-probs are those of softmax(logits / temperature), whatever top_p, top_k and min_p
+    leave out of the draw."""
 
     max_new_tokens: int
     temperature: float = 1.0  # 0: greedy; log-probs are then those of temperature 1
     stop_token_ids: tuple[int, ...] = ()  # the stop token is part of the response
+    top_p: float = 1.0  # 1: off
+    top_k: int = -1  # -1: off
+    min_p: float = 0.0  # 0: off
+    min_new_tokens: int = 0  # no stop token is drawn before so many tokens
 
 
 @dataclass(frozen=True)
@@ -47,11 +56,23 @@ class GenerateRequest:
 
 
 @dataclass(frozen=True)
+class VersionSpan:
+    """Tokens start .. end - 1 of a response were sampled from the weights of one version."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
 class GeneratedSample:
     token_ids: tuple[int, ...]  # the response, stop token included
     log_probs: tuple[float, ...]  # one a token
     finish_reason: FinishReason
     policy_version: int  # of the weights that its first token was sampled from; UNSYNCED before the first sync
+    version_spans: tuple[VersionSpan, ...] = ()  # in order, without gaps; (): all tokens are of `policy_version`
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    num_retractions: int = 0  # times that its key-value cache was dropped and computed again
 
 
 @codec.register
@@ -64,6 +85,8 @@ class EngineAddress:
     url: str
     token: str = field(repr=False)  # bearer token of the admin verbs; never logged
     tp_size: int = 1
+    has_loader: bool = True  # the run's loader runs in it: it takes buckets and tells digests
+    api_key: str = field(default="", repr=False)  # of `generate` where it is not `token`
 
 
 class Engine(Protocol):
@@ -75,8 +98,9 @@ class Engine(Protocol):
     def abort(self) -> None:
         """End all running requests; they finish with reason "abort" and what they have so far."""
 
-    def pause(self) -> None:
-        """Stop decoding; requests wait."""
+    def pause(self, mode: PauseMode = "retract") -> None:
+        """Stop decoding. What runs ends with reason "abort", waits without its key-value cache, which is computed again
+        with the weights that stand then, or waits as it is. New requests wait in every mode."""
 
     def resume(self) -> None:
         """Undo `pause`."""
@@ -89,7 +113,7 @@ class Engine(Protocol):
         """
 
     def update_weights(self, manifest: BucketManifest) -> None:
-        """Load one bucket that lies in the transfer directory. Returns when the buffer may be overwritten."""
+        """Load one bucket that lies in a file of the transfer directory. Returns when it may be overwritten."""
 
     def commit_update(self, version: int) -> None:
         """Close the transaction: flush the prefix cache, serve `version`."""
@@ -97,11 +121,13 @@ class Engine(Protocol):
     def weight_digests(self) -> dict[str, str] | None:
         """Digest of what stands in the engine by Hugging Face tensor name; None where it cannot tell."""
 
-    def release_memory(self) -> None:
-        """Free weights and key-value cache (a colocated trainer needs the space)."""
+    def release_memory(self, parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
+        """Free weights, key-value cache or both (a colocated trainer needs the space). It serves nothing meanwhile.
+        Parts that are free already stay so."""
 
-    def resume_memory(self) -> None:
-        """Undo `release_memory`; weights are undefined until the next sync."""
+    def resume_memory(self, parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
+        """Undo `release_memory` for these parts. Weights are undefined until the next sync, which needs no key-value
+        cache; serving needs both."""
 
     def health(self, timeout_s: float) -> None:
         """Makes the scheduler do work, not only the HTTP thread. Raises EngineError when it does not answer in time."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
-from rlhf_megatron.rollout.engine import GeneratedSample, GenerateRequest, SamplingParams
+from rlhf_megatron.rollout.engine import GeneratedSample, GenerateRequest, SamplingParams, VersionSpan
+
+_FLOATS = ("temperature", "top_p", "min_p")
+_INTS = ("max_new_tokens", "top_k", "min_new_tokens")
 
 
 def requests_to_json(requests: Sequence[GenerateRequest]) -> dict[str, Any]:
@@ -27,14 +30,19 @@ def _request(raw: Any) -> GenerateRequest:
     ):
         raise ValueError('a request must be {"prompt_ids": [...], "seeds": [...], "params": {...}}.')
     params = dict(raw["params"])
-    unknown = set(params) - {"max_new_tokens", "temperature", "stop_token_ids"}
+    unknown = set(params) - {f.name for f in fields(SamplingParams)}
     if unknown:
         raise ValueError(f"unknown sampling parameters {sorted(unknown)}.")
-    max_new_tokens, temperature = params.get("max_new_tokens"), params.get("temperature", 1.0)
-    if type(max_new_tokens) is not int or type(temperature) not in (int, float):
-        raise ValueError("params need max_new_tokens (an integer) and temperature (a number).")
-    stop = _ints(params.get("stop_token_ids", []), "stop_token_ids")
-    sampling = SamplingParams(max_new_tokens, float(temperature), stop)
+    if "max_new_tokens" not in params:
+        raise ValueError("params need max_new_tokens (an integer).")
+    for name, value in params.items():
+        if name in _FLOATS and type(value) not in (int, float):
+            raise ValueError(f"params.{name} must be a number, not {value!r}.")
+        if name in _INTS and type(value) is not int:
+            raise ValueError(f"params.{name} must be an integer, not {value!r}.")
+    params |= {name: float(params[name]) for name in _FLOATS if name in params}
+    params["stop_token_ids"] = _ints(params.get("stop_token_ids", []), "stop_token_ids")
+    sampling = SamplingParams(**params)
     return GenerateRequest(_ints(raw["prompt_ids"], "prompt_ids"), _ints(raw["seeds"], "seeds"), sampling)
 
 
@@ -46,12 +54,18 @@ def requests_from_json(body: Any) -> list[GenerateRequest]:
 
 
 def samples_to_json(groups: Sequence[Sequence[GeneratedSample]]) -> dict[str, Any]:
-    return {"groups": [[list(vars(sample).values()) for sample in group] for group in groups]}
+    return {"groups": [[asdict(sample) for sample in group] for group in groups]}
 
 
 def samples_from_json(body: Any) -> list[list[GeneratedSample]]:
     """Raises ValueError when the body is not what `samples_to_json` makes."""
     try:
-        return [[GeneratedSample(tuple(ids), tuple(lps), *rest) for ids, lps, *rest in g] for g in body["groups"]]
+        return [[_sample(raw) for raw in group] for group in body["groups"]]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"not a list of groups of samples: {error!r}") from error
+
+
+def _sample(raw: dict[str, Any]) -> GeneratedSample:
+    spans = tuple(VersionSpan(**span) for span in raw["version_spans"])
+    lists = {"token_ids": tuple(raw["token_ids"]), "log_probs": tuple(raw["log_probs"]), "version_spans": spans}
+    return GeneratedSample(**{**raw, **lists})

@@ -1,0 +1,69 @@
+"""The rules on engines: how they are got, how weights come to them, who spreads requests over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlhf_megatron.config.errors import Problem
+from rlhf_megatron.config.provenance import Loaded
+from rlhf_megatron.config.rules import actor_ranks
+from rlhf_megatron.config.schema import RunConfig
+
+
+def engines(loaded: Loaded) -> Iterator[Problem]:
+    c = loaded.config
+    yield from _senders(c)
+    yield from _of_sglang_only(c)
+    if (
+        c.rollout.endpoints
+        and loaded.is_set("rollout.num_engines")
+        and c.rollout.num_engines != len(c.rollout.endpoints)
+    ):
+        yield Problem(
+            f"rollout.num_engines ({c.rollout.num_engines}) must be the number of rollout.endpoints"
+            f" ({len(c.rollout.endpoints)}); remove it.",
+            ("rollout.num_engines", "rollout.endpoints"),
+        )
+    for name in c.rollout.sglang.args:
+        if name.startswith("-"):
+            plain = name.lstrip("-")
+            key = f"rollout.sglang.args.{name}"
+            yield Problem(f"{key} must be written without leading dashes; use {plain}.", (key,))
+    if c.rollout.dtype == "float32" and c.model.dtype == "bfloat16":
+        yield Problem(
+            "rollout.dtype (float32) must not be wider than model.dtype (bfloat16): the engine would spend twice the"
+            " memory on the same values; remove it or set model.dtype: float32.",
+            ("rollout.dtype", "model.dtype"),
+        )
+
+
+def _of_sglang_only(c: RunConfig) -> Iterator[Problem]:
+    if c.rollout.engine == "sglang":
+        return
+    for name, value, is_used in (
+        ("endpoints", list(c.rollout.endpoints), bool(c.rollout.endpoints)),
+        ("router", c.rollout.router, c.rollout.router == "sglang"),
+        ("weight_transport", c.rollout.weight_transport, c.rollout.weight_transport == "process_group"),
+    ):
+        if is_used:
+            yield Problem(
+                f"rollout.{name} ({value}) needs rollout.engine sglang, which is {c.rollout.engine}; set that, or"
+                " remove it.",
+                (f"rollout.{name}", "rollout.engine"),
+            )
+
+
+def _senders(c: RunConfig) -> Iterator[Problem]:
+    """Of memory of the same host: the sender of each pipeline stage must be on the engines' machine."""
+    pp, ranks = c.actor.megatron.pipeline_model_parallel_size, actor_ranks(c)
+    last_sender = (pp - 1) * (ranks // max(pp, 1))  # the first rank of the last stage
+    if c.rollout.weight_transport == "tensor" and c.trainer.nnodes > 1 and last_sender >= c.trainer.n_gpus_per_node:
+        yield Problem(
+            f"actor.megatron.pipeline_model_parallel_size ({pp}) over trainer.nnodes ({c.trainer.nnodes}) puts stages"
+            " on machines without an engine, which rollout.weight_transport (tensor) does not reach; use process_group"
+            " or disk, or 1 stage, or one machine.",
+            ("actor.megatron.pipeline_model_parallel_size", "trainer.nnodes", "rollout.weight_transport"),
+        )
+
+
+RULES = (engines,)
