@@ -22,7 +22,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help install quickstart quickstart-ppo quickstart-seeds smollm2 smollm2-ppo test check format test-dist parity split-invariance replay-layouts test-long chaos soak bench gpu-check sglang-cpu sglang-smoke clean
+.PHONY: help install engine-conformance test-sglang quickstart quickstart-ppo quickstart-seeds smollm2 smollm2-ppo test check format test-dist parity split-invariance replay-layouts test-long chaos soak bench gpu-check sglang-cpu sglang-smoke clean
 
 help:
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 20
@@ -123,6 +123,21 @@ clean:  ## remove the virtual environment, caches and runs
 	@touch $@
 
 sglang-cpu: .venv-sglang/.installed  ## stock SGLang for a machine without a GPU, in a virtual environment of its own
+
+# SGLANG_PYTHON: an interpreter that has SGLang, on a machine with GPUs; else that of `make sglang-cpu`.
+ifdef SGLANG_PYTHON
+export RLHF_MEGATRON_SGLANG_PYTHON := $(SGLANG_PYTHON)
+SGLANG_READY :=
+else
+SGLANG_READY := sglang-cpu
+endif
+ENGINE ?= local
+
+engine-conformance: $(VENV)/.installed $(if $(filter sglang,$(ENGINE)),$(SGLANG_READY))  ## what every engine promises, against ENGINE=local or ENGINE=sglang
+	$(BIN)/python -m pytest tests/test_engine_conformance*.py -m "not gpu" -k $(ENGINE) -v $(ARGS)
+
+test-sglang: $(VENV)/.installed $(SGLANG_READY)  ## all tests against stock SGLang, the long ones too
+	$(BIN)/python -m pytest tests -m "sglang and not gpu" $(ARGS)
 
 sglang-smoke: $(VENV)/.installed sglang-cpu  ## three steps of the quickstart with stock SGLang as the engine
 	$(BIN)/rlhf-megatron train configs/quickstart_sglang.yaml $(ARGS)
