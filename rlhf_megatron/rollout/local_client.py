@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhf_megatron.resharding.manifest import BucketManifest
-from rlhf_megatron.rollout.engine import EngineAddress, EngineError, GeneratedSample, GenerateRequest
+from rlhf_megatron.rollout.engine import (
+    MEMORY_PARTS,
+    EngineAddress,
+    EngineError,
+    GeneratedSample,
+    GenerateRequest,
+    MemoryPart,
+    PauseMode,
+)
 from rlhf_megatron.rollout.http import HttpClient
 from rlhf_megatron.rollout.local import wire
 
@@ -34,8 +42,8 @@ class LocalEngine:
     def abort(self) -> None:
         self._admin("/abort")
 
-    def pause(self) -> None:
-        self._admin("/pause")
+    def pause(self, mode: PauseMode = "retract") -> None:
+        self._admin("/pause", {"mode": mode})
 
     def resume(self) -> None:
         self._admin("/resume")
@@ -52,11 +60,11 @@ class LocalEngine:
     def weight_digests(self) -> dict[str, str] | None:
         return self._admin("/weight_digests")
 
-    def release_memory(self) -> None:
-        self._admin("/release_memory")
+    def release_memory(self, parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
+        self._admin("/release_memory", {"parts": list(parts)})
 
-    def resume_memory(self) -> None:
-        self._admin("/resume_memory")
+    def resume_memory(self, parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
+        self._admin("/resume_memory", {"parts": list(parts)})
 
     def health(self, timeout_s: float = _HEALTH_S) -> None:
         self._http.get("/health", timeout_s)

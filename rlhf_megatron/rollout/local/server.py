@@ -19,12 +19,13 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from urllib.parse import urlsplit
 
 from aiohttp import web
 
 from rlhf_megatron.resharding.manifest import BucketManifest
+from rlhf_megatron.rollout.engine import MEMORY_PARTS, MemoryPart, PauseMode
 from rlhf_megatron.rollout.local import wire
 from rlhf_megatron.rollout.local.service import DecodeService, StaleError
 
@@ -107,6 +108,20 @@ def _integer(body: dict[str, Any], key: str) -> int:
     return body[key]
 
 
+def _pause_mode(body: dict[str, Any]) -> PauseMode:
+    mode = body.get("mode", "retract")
+    if mode not in get_args(PauseMode):
+        raise ValueError(f"mode must be one of {', '.join(get_args(PauseMode))}, not {mode!r}.")
+    return mode
+
+
+def _memory_parts(body: dict[str, Any]) -> tuple[MemoryPart, ...]:
+    parts = body.get("parts", list(MEMORY_PARTS))
+    if not isinstance(parts, list) or not parts or any(part not in MEMORY_PARTS for part in parts):
+        raise ValueError(f"parts must be a list of one or more of {', '.join(MEMORY_PARTS)}, not {parts!r}.")
+    return tuple(parts)
+
+
 class Handlers:
     """One method a verb."""
 
@@ -116,8 +131,7 @@ class Handlers:
 
     def routes(self) -> list[web.RouteDef]:
         service = self.service
-        plain = {"abort": service.abort, "pause": service.pause, "resume": service.resume}
-        plain |= {"release_memory": service.release_memory, "resume_memory": service.weights.resume}
+        plain = {"abort": service.abort, "resume": service.resume, "weight_digests": service.weights.digests}
         return [
             web.get("/health", self.health),
             web.get("/info", self.info),
@@ -125,11 +139,13 @@ class Handlers:
             web.post("/begin_weight_update", self.begin),
             web.post("/update_weights", self.update),
             web.post("/commit_weight_update", self.commit),
-            web.post("/weight_digests", self.digests),
+            web.post("/pause", self.pause),
+            web.post("/release_memory", self.release),
+            web.post("/resume_memory", self.resume_memory),
             *(web.post(f"/{verb}", self._plain(function)) for verb, function in plain.items()),
         ]
 
-    def _plain(self, function: Callable[[], None]) -> Handler:
+    def _plain(self, function: Callable[[], Any]) -> Handler:
         async def handler(request: web.Request) -> web.Response:
             return await self._call(function)
 
@@ -165,8 +181,17 @@ class Handlers:
         version = _integer(await _body(request), "version")
         return await self._call(lambda: self.service.commit_update(version))
 
-    async def digests(self, request: web.Request) -> web.Response:
-        return await self._call(self.service.weights.digests)
+    async def pause(self, request: web.Request) -> web.Response:
+        mode = _pause_mode(await _body(request))
+        return await self._call(lambda: self.service.pause(mode))
+
+    async def release(self, request: web.Request) -> web.Response:
+        parts = _memory_parts(await _body(request))
+        return await self._call(lambda: self.service.release_memory(parts))
+
+    async def resume_memory(self, request: web.Request) -> web.Response:
+        parts = _memory_parts(await _body(request))
+        return await self._call(lambda: self.service.resume_memory(parts))
 
     async def health(self, request: web.Request) -> web.Response:
         return await self._call(lambda: None)

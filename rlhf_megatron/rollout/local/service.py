@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from rlhf_megatron.resharding.manifest import BucketManifest
-from rlhf_megatron.rollout.engine import GeneratedSample, GenerateRequest
+from rlhf_megatron.rollout.engine import MEMORY_PARTS, GeneratedSample, GenerateRequest, MemoryPart, PauseMode
 from rlhf_megatron.rollout.local.generator import Generator, Member
 from rlhf_megatron.rollout.local.weights import WeightReceiver
 
@@ -111,8 +111,13 @@ class DecodeService:
             self._admit(self._queue.popleft())
         self._deliver(self.generator.abort())
 
-    def pause(self) -> None:
+    def pause(self, mode: PauseMode = "retract") -> None:
+        """See `Engine.pause`. Of a paused engine: what waits in it is treated as `mode` says."""
         self.is_paused = True
+        if mode == "abort":
+            self.abort()
+        elif mode == "retract":
+            self.generator.retract()
 
     def resume(self) -> None:
         self.is_paused = False
@@ -131,10 +136,16 @@ class DecodeService:
         if self.weights.version is not None:
             self.generator.policy_version = self.weights.version
 
-    def release_memory(self) -> None:
-        self.weights.release()
-        self._fail_all(StaleError(self.weights.stale_reason))
-        self.generator.release_memory()
+    def release_memory(self, parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
+        if "weights" in parts:
+            self.weights.release()
+            self._fail_all(StaleError(self.weights.stale_reason))
+        if "kv_cache" in parts:
+            self.generator.release_memory()
+
+    def resume_memory(self, parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
+        if "weights" in parts:
+            self.weights.resume()
 
     def _fail_all(self, error: Exception) -> None:
         jobs = {id(job): job for job in (*self._jobs.values(), *self._queue)}
