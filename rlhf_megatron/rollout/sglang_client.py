@@ -20,6 +20,7 @@ import torch
 
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.rollout.engine import (
+    MEMORY_PARTS,
     UNSYNCED,
     EngineAddress,
     EngineError,
@@ -27,6 +28,8 @@ from rlhf_megatron.rollout.engine import (
     EngineTimeoutError,
     GeneratedSample,
     GenerateRequest,
+    MemoryPart,
+    PauseMode,
     SamplingParams,
 )
 from rlhf_megatron.rollout.http import HttpClient
@@ -60,7 +63,7 @@ class SGLangEngine:
         self._last_version: int | None = None  # of the last commit
         self._pending: int | None = None  # of the open sync
         self._stale_reason: str | None = None
-        self._is_released = False
+        self._released: set[MemoryPart] = set()
         self._digests: dict[str, str] | None = {}  # of the last commit
         self._gate = threading.Condition()
         self._is_paused = False
@@ -101,10 +104,10 @@ class SGLangEngine:
             self._num_aborts += 1
             self._gate.notify_all()
 
-    def pause(self) -> None:
+    def pause(self, mode: PauseMode = "retract") -> None:
         with self._gate:
             self._is_paused = True
-        self._http.post("/pause_generation", {"mode": "retract"}, ADMIN_TIMEOUT_S)
+        self._http.post("/pause_generation", {"mode": mode}, ADMIN_TIMEOUT_S)
 
     def resume(self) -> None:
         """A STALE engine stays paused: what waits in it must not go on with half of the new weights."""
@@ -118,8 +121,10 @@ class SGLangEngine:
         last = self._last_version
         if last is not None and (version < last or (version == last and not full_resync)):
             raise EngineError(f"{self.address.name}: version {version} is not above {last}, the last one it served.")
-        if self._is_released:
-            raise EngineError(f"{self.address.name}: memory is released; resume_memory must come before a weight sync.")
+        if "weights" in self._released:
+            raise EngineError(
+                f"{self.address.name}: its weights are released; resume_memory must come before a weight sync."
+            )
         self._version, self._pending = None, version
         self._stale_reason = f"a weight sync to version {version} is under way"
         self.pause()
@@ -155,17 +160,22 @@ class SGLangEngine:
         """From the receipts of the running sync, else of the last one; None for servers with tensor parallelism."""
         return self._digests if self._pending is None else self._read_digests()
 
-    def release_memory(self) -> None:
+    def release_memory(self, parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
         self.pause()  # the server ends itself when it is asked to while it decodes
-        self._version, self._pending = None, None
-        self._stale_reason = "its memory is released"
-        self._http.post("/release_memory_occupation", {}, ADMIN_TIMEOUT_S)
-        self._is_released = True
+        if "weights" in parts:
+            self._version, self._pending = None, None
+            self._stale_reason = "its memory is released"
+        tags = [part for part in parts if part not in self._released]
+        if tags:
+            self._http.post("/release_memory_occupation", {"tags": tags}, ADMIN_TIMEOUT_S)
+        self._released.update(tags)
 
-    def resume_memory(self) -> None:
-        if self._is_released:
-            self._http.post("/resume_memory_occupation", {}, ADMIN_TIMEOUT_S)
-            self._is_released = False
+    def resume_memory(self, parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
+        tags = [part for part in parts if part in self._released]  # the server ends itself when asked for others
+        if tags:
+            self._http.post("/resume_memory_occupation", {"tags": tags}, ADMIN_TIMEOUT_S)
+        self._released.difference_update(tags)
+        if "weights" in tags:
             self._stale_reason = "its memory was released and the weights have not been sent again"
 
     def health(self, timeout_s: float) -> None:
