@@ -15,7 +15,16 @@ from typing import TypeVar
 from rlhf_megatron import faults
 from rlhf_megatron.rollout.calls import EngineCall, EngineCalls
 from rlhf_megatron.rollout.chunks import CHUNKS_IN_FLIGHT, Chunk, cut, unknown_runs, without_known
-from rlhf_megatron.rollout.engine import Engine, EngineError, EngineRequestError, GeneratedSample, GenerateRequest
+from rlhf_megatron.rollout.engine import (
+    MEMORY_PARTS,
+    Engine,
+    EngineError,
+    EngineRequestError,
+    GeneratedSample,
+    GenerateRequest,
+    MemoryPart,
+    PauseMode,
+)
 from rlhf_megatron.rollout.supervisor import Member, State, Supervision, Supervisor
 
 logger = logging.getLogger(__name__)
@@ -199,8 +208,8 @@ class EngineFleet:
             self.set_aside(member.name, str(error))
         return {member.name: digests for member, digests in found.items()}
 
-    def pause(self) -> None:
-        self._on_all("pause", lambda engine: engine.pause())
+    def pause(self, mode: PauseMode = "retract") -> None:
+        self._on_all("pause", lambda engine: engine.pause(mode))
 
     def resume(self) -> None:
         self._on_all("resume", lambda engine: engine.resume())
@@ -209,11 +218,11 @@ class EngineFleet:
         self._is_aborted = True
         self._on_all("abort", lambda engine: engine.abort())
 
-    def release_memory(self) -> None:
-        self._on_all("release_memory", lambda engine: engine.release_memory())
+    def release_memory(self, parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
+        self._on_all(f"release_memory {' '.join(parts)}", lambda engine: engine.release_memory(parts))
 
-    def resume_memory(self) -> None:
-        self._on_all("resume_memory", lambda engine: engine.resume_memory())
+    def resume_memory(self, parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
+        self._on_all(f"resume_memory {' '.join(parts)}", lambda engine: engine.resume_memory(parts))
 
     def health(self, timeout_s: float = _HEALTH_S) -> None:
         """Raises EngineError naming the engines that do not answer."""
