@@ -33,6 +33,8 @@ def test_select_takes_every_column_along() -> None:
     assert picked.rollout_log_probs.tolist() == [-4.0, -5.0, 0.0, -1.0, -2.0]
     assert picked.group_ids.tolist() == [8, 7]
     assert picked.labels == ("l2", "l0")
+    assert picked.version_spans == (((2, 0, 1),), ((1, 0, 1), (2, 1, 2)))
+    assert picked.num_retractions.tolist() == [2, 0]
     assert picked.reward_parts["exact"].tolist() == [0.0, 1.0]
 
 
@@ -49,6 +51,8 @@ def test_concat_undoes_a_cut() -> None:
     assert whole.token_ids.tolist() == batch.token_ids.tolist()
     assert whole.finish_reasons == batch.finish_reasons
     assert whole.reward_parts["exact"].tolist() == [1.0, 0.0, 0.0]
+    assert whole.version_spans == batch.version_spans
+    assert whole.num_cached_tokens.tolist() == [1, 0, 0]
 
 
 def test_optional_columns_stay_absent() -> None:

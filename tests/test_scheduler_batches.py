@@ -11,7 +11,7 @@ from rlhf_megatron.algorithms.aggregate import LOSS_AGG_MODES
 from rlhf_megatron.config.schema import ActorConfig, RunConfig
 from rlhf_megatron.data.batch import PromptBatch, TokenBatch
 from rlhf_megatron.data.tokenizer import load_tokenizer
-from rlhf_megatron.rollout.engine import GeneratedSample, SamplingParams
+from rlhf_megatron.rollout.engine import GeneratedSample, SamplingParams, VersionSpan
 from rlhf_megatron.scheduler import batch_metrics, metric_names
 from rlhf_megatron.scheduler.generation import build_requests, collect
 from rlhf_megatron.scheduler.mini_batches import cut, supervised_mini_batch, weighed, weighed_values
@@ -65,8 +65,12 @@ def test_collect_lays_prompts_and_responses_out() -> None:
     tokenizer = load_tokenizer(MODEL)
     eos = tokenizer.eos_token_id
     one, two = tokenizer.encode("1")[0], tokenizer.encode("2")[0]
+    spans = (VersionSpan(3, 0, 1), VersionSpan(4, 1, 2))
     groups = [
-        [GeneratedSample((one, eos), (-0.5, -0.25), "stop", 3), GeneratedSample((two,), (-1.5,), "length", 3)],
+        [
+            GeneratedSample((one, eos), (-0.5, -0.25), "stop", 3, spans, 2, 1),
+            GeneratedSample((two,), (-1.5,), "length", 3),
+        ],
         [GeneratedSample((two, two, one), (-1.0, -2.0, -3.0), "length", 4), GeneratedSample((), (), "abort", 3)],
     ]
     batch = collect(PROMPTS, groups, tokenizer)
@@ -82,6 +86,8 @@ def test_collect_lays_prompts_and_responses_out() -> None:
     assert batch.prompts == ("012", "012", "3", "3") and batch.labels == ("a", "a", "b", "b")
     assert batch.sources == ("s", "s", "t", "t")
     assert batch.extras == ("", "", '{"level": 2}', '{"level": 2}')
+    assert batch.version_spans == (((3, 0, 1), (4, 1, 2)), (), (), ())
+    assert batch.num_cached_tokens.tolist() == [2, 0, 0, 0] and batch.num_retractions.tolist() == [1, 0, 0, 0]
 
 
 def test_an_epoch_has_every_sample_once_with_its_columns() -> None:
@@ -191,6 +197,12 @@ def test_batch_metrics_by_hand() -> None:
             "prompt_length/mean": 1.0,
             "prompt_length/max": 1,
             "prompt_length/min": 1,
+            "rollout/finish_reason/stop": 1 / 3,
+            "rollout/finish_reason/length": 1 / 3,
+            "rollout/finish_reason/abort": 1 / 3,
+            "rollout/samples_of_several_versions": 1 / 3,
+            "rollout/cached_token_share": 1 / 3,  # one of the three prompt tokens
+            "rollout/num_retractions": 2,
             "perf/total_num_tokens": 6.0,
             "actor/entropy": 3.0,
         }
@@ -228,6 +240,25 @@ def test_values_and_returns_of_samples_that_count() -> None:
     found = batch_metrics.value_metrics(to_train(masked, values=values, returns=returns))
     assert found["critic/values/mean"] == found["critic/values/min"] == 6.0 and found["critic/returns/max"] == 5.0
     assert batch_metrics.value_metrics(to_train(scored())) == {}
+
+
+def test_every_token_has_its_version() -> None:
+    """Samples of 3, 1, 2 tokens with 2, 0, 1 of the response; the first turned from version 1 to 2 within it."""
+    assert batch_metrics.token_versions(scored()).tolist() == [1, 1, 2, 1, 2, 2]
+    plain = replace(scored(), version_spans=((), (), ()))
+    assert batch_metrics.token_versions(plain).tolist() == [1, 1, 1, 1, 2, 2]
+    assert batch_metrics.token_versions(replace(scored(), version_spans=None)).tolist() == [1, 1, 1, 1, 2, 2]
+
+
+def test_a_step_that_was_recorded_earlier_has_no_engine_metrics_but_its_finish_reasons() -> None:
+    old = replace(scored(), version_spans=None, num_cached_tokens=None, num_retractions=None)
+    assert batch_metrics.engine_metrics(replace(old, finish_reasons=("stop", "stop", "length"))) == {
+        "rollout/finish_reason/stop": 2 / 3,
+        "rollout/finish_reason/length": 1 / 3,
+        "rollout/finish_reason/abort": 0.0,
+    }
+    one = replace(scored(), version_spans=(((1, 0, 1), (1, 1, 2)), (), ((2, 0, 1),)))
+    assert batch_metrics.engine_metrics(one)["rollout/samples_of_several_versions"] == 0.0
 
 
 def test_a_group_is_mixed_when_its_valid_rewards_differ() -> None:

@@ -1,16 +1,20 @@
 """What the journal gives back after a kill: everything that was whole, bit for bit, and nothing else."""
 
 import logging
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from data_samples import scored
 from scheduler_samples import train_batch
 
 from rlhf_megatron import faults
 from rlhf_megatron.data.batch import ScoredBatch, TrainBatch
-from rlhf_megatron.rollout.engine import GeneratedSample
+from rlhf_megatron.rollout.engine import GeneratedSample, VersionSpan
 from rlhf_megatron.scheduler.journal import Journal
+from rlhf_megatron.scheduler.recorder import Recorder
 
 
 def group(first_token: int, num_samples: int = 2) -> list[GeneratedSample]:
@@ -21,6 +25,9 @@ def group(first_token: int, num_samples: int = 2) -> list[GeneratedSample]:
             tuple(-1.0 / (first_token + k + 3) for k in range(3 * i)),
             ("stop", "length")[i % 2],
             7 + i,
+            (VersionSpan(7 + i, 0, 2), VersionSpan(8 + i, 2, 3 * i)) if i else (),
+            first_token,
+            2 * i,
         )
         for i in range(num_samples)
     ]
@@ -36,7 +43,13 @@ def equal(a: ScoredBatch, b: ScoredBatch) -> bool:
     if type(a) is not type(b):
         return False
     pairs = [(getattr(a, name), getattr(b, name)) for name in a.__dataclass_fields__]
-    return all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in pairs)
+    return all(same(x, y) for x, y in pairs)
+
+
+def same(x: object, y: object) -> bool:
+    if isinstance(x, dict) and isinstance(y, dict):
+        return x.keys() == y.keys() and all(same(x[key], y[key]) for key in x)
+    return torch.equal(x, y) if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) else x == y
 
 
 @pytest.fixture
@@ -94,14 +107,32 @@ def test_every_flipped_byte_is_found(journal: Journal) -> None:
         assert found == ({} if position < first else {0: group(10)}), position
 
 
-@pytest.mark.parametrize("kind", [ScoredBatch, TrainBatch])
-def test_batches_come_back_with_what_belongs_to_them(journal: Journal, kind: type[ScoredBatch]) -> None:
-    batch = train_batch() if kind is TrainBatch else scored_batch()
+@pytest.mark.parametrize("batch", [train_batch(), scored_batch(), scored()], ids=["train", "scored", "told"])
+def test_batches_come_back_with_what_belongs_to_them(journal: Journal, batch: ScoredBatch) -> None:
     journal.write(5, batch, {"a/b": 0.1, "c/d": float("nan")}, {"coef": 1 / 3}, 2.5)
     found = Journal(journal.directory, "these").batch(5)
     assert found is not None and equal(found.batch, batch)
     assert found.metrics["a/b"] == 0.1 and found.metrics["c/d"] != found.metrics["c/d"]
     assert found.kl == {"coef": 1 / 3} and found.seconds == 2.5
+
+
+OLD_FILES = Path(__file__).parent / "old_files"  # as 0.1.0 wrote them before engines told more than text
+
+
+def test_a_journal_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    directory = tmp_path / "journal"
+    directory.mkdir()
+    shutil.copy(OLD_FILES / "step_000001.groups", directory)
+    found = Journal(directory, "these").groups(1)
+    told = [[replace(s, version_spans=(), num_cached_tokens=0, num_retractions=0) for s in group(t)] for t in (10, 20)]
+    assert found == {0: told[0], 1: told[1]}
+
+
+def test_a_recorded_step_of_an_earlier_version_is_read() -> None:
+    found = Recorder(OLD_FILES).read(1)
+    assert found.version_spans is found.num_cached_tokens is found.num_retractions is None
+    told = {name: getattr(found, name) for name in ("version_spans", "num_cached_tokens", "num_retractions")}
+    assert equal(found, replace(scored(), **told))
 
 
 def test_the_later_record_takes_the_place_of_the_earlier(journal: Journal) -> None:

@@ -86,8 +86,28 @@ def test_a_sample_as_it_stands_in_the_file(tmp_path: Path) -> None:
         "finish_reason": "stop",
         "num_tokens": 2,
         "policy_version": 1,
+        "version_spans": [],
+        "num_cached_tokens": None,
+        "num_retractions": None,
     }  # a part that this sample has not is left out
     assert (worst["reward"], worst["parts"], worst["num_tokens"]) == (0.0, {"format": 1.0, "exact": 0.25}, 1)
+
+
+def test_what_engines_tell_of_a_sample_is_in_the_file(tmp_path: Path) -> None:
+    batch = replace(
+        train_batch(2),
+        version_spans=((), ((1, 0, 1), (2, 1, 2))),
+        num_cached_tokens=torch.tensor([0, 1]),
+        num_retractions=torch.tensor([0, 3]),
+    )
+    with Tracker(tmp_path, ("jsonl",), 1, RunFacts(samples_kept=2)) as tracker, tracker.step(1):
+        tracker.batch(batch, {})
+    found = {row["prompt"]: row for row in lines(tmp_path / "samples.jsonl")}
+    assert found["1"]["version_spans"] == [[1, 0, 1], [2, 1, 2]]
+    assert (found["1"]["num_cached_tokens"], found["1"]["num_retractions"]) == (1, 3)
+    assert (found["0"]["version_spans"], found["0"]["num_cached_tokens"], found["0"]["num_retractions"]) == ([], 0, 0)
+    (step,) = lines(tmp_path / "metrics.jsonl")
+    assert step["rollout/cached_token_share"] == 0.5 and step["rollout/num_retractions"] == 3.0
 
 
 def test_no_number_is_null() -> None:
@@ -138,6 +158,19 @@ def test_groups_are_versions_and_finish_reasons() -> None:
     assert last.max == pytest.approx(0.13, rel=1e-5) and last.p99 == last.max
     assert groups[1, "length"].max == math.inf  # tokens 3 and 4, the second is not a number
     assert sum(last.counts) == 7 and last.counts[EDGES.index(0.1)] == 3 and last.counts[EDGES.index(0.05623)] == 4
+
+
+def test_a_sample_of_several_versions_is_told_apart_by_token() -> None:
+    """The last sample, tokens 9 .. 13, went on with version 3 after its second response token."""
+    batch = replace(mismatched(), version_spans=((), (), (), ((2, 0, 2), (3, 2, 4))))
+    record = mismatch_record(5, batch, spell)
+    assert record is not None
+    assert [(g.policy_version, g.finish_reason, g.spread.num_tokens) for g in record.groups] == [
+        *((1, "length", 2), (1, "stop", 1)),
+        *((2, "stop", 5), (3, "stop", 2)),  # tokens 6, 7, 8, 10, 11; 12, 13
+    ]
+    assert record.groups[-1].spread.mean == pytest.approx(0.125, rel=1e-5)
+    assert [t.policy_version for t in record.worst[1:4]] == [3, 3, 2]  # tokens 13, 12, 11
 
 
 def test_worst_tokens_with_their_text() -> None:

@@ -24,6 +24,7 @@ from torch import Tensor
 from rlhf_megatron.data import codec
 
 Batch = TypeVar("Batch", bound="TokenBatch")
+Spans = tuple[tuple[int, int, int], ...]  # (version, start, end): response tokens start .. end - 1 are of that version
 
 
 def per_sample(**kwargs: Any) -> Any:
@@ -89,6 +90,10 @@ class RolloutBatch(TokenBatch):
     labels: tuple[str, ...] = per_sample()
     sources: tuple[str, ...] = per_sample()
     extras: tuple[str, ...] = per_sample()  # as in PromptBatch
+    # What engines tell beyond text; None in a file that was written before they were asked.
+    version_spans: tuple[Spans, ...] | None = per_sample(default=None, kw_only=True)  # (): all of `policy_versions`
+    num_cached_tokens: Tensor | None = per_sample(default=None, kw_only=True)  # [B] int64, of the prompt
+    num_retractions: Tensor | None = per_sample(default=None, kw_only=True)  # [B] int64
 
 
 @codec.register

@@ -6,7 +6,8 @@ A message is a small JSON header and raw buffers:
 
 The header holds the object's tree and the sizes of the buffers. Tensors and bytes take the buffers in the order of the
 tree; buffers start at multiples of 64 bytes. Only classes that registered themselves are decoded; nothing is imported
-by a name that arrived in a message.
+by a name that arrived in a message. A field with a default may be absent: files outlive the versions of this package,
+and such a field is one that a later version added.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -229,8 +230,9 @@ def _unpack_dataclass(value: Any, buffers: Iterator[memoryview]) -> Any:
         raise ValueError(f"class {name!r} is not registered here; import the module that registers it")
     cls = _REGISTERED[name]
     known = {f.name for f in fields(cls)}
-    if set(columns) != known:
-        raise ValueError(f"{name} was written with other fields (differing: {', '.join(sorted(known ^ set(columns)))})")
+    needed = {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}
+    if wrong := (needed - set(columns)) | (set(columns) - known):
+        raise ValueError(f"{name} was written with other fields (differing: {', '.join(sorted(wrong))})")
     values = {key: _unpack(node, buffers) for key, node in columns.items()}
     try:
         return cls(**values)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-from rlhf_megatron.data.batch import ScoredBatch, TokenBatch, TrainBatch
+from rlhf_megatron.data.batch import RolloutBatch, ScoredBatch, TokenBatch, TrainBatch
+from rlhf_megatron.rollout.engine import FinishReason
 
 
 def valid_samples(batch: ScoredBatch) -> Tensor:
@@ -24,6 +26,17 @@ def response_lengths(batch: TokenBatch) -> Tensor:
     """[B] int64, tokens that the policy sampled."""
     sums = torch.cat([torch.zeros(1, dtype=torch.int64), batch.response_mask.to(torch.int64).cumsum(0)])
     return sums[batch.offsets[1:]] - sums[batch.offsets[:-1]]
+
+
+def token_versions(batch: RolloutBatch) -> Tensor:
+    """[T] int64, policy version that each response token was sampled from; prompt tokens have that of the first."""
+    versions_T = batch.policy_versions.repeat_interleave(batch.lengths)
+    if batch.version_spans is not None and any(batch.version_spans):
+        firsts = (batch.offsets[1:] - response_lengths(batch)).tolist()
+        for first, spans in zip(firsts, batch.version_spans, strict=True):
+            for version, start, end in spans:
+                versions_T[first + start : first + end] = version
+    return versions_T
 
 
 def mixed_group_share(batch: ScoredBatch) -> float:
@@ -58,6 +71,7 @@ def batch_metrics(batch: TrainBatch) -> dict[str, float]:
         **statistics("response_length", responses),
         **statistics("prompt_length", batch.lengths - responses),
         **reward_metrics(batch),
+        **engine_metrics(batch),
         **value_metrics(batch),
     }
     if batch.entropies is not None:
@@ -82,6 +96,24 @@ def reward_metrics(batch: ScoredBatch) -> dict[str, float]:
         metrics[f"reward/status/{status}"] = count / len(batch)
     for name, part in batch.reward_parts.items():
         metrics[f"reward/part/{name}"] = _mean(part[is_valid & ~part.isnan()])
+    return metrics
+
+
+def engine_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """What the engines told of their samples; what a recorded step of an earlier version does not tell is left out."""
+    counts = Counter(batch.finish_reasons)
+    metrics = {
+        f"rollout/finish_reason/{reason}": counts[reason] / len(batch)
+        for reason in sorted({*get_args(FinishReason), *counts})
+    }
+    if batch.version_spans is not None:
+        several = sum(len({version for version, _, _ in spans}) > 1 for spans in batch.version_spans)
+        metrics["rollout/samples_of_several_versions"] = several / len(batch)
+    if batch.num_cached_tokens is not None:
+        num_prompt_tokens = int((batch.lengths - response_lengths(batch)).sum())
+        metrics["rollout/cached_token_share"] = int(batch.num_cached_tokens.sum()) / max(1, num_prompt_tokens)
+    if batch.num_retractions is not None:
+        metrics["rollout/num_retractions"] = float(batch.num_retractions.sum())
     return metrics
 
 

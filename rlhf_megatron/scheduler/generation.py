@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rlhf_megatron.data.batch import PromptBatch, RolloutBatch, offsets_from_lengths
+from rlhf_megatron.data.batch import PromptBatch, RolloutBatch, Spans, offsets_from_lengths
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.rollout.engine import GeneratedSample, GenerateRequest, SamplingParams
 from rlhf_megatron.scheduler.seeds import derive_seed
@@ -51,4 +51,12 @@ def collect(prompts: PromptBatch, groups: Sequence[Sequence[GeneratedSample]], t
         labels=tuple(prompts.labels[row] for row, _ in flat),
         sources=tuple(prompts.sources[row] for row, _ in flat),
         extras=tuple(prompts.extras[row] for row, _ in flat),
+        version_spans=tuple(spans_of(sample) for _, sample in flat),
+        num_cached_tokens=torch.tensor([sample.num_cached_tokens for _, sample in flat], dtype=torch.int64),
+        num_retractions=torch.tensor([sample.num_retractions for _, sample in flat], dtype=torch.int64),
     )
+
+
+def spans_of(sample: GeneratedSample) -> Spans:
+    """As plain numbers: `data` knows no engines."""
+    return tuple((span.version, span.start, span.end) for span in sample.version_spans)

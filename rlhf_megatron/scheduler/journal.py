@@ -25,8 +25,9 @@ from torch import Tensor
 
 from rlhf_megatron import faults
 from rlhf_megatron.data import codec
-from rlhf_megatron.data.batch import ScoredBatch, TrainBatch
-from rlhf_megatron.rollout.engine import GeneratedSample
+from rlhf_megatron.data.batch import ScoredBatch, Spans, TrainBatch
+from rlhf_megatron.rollout.engine import GeneratedSample, VersionSpan
+from rlhf_megatron.scheduler.generation import spans_of
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,9 @@ class JournalledGroup:
     log_probs: Tensor  # float64, which is what an engine's numbers are on the controller
     finish_reasons: tuple[str, ...]
     policy_versions: tuple[int, ...]
+    version_spans: tuple[Spans, ...] = ()  # this and the next two: () in a journal of an earlier version
+    num_cached_tokens: tuple[int, ...] = ()
+    num_retractions: tuple[int, ...] = ()
 
     @staticmethod
     def of(settings: str, index: int, samples: Sequence[GeneratedSample]) -> JournalledGroup:
@@ -60,6 +64,9 @@ class JournalledGroup:
             torch.tensor([value for sample in samples for value in sample.log_probs], dtype=torch.float64),
             tuple(sample.finish_reason for sample in samples),
             tuple(sample.policy_version for sample in samples),
+            tuple(spans_of(sample) for sample in samples),
+            tuple(sample.num_cached_tokens for sample in samples),
+            tuple(sample.num_retractions for sample in samples),
         )
 
     def samples(self) -> list[GeneratedSample]:
@@ -69,11 +76,22 @@ class JournalledGroup:
             self.log_probs.split(lengths),
             self.finish_reasons,
             self.policy_versions,
+            self.version_spans or [()] * len(lengths),
+            self.num_cached_tokens or [0] * len(lengths),
+            self.num_retractions or [0] * len(lengths),
             strict=True,
         )
         return [
-            GeneratedSample(tuple(ids.tolist()), tuple(log_probs.tolist()), reason, version)  # type: ignore[arg-type]
-            for ids, log_probs, reason, version in columns
+            GeneratedSample(
+                tuple(ids.tolist()),
+                tuple(log_probs.tolist()),
+                reason,  # type: ignore[arg-type]
+                version,
+                tuple(VersionSpan(*span) for span in spans),
+                num_cached,
+                num_retractions,
+            )
+            for ids, log_probs, reason, version, spans, num_cached, num_retractions in columns
         ]
 
 

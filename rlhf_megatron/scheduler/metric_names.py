@@ -42,6 +42,13 @@ METRICS: dict[str, tuple[str, str]] = {
     "prompt_length/max": ("tokens", "longest prompt"),
     "prompt_length/min": ("tokens", "shortest prompt"),
     "rollout/num_samples": ("count", "samples of a step: prompts x rollout.n"),
+    "rollout/finish_reason/<reason>": ("share", "samples that ended for this reason: stop, length or abort"),
+    "rollout/cached_token_share": ("share", "prompt tokens that the engines found in their prefix caches"),
+    "rollout/num_retractions": (
+        "count",
+        "times an engine dropped the key-value cache of a sample and computed it again: memory was short, or a pause",
+    ),
+    "rollout/samples_of_several_versions": ("share", "samples whose tokens are of more than one policy version"),
     "rollout/engine_failures": ("count", "times an engine stopped serving: dead, hung, STALE or failing its requests"),
     "rollout/engine_restarts": ("count", "engines started again in place of one that was dead or hung"),
     "rollout/requests_reissued": ("count", "prompts asked for again, with the same seeds, after an engine failed"),

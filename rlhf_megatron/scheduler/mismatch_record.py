@@ -11,6 +11,7 @@ from torch import Tensor
 from rlhf_megatron.algorithms.mismatch import worst_tokens
 from rlhf_megatron.algorithms.mismatch_histogram import EDGES, Spread, differences, spread
 from rlhf_megatron.data.batch import TrainBatch
+from rlhf_megatron.scheduler.batch_metrics import token_versions
 
 NUM_WORST, OVERSAMPLING = 10, 10
 CONTEXT_TOKENS, CONTEXT_CHARACTERS = 48, 80
@@ -18,7 +19,7 @@ CONTEXT_TOKENS, CONTEXT_CHARACTERS = 48, 80
 
 @dataclass(frozen=True)
 class MismatchGroup:
-    """The response tokens of the samples of one policy version that ended for one reason."""
+    """The response tokens of one policy version, of samples that ended for one reason."""
 
     policy_version: int
     finish_reason: str
@@ -68,14 +69,19 @@ def mismatch_record(step: int, batch: TrainBatch, spell: Callable[[Sequence[int]
         return None
     differences_T = differences(batch.rollout_log_probs, batch.old_log_probs)
     owners_T = torch.repeat_interleave(torch.arange(len(batch)), batch.lengths)
-    keys = list(zip(batch.policy_versions.tolist(), batch.finish_reasons, strict=True))
+    versions_T = token_versions(batch)
+    reasons = sorted(set(batch.finish_reasons))
+    reasons_T = torch.tensor([reasons.index(reason) for reason in batch.finish_reasons])[owners_T]
     groups = []
-    for key in sorted(set(keys)):
-        is_in_B = torch.tensor([k == key for k in keys])
-        chosen = differences_T[is_in_B[owners_T] & batch.response_mask]
-        if chosen.numel():
-            groups.append(MismatchGroup(*key, spread(chosen)))
-    worst = [_worst_token(batch, differences_T, t, int(owners_T[t]), spell) for t in _worst_places(batch, owners_T)]
+    for version in versions_T[batch.response_mask].unique().tolist():
+        for i, reason in enumerate(reasons):
+            chosen = differences_T[(versions_T == version) & (reasons_T == i) & batch.response_mask]
+            if chosen.numel():
+                groups.append(MismatchGroup(version, reason, spread(chosen)))
+    worst = [
+        _worst_token(batch, differences_T, t, int(owners_T[t]), int(versions_T[t]), spell)
+        for t in _worst_places(batch, owners_T)
+    ]
     return MismatchRecord(step, tuple(groups), tuple(worst))
 
 
@@ -90,7 +96,7 @@ def _worst_places(batch: TrainBatch, owners_T: Tensor) -> list[int]:
 
 
 def _worst_token(
-    batch: TrainBatch, differences_T: Tensor, t: int, sample: int, spell: Callable[[Sequence[int]], str]
+    batch: TrainBatch, differences_T: Tensor, t: int, sample: int, version: int, spell: Callable[[Sequence[int]], str]
 ) -> WorstToken:
     assert batch.old_log_probs is not None
     start = int(batch.offsets[sample])
@@ -104,6 +110,6 @@ def _worst_token(
         difference=differences_T[t].item(),
         context=spell(before)[-CONTEXT_CHARACTERS:],
         sample_id=int(batch.sample_ids[sample]),
-        policy_version=int(batch.policy_versions[sample]),
+        policy_version=version,
         finish_reason=batch.finish_reasons[sample],
     )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from rlhf_megatron.data.batch import ScoredBatch
+from torch import Tensor
+
+from rlhf_megatron.data.batch import ScoredBatch, Spans
 from rlhf_megatron.scheduler.batch_metrics import response_lengths, valid_samples
 from rlhf_megatron.scheduler.seeds import derive_seed
 
@@ -28,6 +30,9 @@ class Sample:
     finish_reason: str
     num_tokens: int  # of the response
     policy_version: int
+    version_spans: Spans  # (version, start, end) each; (): all tokens are of `policy_version`
+    num_cached_tokens: int | None  # of the prompt; None, here and below: the recorded step does not tell
+    num_retractions: int | None
 
 
 def choose(step: int, batch: ScoredBatch, count: int, seed: int) -> list[tuple[int, str]]:
@@ -66,6 +71,13 @@ def samples_of(step: int, batch: ScoredBatch, count: int, seed: int) -> list[Sam
             finish_reason=batch.finish_reasons[i],
             num_tokens=int(lengths[i]),
             policy_version=int(batch.policy_versions[i]),
+            version_spans=batch.version_spans[i] if batch.version_spans is not None else (),
+            num_cached_tokens=_entry(batch.num_cached_tokens, i),
+            num_retractions=_entry(batch.num_retractions, i),
         )
         for i, kind in choose(step, batch, count, seed)
     ]
+
+
+def _entry(column: Tensor | None, i: int) -> int | None:
+    return None if column is None else int(column[i])

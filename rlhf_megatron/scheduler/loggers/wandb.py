@@ -88,7 +88,8 @@ class WandbLogger(Logger):
         if view.samples:
             columns = [field.name for field in fields(Sample)]
             table = [
-                [str(value) if isinstance(value, dict) else value for value in vars(s).values()] for s in view.samples
+                [str(value) if isinstance(value, dict | tuple) else value for value in vars(s).values()]
+                for s in view.samples
             ]
             values["samples"] = wandb.Table(columns=columns, data=table)
         self._log("step", step, values)
