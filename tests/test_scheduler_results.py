@@ -11,12 +11,12 @@ import torch
 from data_samples import scored
 from scheduler_samples import MODEL, to_train
 
-from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.schema import RolloutConfig, RunConfig, SamplingConfig
 from rlhf_megatron.data.batch import PromptBatch, TokenBatch
 from rlhf_megatron.data.codec import write_file
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.rewards import RewardResult, RewardSample
-from rlhf_megatron.rollout.engine import GeneratedSample, GenerateRequest
+from rlhf_megatron.rollout.engine import GeneratedSample, GenerateRequest, SamplingParams
 from rlhf_megatron.scheduler.attempts import Attempts
 from rlhf_megatron.scheduler.curve import draw_curve
 from rlhf_megatron.scheduler.evaluation import EvaluationResult, EvaluationSet
@@ -36,7 +36,7 @@ class CannedFleet:
         self.answers = answers
         self.requests: list[GenerateRequest] = []
 
-    def generate(self, requests: list[GenerateRequest]) -> list[list[GeneratedSample]]:
+    def generate(self, requests: list[GenerateRequest], *_: object) -> list[list[GeneratedSample]]:
         self.requests = requests
         return [
             [GeneratedSample(ids := self.tokenizer.encode(text), (0.0,) * len(ids), "stop", 1) for text in texts]
@@ -55,15 +55,33 @@ def test_an_item_counts_once_however_many_samples_it_has() -> None:
 
     plugins = Plugins(None, None, needs_reference=False)
     stages = Stages(RunConfig(), None, fleet, data, plugins, dict, None, reward)
-    result = stages.accuracy(None, temperature=0.5, num_samples=2)
+    result = stages.accuracy(None, SamplingConfig(temperature=0.5, n=2))
     assert (result.accuracy, result.num_items) == (0.5, 3)
     assert result.mean_response_length == pytest.approx((2 + 2 + 1 + 3 + 1 + 1) / 6)
     assert result.examples[3] == ("1", "999", "3", 0.0)
     assert [len(request.seeds) for request in fleet.requests] == [2, 2, 2]
     assert len({seed for request in fleet.requests for seed in request.seeds}) == 6
     assert fleet.requests[0].params.temperature == 0.5 and fleet.requests[0].params.stop_token_ids == (14,)
-    assert stages.accuracy(2, temperature=1.0, num_samples=2).accuracy == 0.75
+    assert stages.accuracy(2, SamplingConfig(temperature=1.0, n=2)).accuracy == 0.75
     assert len(fleet.requests) == 2
+
+
+def test_evaluation_has_a_sampling_of_its_own() -> None:
+    """What training samples from stays softmax(logits / rollout.temperature), whatever evaluation leaves out."""
+    asked = PromptBatch(((0,),), ("0",), ("12",), ("s",), (0,), ("",))
+    fleet = CannedFleet([["12", "12", "3"]])
+    data = RunData(None, (EvaluationSet("s", asked),), fleet.tokenizer, (14,))
+    val = SamplingConfig(temperature=0.6, n=3, top_p=0.9, top_k=20, min_p=0.05)
+    config = RunConfig(rollout=RolloutConfig(n=3, temperature=0.8, val_kwargs=val))
+    plugins = Plugins(None, None, needs_reference=False)
+    stages = Stages(
+        config, None, fleet, data, plugins, dict, None, lambda samples: [RewardResult(0.0) for _ in samples]
+    )
+    length = config.data.max_response_length
+    assert stages.evaluate() is not None
+    assert fleet.requests[0].params == SamplingParams(length, 0.6, (14,), top_p=0.9, top_k=20, min_p=0.05)
+    stages.generate(1, asked)
+    assert fleet.requests[0].params == SamplingParams(length, 0.8, (14,))
 
 
 def rows(run_dir: Path) -> list[dict[str, object]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from rlhf_megatron import faults
-from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.schema import RunConfig, SamplingConfig
 from rlhf_megatron.data.batch import (
     AnnotatedBatch,
     PromptBatch,
@@ -100,7 +100,7 @@ class Stages:
         if (found := self._journalled(step)) is not None:
             return found
         rollout = self.config.rollout
-        params = self._sampling(rollout.temperature)
+        params = self._sampling(SamplingConfig(rollout.temperature))
         requests = build_requests(prompts, rollout.n, params, self.config.trainer.seed, step)
         known = self.journal.groups(step) if self.journal is not None else {}
 
@@ -193,16 +193,15 @@ class Stages:
         if not self.data.held_out:
             return None
         limit = None if is_final else self.config.trainer.test_samples
-        sampling = self.config.rollout.val_kwargs
-        return self.accuracy(limit, sampling.temperature, sampling.n)
+        return self.accuracy(limit, self.config.rollout.val_kwargs)
 
-    def accuracy(self, num_items: int | None, temperature: float, num_samples: int) -> EvaluationResult:
+    def accuracy(self, num_items: int | None, sampling: SamplingConfig) -> EvaluationResult:
         """Mean score of the first `num_items` held-out items of each set (None: all)."""
-        params = self._sampling(temperature)
+        params = self._sampling(sampling)
 
         def generate(prompts: PromptBatch) -> Sequence[Sequence[GeneratedSample]]:
             assert self.fleet is not None
-            return self.fleet.generate(build_requests(prompts, num_samples, params, self.config.trainer.seed, -1))
+            return self.fleet.generate(build_requests(prompts, sampling.n, params, self.config.trainer.seed, -1))
 
         sets = first_items(self.data.held_out, num_items)
         return evaluate(sets, generate, self.data.tokenizer.decode, self.scorer)
@@ -236,8 +235,15 @@ class Stages:
             seconds = time.monotonic() - self._step_began
             self.journal.write(step, batch, self._step_metrics, kl.state() if kl is not None else {}, seconds)
 
-    def _sampling(self, temperature: float) -> SamplingParams:
-        return SamplingParams(self.config.data.max_response_length, temperature, self.data.stop_token_ids)
+    def _sampling(self, sampling: SamplingConfig) -> SamplingParams:
+        return SamplingParams(
+            max_new_tokens=self.config.data.max_response_length,
+            temperature=sampling.temperature,
+            stop_token_ids=self.data.stop_token_ids,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+        )
 
 
 def reward_samples(rollout: RolloutBatch) -> list[RewardSample]:

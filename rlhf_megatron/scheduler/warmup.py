@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_megatron.config.schema import RunConfig, WarmupConfig
+from rlhf_megatron.config.schema import RunConfig, SamplingConfig, WarmupConfig
 from rlhf_megatron.data.batch import TokenBatch
 from rlhf_megatron.data.items import WeightedItems, supervised_batch
 from rlhf_megatron.data.prompts import PromptSets
@@ -95,7 +95,7 @@ def warm_up_policy(
 
     def accuracy(num_items: int) -> EvaluationResult:
         stages.sync()
-        return stages.accuracy(num_items, temperature=1.0, num_samples=1)
+        return stages.accuracy(num_items, SamplingConfig(temperature=1.0))
 
     with tracker.productive():
         result = warm_up(
