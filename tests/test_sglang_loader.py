@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -148,3 +149,42 @@ def test_receipts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / second.file).unlink()
     assert "FileNotFoundError" in str(order("r-2", manifest=second.to_json())["error"])
     assert "FileNotFoundError" in str(order("r-c2", receipts="r-")["error"])
+
+
+def test_a_server_that_is_older_than_the_run_finds_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(loader.TRANSFER_DIR, str(tmp_path))
+    assert loader.transfer_dir("run-1") == tmp_path / "run-1"
+    assert loader.transfer_dir(tmp_path.name) == tmp_path
+    assert loader.transfer_dir(None) == tmp_path
+    for name in ("", "..", "a/b", "/"):
+        with pytest.raises(ValueError, match="is not the plain name of a directory"):
+            loader.transfer_dir(name)
+
+
+def test_a_model_is_described_by_the_names_of_its_configuration() -> None:
+    model = dense(is_tied=True)
+    model.config = SimpleNamespace(vocab_size=5, hidden_size=2, num_hidden_layers=1, other=3)
+    assert loader.describe(model) == {
+        "vocab_size": 5,
+        "hidden_size": 2,
+        "num_hidden_layers": 1,
+        "dtype": "float32",
+    }
+
+
+def test_an_order_that_cannot_be_answered_does_not_end_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(loader, "_tensor_parallel", lambda: (0, 1))
+    order = torch.frombuffer(bytearray(b'{"describe": true, "receipt": "r", "directory": "gone"}'), dtype=torch.uint8)
+    monkeypatch.delenv(loader.TRANSFER_DIR, raising=False)
+    loader.load(dense(is_tied=True), [("order", order)])
+    assert "an order cannot be carried out: RLHF_MEGATRON_TRANSFER_DIR" in caplog.text
+    monkeypatch.setenv(loader.TRANSFER_DIR, str(tmp_path))
+    loader.load(dense(is_tied=True), [("order", order)])
+    assert "a receipt cannot be written" in caplog.text
+    (tmp_path / "gone").mkdir()
+    loader.load(dense(is_tied=True), [("order", order)])
+    assert json.loads((tmp_path / "gone" / "r.0").read_text()) == {"error": None, "model": {"dtype": "float32"}}

@@ -9,6 +9,7 @@ in the model afterwards. Imports nothing of this package but the manifest and th
 from __future__ import annotations
 
 import json
+import logging
 import mmap
 import os
 import re
@@ -21,6 +22,8 @@ from torch import Tensor
 from rlhf_megatron.resharding.digest import as_hex, digest
 from rlhf_megatron.resharding.manifest import BucketManifest
 
+logger = logging.getLogger(__name__)
+
 TRANSFER_DIR = "RLHF_MEGATRON_TRANSFER_DIR"  # environment variable of the server
 LOAD_FORMAT = "rlhf_megatron.rollout.sglang_server.loader.load"
 FUSED = {  # SGLang's fused part -> its Hugging Face members in order
@@ -28,6 +31,19 @@ FUSED = {  # SGLang's fused part -> its Hugging Face members in order
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}  # SGLang's [expert, rows, columns]
+DESCRIBED = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "tie_word_embeddings",
+    "num_experts",
+    "moe_intermediate_size",
+)
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 _NAMES_SHOWN = 3
 
@@ -36,10 +52,16 @@ def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     """Called by SGLang with the model of this rank. What goes wrong stands in the receipt: an exception here would end
     the server, where the client can say what happened and leave the engine STALE."""
     order = json.loads(bytes(named_tensors[0][1].cpu().tolist()).decode())
-    directory = Path(os.environ[TRANSFER_DIR])
+    try:
+        directory = transfer_dir(order.get("directory"))
+    except (KeyError, ValueError) as error:
+        logger.error("an order cannot be carried out: %s %s", TRANSFER_DIR, error)
+        return
     rank, size = _tensor_parallel()
     try:
-        if "manifest" in order:
+        if "describe" in order:
+            receipt = {"error": None, "model": describe(model)}
+        elif "manifest" in order:
             receipt = _load_bucket(model, directory, BucketManifest.from_json(order["manifest"]), size)
         else:
             receipt = {"error": incomplete(model, _received(directory, order["receipts"], rank))}
@@ -47,8 +69,29 @@ def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
         receipt = {"error": f"{type(error).__name__}: {error}"}
     path = directory / f"{order['receipt']}.{rank}"
     aside = path.with_suffix(f".{rank}.tmp")
-    aside.write_text(json.dumps(receipt))
-    aside.rename(path)
+    try:
+        aside.write_text(json.dumps(receipt))
+        aside.rename(path)
+    except OSError as error:  # the client sees that there is no receipt
+        logger.error("a receipt cannot be written: %s", error)
+
+
+def transfer_dir(name: str | None) -> Path:
+    """The run's directory: the one that this server was started with, or one in it where the server is older than the
+    run. Raises ValueError for what is no plain name."""
+    base = Path(os.environ[TRANSFER_DIR])
+    if name is None:
+        return base
+    if name in ("", ".", "..") or "/" in name:
+        raise ValueError(f"{name!r} is not the plain name of a directory.")
+    return base if base.name == name else base / name
+
+
+def describe(model: Any) -> dict[str, Any]:
+    """What this model is, by the names of config.json; the type of its weights."""
+    config = getattr(model, "config", None)
+    facts = {name: value for name in DESCRIBED if (value := getattr(config, name, None)) is not None}
+    return {**facts, "dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
 
 
 def _load_bucket(model: Any, directory: Path, manifest: BucketManifest, tp_size: int) -> dict[str, Any]:
