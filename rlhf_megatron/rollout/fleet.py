@@ -1,4 +1,4 @@
-"""Several engines as one: work is spread by what each has outstanding, and what an engine fails to do another does.
+"""Several engines as one: a balancer spreads the work, and what an engine fails to do another does.
 
 A supervisor says which engines serve; see `rollout.supervisor`.
 """
@@ -8,13 +8,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
 from typing import TypeVar
 
 from rlhf_megatron import faults
+from rlhf_megatron.rollout.balancer import Balancer, Groups, LeastOutstanding
 from rlhf_megatron.rollout.calls import EngineCall, EngineCalls
-from rlhf_megatron.rollout.chunks import CHUNKS_IN_FLIGHT, Chunk, cut, unknown_runs, without_known
+from rlhf_megatron.rollout.chunks import unknown_runs, without_known
 from rlhf_megatron.rollout.engine import (
     MEMORY_PARTS,
     Engine,
@@ -25,18 +25,15 @@ from rlhf_megatron.rollout.engine import (
     MemoryPart,
     PauseMode,
 )
+from rlhf_megatron.rollout.generation import Generation
 from rlhf_megatron.rollout.supervisor import Member, State, Supervision, Supervisor
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-Groups = list[list[GeneratedSample]]
 OnGroups = Callable[[int, Groups], None]
-Running = dict[Future[Groups], tuple[Chunk, Member, Engine]]
 
 COUNTERS = ("rollout/engine_failures", "rollout/engine_restarts", "rollout/requests_reissued")
-_POLL_S = 0.1
 _HEALTH_S = 5.0
-_ABORT_S = 5.0
 _VERB_S = 3600.0  # of any verb; the clients have deadlines of their own for each HTTP call in it
 
 
@@ -58,10 +55,13 @@ class EngineFleet:
         request_retries: int,
         *,
         supervision: Supervision | None = None,
+        balancer: Balancer | None = None,
         is_closed: bool = False,
         should_stop: Callable[[], None] = _never_stop,
     ) -> None:
-        """`is_closed`: engines decode each piece of work by itself, so the cuts must not depend on what is known.
+        """`balancer`: who spreads the work; None: `LeastOutstanding`. It is closed with the fleet.
+
+        `is_closed`: engines decode each piece of work by itself, so the cuts must not depend on what is known.
 
         `should_stop` is called every moment while samples are awaited: `StopRequest.check`, which raises.
         """
@@ -74,7 +74,8 @@ class EngineFleet:
         self._calls = EngineCalls()
         self._supervisor = Supervisor(engines, supervision or Supervision(), self._calls)
         self._version: int | None = None  # that samples must have; None before the first sync
-        self._is_aborted = False  # by `abort`, in this call of `generate`
+        self._balancer = balancer or LeastOutstanding()
+        self._work: Generation | None = None  # of the call of `generate` that is under way
 
     @property
     def engines(self) -> tuple[Engine, ...]:
@@ -126,32 +127,35 @@ class EngineFleet:
         Raises EngineRequestError when a request itself is wrong, EngineError when retries or engines run out, and what
         `should_stop` raises.
         """
-        self._is_aborted = False
         self._learn_version()
         known = self._current(known or {})
         results: list[list[GeneratedSample] | None] = [known.get(index) for index in range(len(requests))]
-        chunks = cut(requests, len(self._supervisor.members), self.is_closed)
+        supervisor = self._supervisor
+        chunks = self._balancer.cut(requests, len(supervisor.members), self.is_closed)
         todo = without_known(chunks, known, self.is_closed)
-        running: Running = {}
+        limits = (self._version, self.request_timeout_s, self.request_retries)
+        work = self._work = Generation(todo, supervisor, self._balancer, self._calls, *limits)
         try:
-            with self._supervisor.watching():
-                while todo or running:
+            with supervisor.watching():
+                while not work.is_finished:
                     self.should_stop()
-                    self._supervisor.advance(self._version)
-                    self._take_back(todo, running)
-                    self._supervisor.mend(self._version)
-                    self._dispatch(todo, running)
-                    for chunk, groups in self._completed(todo, running):
+                    supervisor.advance(self._version)
+                    work.take_back()
+                    supervisor.mend(self._version)
+                    work.dispatch()
+                    for chunk, groups in work.completed():
                         for run in unknown_runs(chunk.start, len(groups), known):
                             new = groups[run.start - chunk.start :][: len(run)]
                             results[run.start : run.stop] = new
                             if on_groups is not None:
                                 on_groups(run.start, new)
-                        if todo or running:
+                        if not work.is_finished:
                             faults.reach("rollout.mid_generate")
         except BaseException:
-            self._abandon(running)
+            work.abandon()
             raise
+        finally:
+            self._work = None
         assert all(group is not None for group in results), "a group was lost"
         return [group for group in results if group is not None]
 
@@ -195,7 +199,7 @@ class EngineFleet:
     def version(self) -> int | None:
         """The version that all engines serve; None: never synced or STALE. Raises EngineError when they differ."""
         if not self.live:
-            raise EngineError(self._nobody())
+            raise EngineError(self._supervisor.nobody)
         found = self._on_all("version", lambda engine: engine.version())
         if len(set(found.values())) > 1:
             raise EngineError(f"engines serve different versions: {found}; sync the weights again.")
@@ -215,7 +219,8 @@ class EngineFleet:
         self._on_all("resume", lambda engine: engine.resume())
 
     def abort(self) -> None:
-        self._is_aborted = True
+        if self._work is not None:
+            self._work.is_aborted = True
         self._on_all("abort", lambda engine: engine.abort())
 
     def release_memory(self, parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
@@ -231,88 +236,13 @@ class EngineFleet:
     def close(self) -> None:
         """Drop all connections. Safe to call twice."""
         self._supervisor.unwatch()
+        self._balancer.close()
         for engine in self.engines:
             engine.close()
 
     @property
     def _live(self) -> list[Member]:
         return self._supervisor.of(State.SYNCING) or self._supervisor.of(State.SERVING)
-
-    def _dispatch(self, todo: list[Chunk], running: Running) -> None:
-        """Give chunks to the engines with the least outstanding samples, until each has enough."""
-        while todo:
-            load = {member: [0, 0] for member in self._supervisor.of(State.SERVING)}  # chunks, samples
-            if not load:
-                if not self._supervisor.is_hopeful:
-                    raise EngineError(self._nobody())
-                return
-            for chunk, member, _ in running.values():
-                if member in load:
-                    load[member][0] += 1
-                    load[member][1] += chunk.num_samples
-            chunk = todo[0]
-            fresh = [member for member in load if member.name not in chunk.failures] or list(load)
-            member = min(fresh, key=lambda candidate: load[candidate][1])
-            if load[member][0] >= CHUNKS_IN_FLIGHT:
-                return
-            todo.pop(0)
-            verb = partial(member.engine.generate, chunk.requests, self.request_timeout_s)
-            running[self._calls.start(member.name, "generate", verb)] = (chunk, member, member.engine)
-
-    def _completed(self, todo: list[Chunk], running: Running) -> list[tuple[Chunk, Groups]]:
-        """Wait a moment. Chunks whose samples have come and are accepted; the others are in `todo` again."""
-        if not running:
-            time.sleep(_POLL_S)
-            return []
-        accepted: list[tuple[Chunk, Groups]] = []
-        for future in wait(running, timeout=_POLL_S, return_when=FIRST_COMPLETED).done:
-            chunk, member, engine = running.pop(future)
-            try:
-                groups = future.result(timeout=0)
-            except EngineRequestError:
-                raise
-            except EngineError as error:
-                if member.engine is engine and member.state is State.SERVING:
-                    self._supervisor.failed(member, str(error))
-                self._again(chunk, member, str(error), todo)
-                continue
-            versions = {sample.policy_version for group in groups for sample in group}
-            if self._version is not None and versions - {self._version}:
-                words = f"{member.name} returned samples of version {sorted(versions)}, the current is {self._version}"
-                if member.engine is engine and member.state is State.SERVING:
-                    self._supervisor.stale(member, words)
-                self._again(chunk, member, words, todo)
-            elif not self._is_aborted and any(s.finish_reason == "abort" for g in groups for s in g):
-                self._again(chunk, member, f"{member.name} ended samples before they were complete", todo)
-            else:
-                member.num_stale = 0
-                accepted.append((chunk, groups))
-        return accepted
-
-    def _take_back(self, todo: list[Chunk], running: Running) -> None:
-        """Chunks of engines that serve no more. What such an engine still answers is read by nobody."""
-        for future, (chunk, member, engine) in list(running.items()):
-            if member.engine is not engine or member.state not in (State.SERVING, State.CHECKED):
-                del running[future]
-                self._again(chunk, member, member.reason, todo)
-
-    def _again(self, chunk: Chunk, member: Member, words: str, todo: list[Chunk]) -> None:
-        """Ask for the chunk again, with the same seeds. Raises EngineError when it has used up its retries."""
-        chunk.failures[member.name] = words
-        chunk.num_failures += 1
-        logger.warning("%s failed with %d samples: %s", member.name, chunk.num_samples, words.splitlines()[0])
-        if chunk.num_failures > self.request_retries:
-            raise EngineError(
-                f"{chunk.num_samples} samples failed {chunk.num_failures} times (rollout.request_retries is"
-                f" {self.request_retries}): {'; '.join(chunk.failures.values())}"
-            )
-        self._supervisor.counters["rollout/requests_reissued"] += len(chunk.requests)
-        todo.insert(0, chunk)
-
-    def _abandon(self, running: Running) -> None:
-        """Make the engines finish at once what nobody will read. Waits for them a moment."""
-        members = {member for _, member, engine in running.values() if member.engine is engine}
-        wait([self._calls.start(member.name, "abort", member.engine.abort) for member in members], timeout=_ABORT_S)
 
     def _learn_version(self) -> None:
         """Where this fleet has made no sync, the engines may have got weights another way."""
@@ -353,11 +283,8 @@ class EngineFleet:
         has_died = any(supervisor.ending(member.name) is not None for member in supervisor.members)
         is_refused = self._version is None or any(isinstance(error, EngineRequestError) for error in failures)
         if not supervisor.is_hopeful or (failures and is_refused and not has_died):
-            raise EngineError(self._nobody())
+            raise EngineError(self._supervisor.nobody)
         logger.warning("no engine takes part in this weight sync; they get the weights before they serve again")
-
-    def _nobody(self) -> str:
-        return f"no engine is left of {len(self._supervisor.members)}: {self._supervisor.words}"
 
     def _each(
         self, what: str, verb: Callable[[Engine], T], members: Collection[Member], deadline_s: float = _VERB_S

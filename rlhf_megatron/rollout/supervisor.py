@@ -16,15 +16,17 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from rlhf_megatron.rollout.calls import EngineCalls
-from rlhf_megatron.rollout.engine import Engine, EngineAddress, EngineError
+from rlhf_megatron.rollout.engine import Engine, EngineAddress, EngineError, GenerateRequest, SamplingParams
 from rlhf_megatron.rollout.health import HealthWatch
 
 logger = logging.getLogger(__name__)
 
 _STALE_IN_A_ROW = 1  # an engine that is found with other weights more often, without a good answer between, is replaced
+_TOKEN = GenerateRequest((0,), (0,), SamplingParams(max_new_tokens=1))
 _ENDING_S = 0.5  # a process that ends closes its connections a moment before
 
 
@@ -66,6 +68,7 @@ class Member:
     state: State = State.SERVING
     reason: str = ""  # why it does not serve: what it said last
     pending: Future[Any] | None = None  # of CHECKED (its version) and STARTING (its address)
+    is_suspect: bool = False  # CHECKED, as are all others, since nobody knows which of them failed
     num_stale: int = 0  # times in a row that it was found without the current weights
     watch: HealthWatch | None = None
 
@@ -100,6 +103,11 @@ class Supervisor:
         """Every engine with what it said."""
         return "; ".join(f"{member.name} {member.state.value}: {member.reason}" for member in self.members)
 
+    @property
+    def nobody(self) -> str:
+        """Where no engine is left."""
+        return f"no engine is left of {len(self.members)}: {self.words}"
+
     def ending(self, name: str) -> str | None:
         """How the server of that name ended; None while it runs, or where that is not known."""
         return None if self._supervision.servers is None else self._supervision.servers.ending(name)
@@ -126,7 +134,15 @@ class Supervisor:
     def failed(self, member: Member, words: str) -> None:
         """A request to it failed: it gets no further one until it has answered for its health and its weights."""
         self._leave(member, State.CHECKED, words)
-        member.pending = self._calls.start(member.name, "check", lambda: self._examine(member.name, member.engine))
+        member.pending = self._calls.start(member.name, "check", partial(self._examine, member.name, member.engine))
+
+    def suspect(self, words: str) -> None:
+        """A request failed that a router gave to one of those that serve: none gets a further one until it has answered
+        for its health and has drawn a token from the current weights."""
+        for member in self.of(State.SERVING):
+            member.state, member.reason, member.is_suspect = State.CHECKED, words, True
+            examine = partial(self._examine, member.name, member.engine, draws=True)
+            member.pending = self._calls.start(member.name, "check", examine)
 
     def stale(self, member: Member, words: str) -> None:
         """It has not got the current weights, whatever it says."""
@@ -147,7 +163,7 @@ class Supervisor:
 
     def serves(self, member: Member, is_proven: bool = False) -> None:
         """`is_proven`: it has returned samples of the current weights, or committed them."""
-        member.state, member.reason, member.pending = State.SERVING, "", None
+        member.state, member.reason, member.pending, member.is_suspect = State.SERVING, "", None, False
         if is_proven:
             member.num_stale = 0
 
@@ -184,15 +200,17 @@ class Supervisor:
         return member.state is State.DOWN and self._supervision.servers is not None
 
     def _leave(self, member: Member, state: State, words: str) -> None:
-        if member.state in (State.SERVING, State.SYNCING):
+        if member.state in (State.SERVING, State.SYNCING) or member.is_suspect:
             self.counters["rollout/engine_failures"] += 1
         logger.warning("%s %s: %s", member.name, state.value, words)
-        member.state, member.reason, member.pending = state, words, None
+        member.state, member.reason, member.pending, member.is_suspect = state, words, None, False
 
-    def _examine(self, name: str, engine: Engine) -> int | None:
-        """Its version. Raises EngineError where it is not well."""
+    def _examine(self, name: str, engine: Engine, draws: bool = False) -> int | None:
+        """Its version; `draws`: the one that a token says it comes from. Raises EngineError where it is not well."""
         try:
             engine.health(self._supervision.health_timeout_s)
+            if draws:
+                return engine.generate([_TOKEN], self._supervision.health_timeout_s)[0][0].policy_version
             return engine.version()
         except EngineError:
             time.sleep(_ENDING_S)
