@@ -106,7 +106,7 @@ def rank_main(model: str, tp: int, repetitions: int, output: Path) -> None:
     sender.write_bucket = clock.wrap("write_bucket", sender.write_bucket)
     gather.digest = clock.wrap("digest", gather.digest)
 
-    def send(version: int, transfer_dir: Path, deliver: Callable[[Any], None]) -> sender.SendReport:
+    def send(version: int, transfer_dir: Path, deliver: Callable[[Any, Any], None]) -> sender.SendReport:
         return sender.send_weights(
             export,
             world,
@@ -120,7 +120,7 @@ def rank_main(model: str, tp: int, repetitions: int, output: Path) -> None:
     if world.rank:
         for version in range(repetitions + 1):
             dist.barrier()
-            send(version, Path(), lambda manifest: None)
+            send(version, Path(), lambda manifest, bucket: None)
         return
     with engine(hf_config, bucket_bytes) as (client, transfer_dir):
         result = measure(send, clock, client, transfer_dir, repetitions, dist.barrier)
@@ -175,7 +175,8 @@ def measure(
         barrier()
         start = time.perf_counter()
         client.begin_update(version)
-        report = send(version, transfer_dir, clock.wrap("deliver", client.update_weights))
+        update = clock.wrap("deliver", client.update_weights)
+        report = send(version, transfer_dir, lambda manifest, _, update=update: update(manifest))
         verify("engine0", report.digests, clock.wrap("weight_digests", client.weight_digests)())
         client.commit_update(version)
         seconds = time.perf_counter() - start

@@ -50,7 +50,7 @@ def send(
     manifests: list[BucketManifest] = []
     is_bad = str(world.coordinates) == fail_on
 
-    def deliver(manifest: BucketManifest) -> None:
+    def deliver(manifest: BucketManifest, _: torch.Tensor) -> None:
         manifest = BucketManifest.from_json(manifest.to_json())
         if is_bad and fail == "deliver" and manifest.bucket == 1:
             raise OSError("engine0 said no")

@@ -23,7 +23,7 @@ def test_delivery_runs_while_the_next_bucket_is_filled(tmp_path: Path) -> None:
     delivered: list[tuple[int, bytes]] = []
     may_read = threading.Event()
 
-    def deliver(m: BucketManifest) -> None:
+    def deliver(m: BucketManifest, _: torch.Tensor) -> None:
         assert may_read.wait(30)
         delivered.append((m.bucket, (tmp_path / m.file).read_bytes()))
 
@@ -46,7 +46,7 @@ def test_delivery_runs_while_the_next_bucket_is_filled(tmp_path: Path) -> None:
 
 
 def test_failed_delivery_is_raised_when_its_buffer_comes_round_and_by_drain(tmp_path: Path) -> None:
-    def deliver(m: BucketManifest) -> None:
+    def deliver(m: BucketManifest, _: torch.Tensor) -> None:
         if m.bucket == 0:
             raise OSError("engine0 said no")
 
@@ -62,7 +62,7 @@ def test_failed_delivery_is_raised_when_its_buffer_comes_round_and_by_drain(tmp_
 
 def test_one_bucket_takes_one_file_and_leftovers_are_replaced(tmp_path: Path) -> None:
     (tmp_path / "s-0.bin").write_bytes(b"left by a run that was killed")
-    transport = SharedMemoryTransport(tmp_path, "s", 100, 1, lambda m: None)
+    transport = SharedMemoryTransport(tmp_path, "s", 100, 1, lambda m, _: None)
     assert [p.name for p in tmp_path.iterdir()] == ["s-0.bin"]
     assert transport.buffer(0).shape == (100,) and transport.buffer(0).eq(0).all()
     transport.close()
@@ -70,7 +70,7 @@ def test_one_bucket_takes_one_file_and_leftovers_are_replaced(tmp_path: Path) ->
 
 def test_no_room_is_an_error_at_once(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no room for a weight buffer of 1125899906842624000 .*Lower"):
-        SharedMemoryTransport(tmp_path, "s", 1_125_899_906_842_624_000, 2, lambda m: None)
+        SharedMemoryTransport(tmp_path, "s", 1_125_899_906_842_624_000, 2, lambda m, _: None)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -107,7 +107,7 @@ def test_directory_of_a_killed_run_is_removed_by_the_next(tmp_path: Path) -> Non
 
 
 def test_buffer_is_seen_by_a_reader_of_the_file(tmp_path: Path) -> None:
-    transport = SharedMemoryTransport(tmp_path, "s", 16, 1, lambda m: None)
+    transport = SharedMemoryTransport(tmp_path, "s", 16, 1, lambda m, _: None)
     transport.buffer(0).view(torch.float32).copy_(torch.tensor([1.0, -2.0, 3.5, 0.0]))
     raw = bytearray((tmp_path / transport.file(0)).read_bytes())
     assert torch.frombuffer(raw, dtype=torch.float32).tolist() == [1.0, -2.0, 3.5, 0.0]

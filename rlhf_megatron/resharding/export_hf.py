@@ -95,9 +95,9 @@ def _write_stage(
     files: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
     with make_transfer_dir(None, 2 * file_bytes) as transfer:
 
-        def deliver(manifest: BucketManifest) -> None:
+        def deliver(manifest: BucketManifest, bucket: Tensor) -> None:
             name = f"stage-{place.coordinates.pp:05d}-{manifest.bucket:05d}.safetensors"
-            _write_file(aside / name, transfer.path, manifest)
+            _write_file(aside / name, manifest, bucket)
             files[name] = [(entry.name, entry.shape) for entry in manifest.tensors]
 
         send_weights(
@@ -113,9 +113,7 @@ def _write_stage(
         (aside / f"stage-{place.coordinates.pp:05d}.json").write_text(json.dumps(files))
 
 
-def _write_file(path: Path, transfer_dir: Path, manifest: BucketManifest) -> None:
-    size = manifest.num_bytes
-    bucket = torch.from_file(str(transfer_dir / manifest.file), shared=False, size=size, dtype=torch.uint8)
+def _write_file(path: Path, manifest: BucketManifest, bucket: Tensor) -> None:
     specs = [TensorSpec(entry.name, entry.dtype, entry.shape) for entry in manifest.tensors]
     writer = SafetensorsWriter(path, specs)
     try:

@@ -36,11 +36,15 @@ class Bucket:
     num_bytes: int  # of the buffer, gaps of the alignment included
 
 
-def plan_buckets(rules: Sequence[Rule], dtype: str, bucket_bytes: int) -> tuple[Bucket, ...]:
+def plan_buckets(
+    rules: Sequence[Rule], dtype: str, bucket_bytes: int, alignment: int = ALIGNMENT
+) -> tuple[Bucket, ...]:
     """Buckets that hold every HF tensor of `rules` exactly once, in order of their fusion groups' first rules.
 
-    `dtype`: the engine's, a key of DTYPE_BYTES. A fusion group that is larger than `bucket_bytes` gets a bucket of its
-    own, of its own size (see `oversized`). Raises ValueError for an unknown type or a size that is not positive.
+    `dtype`: the engine's, a key of DTYPE_BYTES. `alignment`: bytes of which each tensor begins at a multiple; 1: no
+    gaps between tensors, whose type is one and the same, so that each is still aligned to its own numbers. A fusion
+    group that is larger than `bucket_bytes` gets a bucket of its own, of its own size (see `oversized`). Raises
+    ValueError for an unknown type or a size that is not positive.
     """
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"weights cannot be sent as {dtype!r}; use one of {', '.join(DTYPE_BYTES)}.")
@@ -52,13 +56,13 @@ def plan_buckets(rules: Sequence[Rule], dtype: str, bucket_bytes: int) -> tuple[
     packed: list[list[Rule]] = []
     used = 0
     for group in groups.values():
-        size = _padded_bytes(group, dtype)
+        size = _padded_bytes(group, dtype, alignment)
         if not packed or used + size > bucket_bytes:
             packed.append([])
             used = 0
         packed[-1] += group
         used += size
-    return tuple(_bucket(index, members, dtype) for index, members in enumerate(packed))
+    return tuple(_bucket(index, members, dtype, alignment) for index, members in enumerate(packed))
 
 
 def oversized(buckets: Sequence[Bucket], bucket_bytes: int) -> str | None:
@@ -125,22 +129,22 @@ def describe(
     return "\n".join(lines)
 
 
-def _bucket(index: int, rules: list[Rule], dtype: str) -> Bucket:
+def _bucket(index: int, rules: list[Rule], dtype: str, alignment: int) -> Bucket:
     slots, offset = [], 0
     for rule in rules:
         for hf in rule.hf:
             slots.append(Slot(hf, offset, prod(hf.shape) * DTYPE_BYTES[dtype]))
-            offset += _aligned(slots[-1].num_bytes)
+            offset += _aligned(slots[-1].num_bytes, alignment)
     return Bucket(index, tuple(rules), tuple(slots), offset)
 
 
-def _padded_bytes(rules: Sequence[Rule], dtype: str) -> int:
-    return sum(_aligned(prod(hf.shape) * DTYPE_BYTES[dtype]) for rule in rules for hf in rule.hf)
+def _padded_bytes(rules: Sequence[Rule], dtype: str, alignment: int) -> int:
+    return sum(_aligned(prod(hf.shape) * DTYPE_BYTES[dtype], alignment) for rule in rules for hf in rule.hf)
 
 
 def _sharded_bytes(rules: Sequence[Rule], dtype: str) -> int:
     return sum(prod(rule.megatron_shape) * DTYPE_BYTES[dtype] for rule in rules if rule.split != "replicated")
 
 
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+def _aligned(num_bytes: int, alignment: int) -> int:
+    return -(-num_bytes // alignment) * alignment

@@ -17,11 +17,13 @@ from rlhf_megatron.data import codec
 from rlhf_megatron.models.table import Rule
 from rlhf_megatron.parallel.layout import Coordinates
 from rlhf_megatron.resharding.agreement import agree
+from rlhf_megatron.resharding.device_memory import DeviceMemoryTransport
+from rlhf_megatron.resharding.disk import DiskTransport
 from rlhf_megatron.resharding.gather import gather_packed, pack_shards, unpack_shards, write_bucket
 from rlhf_megatron.resharding.manifest import BucketManifest
-from rlhf_megatron.resharding.plan import Bucket, fingerprint, oversized, plan_buckets
+from rlhf_megatron.resharding.plan import ALIGNMENT, Bucket, fingerprint, oversized, plan_buckets
 from rlhf_megatron.resharding.shared_memory import SharedMemoryTransport
-from rlhf_megatron.resharding.transport import Transport
+from rlhf_megatron.resharding.transport import Deliver, Medium, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,12 @@ class SendReport:
     seconds: float
     digests: dict[str, str]  # Hugging Face name -> digest of what was exported, in the engine's type
     failures: dict[str, str] = field(default_factory=dict)  # engine that did not get everything -> what it said
+    bytes_moved: int = 0  # to the ranks of all engines: what they read or were sent
+    bytes_needed: int = 0  # of what stands in the ranks of all engines afterwards
+
+
+def _shared_memory() -> Medium:
+    return "shared_memory"
 
 
 def send_weights(
@@ -56,14 +64,17 @@ def send_weights(
     dtype: torch.dtype,
     bucket_bytes: int,
     transfer_dir: Path,
-    deliver: Callable[[BucketManifest], None],
+    deliver: Deliver,
+    choose_medium: Callable[[], Medium] = _shared_memory,
+    alignment: int = ALIGNMENT,
 ) -> SendReport:
     """Stream this stage's weights to the engines. Call on every rank of the pool.
 
     Of each pipeline stage the rank (dp 0, cp 0, tp 0) sends; the other tp ranks of dp 0 and cp 0 give it their shards;
     all others, which hold the same shards, return at once. `export`: this rank's shards in table order. `dtype`: the
     engines'. `deliver` is called on senders only, from one other thread, one bucket at a time; it returns when every
-    engine has read the bucket, or raises.
+    engine has read the bucket, or raises. `choose_medium` is called on senders only, once, before that. `alignment`:
+    see `plan_buckets`; broadcasts and files take 1.
 
     Raises what failed on the rank where it failed, and SyncAbortedError on the other ranks of its tp group: no rank is
     left in a collective. Engines must then be taken as stale.
@@ -79,9 +90,10 @@ def send_weights(
         try:
             exported = list(export)
             shards = {rule.megatron_name: tensor for rule, tensor in exported}
-            buckets = plan_buckets([rule for rule, _ in exported], str(dtype).removeprefix("torch."), bucket_bytes)
+            rules = [rule for rule, _ in exported]
+            buckets = plan_buckets(rules, str(dtype).removeprefix("torch."), bucket_bytes, alignment)
             if place.coordinates.tp == 0:
-                transport = _open_transport(buckets, place, bucket_bytes, transfer_dir, deliver)
+                transport = _open_transport(buckets, place, bucket_bytes, transfer_dir, deliver, choose_medium())
         except Exception as error:  # told to the other ranks first
             failure = error
         agree(failure, place.tp_group, place.device, plan=fingerprint(buckets))
@@ -98,13 +110,17 @@ def _open_transport(
     place: Place,
     bucket_bytes: int,
     transfer_dir: Path,
-    deliver: Callable[[BucketManifest], None],
+    deliver: Deliver,
+    medium: Medium,
 ) -> Transport:
     notice = oversized(buckets, bucket_bytes)
     if notice is not None:
         logger.warning("%s: %s", place.coordinates, notice)
     capacity = max((bucket.num_bytes for bucket in buckets), default=0)
-    return SharedMemoryTransport(transfer_dir, str(place.coordinates), capacity, len(buckets), deliver)
+    if medium == "device_memory":
+        return DeviceMemoryTransport(place.device, capacity, len(buckets), deliver)
+    in_files = DiskTransport if medium == "disk" else SharedMemoryTransport
+    return in_files(transfer_dir, str(place.coordinates), capacity, len(buckets), deliver)
 
 
 def _send_buckets(

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
+from torch import Tensor
+
 from rlhf_megatron import faults
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.rollout.engine import Engine, EngineError
@@ -26,7 +28,7 @@ class Delivery:
         self._engines = tuple(engines)
         self._threads = ThreadPoolExecutor(max(1, len(self._engines)), thread_name_prefix="deliver")
 
-    def __call__(self, manifest: BucketManifest) -> None:
+    def __call__(self, manifest: BucketManifest, _: Tensor) -> None:
         standing = [engine for engine in self._engines if engine.address.name not in self.failures]
         futures = [(engine, self._threads.submit(engine.update_weights, manifest)) for engine in standing]
         for engine, future in futures:
