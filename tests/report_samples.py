@@ -58,7 +58,14 @@ def evaluation_row(step: int, accuracy: float, low: float, high: float, **more: 
 def sample(step: int, kind: str = "best", **more: Any) -> dict[str, Any]:
     texts = {"prompt": f"1+{step}=", "response": str(step + 1), "label": str(step + 1), "source": "sums"}
     facts = {"reward": 1.0, "status": "ok", "parts": {"right": 1.0}, "finish_reason": "stop"}
-    return {"step": step, "kind": kind, **texts, **facts, "num_tokens": 2, "policy_version": step, **more}
+    facts |= {
+        "num_tokens": 2,
+        "policy_version": step,
+        "version_spans": (),
+        "num_cached_tokens": 3,
+        "num_retractions": 0,
+    }
+    return {"step": step, "kind": kind, **texts, **facts, **more}
 
 
 def mismatch_line(step: int, counts: Mapping[str, Sequence[int]], version: int | None = None) -> dict[str, Any]:

@@ -33,6 +33,18 @@ def test_rows_are_those_of_the_files(tmp_path: Path) -> None:
     assert run.notes == () and set(run.absent) == {"trace.json", "summary.json"}
 
 
+def test_samples_of_an_older_run_tell_less(tmp_path: Path) -> None:
+    told = sample(2, version_spans=[[1, 0, 1], [2, 1, 2]], num_retractions=4)
+    older = {k: v for k, v in sample(1).items() if k not in ("version_spans", "num_cached_tokens", "num_retractions")}
+    broken = sample(3, version_spans=[[1, 0]])
+    run = read_run(write_run_dir(tmp_path / "a", samples=[older, told, broken]))
+    assert [(s.version_spans, s.num_cached_tokens, s.num_retractions) for s in run.samples] == [
+        ((), None, None),
+        (((1, 0, 1), (2, 1, 2)), 3, 4),
+    ]
+    assert run.notes == ("samples.jsonl: 1 line(s) left out that cannot be read (line 3)",)
+
+
 @pytest.mark.parametrize("ending", ["", "]\n", '{"name": "labels", "ph": "M", "args": {}}\n]\n'])
 def test_a_trace_may_be_open_at_its_end(tmp_path: Path, ending: str) -> None:
     run = read_run(write_run_dir(tmp_path / "a", trace=TRACE + ending))

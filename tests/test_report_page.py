@@ -96,7 +96,7 @@ def test_every_link_and_figure_has_its_place(whole: tuple[Path, Page]) -> None:
     ids = page.ids()
     assert len(ids) == len(set(ids))
     links = [a["href"] for tag, a in page.tags if tag == "a" and str(a.get("href")).startswith("#")]
-    assert len(links) == 9 and {str(link)[1:] for link in links} <= set(ids)
+    assert len(links) == 10 and {str(link)[1:] for link in links} <= set(ids)
     figures = [a["data-chart"] for tag, a in page.tags if tag == "figure"]
     assert sorted(map(str, figures)) == sorted(page.data["charts"])
 
@@ -216,14 +216,25 @@ def test_only_statuses_that_are_not_ok_are_drawn(tmp_path: Path) -> None:
     assert "of every reward was ok" not in page.text and not any("other" in name for name in page.data["charts"])
 
 
+def test_a_run_without_engines_says_so(tmp_path: Path) -> None:
+    replayed = page_of(write_run_dir(tmp_path / "replayed", [step_row(1, 0.5, **{"rollout/finish_reason/stop": 1.0})]))
+    assert "This run had no engine: it was trained on recorded samples." in replayed.text
+    assert [s["label"] for s in replayed.series("finish_reason")] == ["stop"]
+    generated = page_of(write_run_dir(tmp_path / "generated", [step_row(1, 0.5, **{"sync/seconds": 0.25})]))
+    assert (
+        "had no engine" not in generated.text
+        and "Weight sync 0.25 s each, 5.6 % of the time of steps" in generated.text
+    )
+
+
 def test_units_and_meanings_are_found(whole: tuple[Path, Page]) -> None:
     assert metric("critic/rewards/mean") == METRICS["critic/rewards/mean"]
     assert metric("timing_s/generate") == METRICS["timing_s/<stage>"]
     assert metric("actor/pg_clipfrac")[0] == "share" and metric("no/such") == ("", "")
     assert whole[1].data["charts"]["entropy"]["unit"] == "nats"
     named = [key for section in SECTIONS for spec in section.charts for key in spec.keys]
-    unknown = [key for key in named if metric(key.replace("<source>", "a").replace("<part>", "a")) == ("", "")]
-    assert [key for key in unknown if not key.startswith(("val/<", "reward/status/<"))] == []
+    unknown = [key for key in named if metric(re.sub(r"<\w+>", "a", key)) == ("", "")]
+    assert [key for key in unknown if not key.startswith("val/<")] == []
 
 
 def test_page_and_pictures_share_their_colours() -> None:

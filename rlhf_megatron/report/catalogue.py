@@ -200,7 +200,46 @@ SECTIONS = (
             ),
             Spec("step_time", "Time of a step", ("timing_s/step",), from_zero=True),
             Spec("tokens", "Tokens of a step", ("perf/total_num_tokens",), from_zero=True),
+        ),
+    ),
+    Section(
+        "engine",
+        "Engine",
+        "Engine",
+        (
+            Spec("generation", "Throughput of generation", ("perf/tokens_per_s/generate",), from_zero=True),
+            Spec("finish_reason", "How samples ended", ("rollout/finish_reason/<reason>",), kind="stack"),
+            Spec("cached", "Prompt tokens from the prefix cache", ("rollout/cached_token_share",), from_zero=True),
+            Spec("retractions", "Retractions", ("rollout/num_retractions",), from_zero=True),
+            Spec(
+                "several_versions",
+                "Samples of several policy versions",
+                ("rollout/samples_of_several_versions",),
+                from_zero=True,
+            ),
+            Spec(
+                "trouble",
+                "Engines that failed",
+                ("rollout/engine_failures", "rollout/engine_restarts", "rollout/requests_reissued"),
+                labels={
+                    "rollout/engine_failures": "failures",
+                    "rollout/engine_restarts": "restarts",
+                    "rollout/requests_reissued": "prompts asked for again",
+                },
+                from_zero=True,
+            ),
             Spec("sync", "Weight sync", ("sync/seconds",), from_zero=True),
+            Spec(
+                "sync_bytes",
+                "Bytes of a weight sync",
+                ("sync/num_bytes", "sync/bytes_moved", "sync/bytes_needed"),
+                labels={
+                    "sync/num_bytes": "weights",
+                    "sync/bytes_moved": "moved",
+                    "sync/bytes_needed": "needed",
+                },
+                from_zero=True,
+            ),
         ),
     ),
     Section(

@@ -233,7 +233,15 @@ def _sample(line: Mapping[str, Any]) -> Sample:
         finish_reason=_text(line.get("finish_reason")),
         num_tokens=_maybe_int(line.get("num_tokens")),
         policy_version=_maybe_int(line.get("policy_version")),
+        version_spans=tuple(_version_span(span) for span in line.get("version_spans") or ()),
+        num_cached_tokens=_maybe_int(line.get("num_cached_tokens")),
+        num_retractions=_maybe_int(line.get("num_retractions")),
     )
+
+
+def _version_span(span: Any) -> tuple[int, int, int]:
+    version, start, end = span
+    return int(_number(version)), int(_number(start)), int(_number(end))
 
 
 def _mismatch(line: Mapping[str, Any]) -> MismatchStep:

@@ -46,6 +46,9 @@ class Sample:
     finish_reason: str
     num_tokens: int | None
     policy_version: int | None
+    version_spans: tuple[tuple[int, int, int], ...] = ()  # (version, start, end) each; (): all of `policy_version`
+    num_cached_tokens: int | None = None  # of the prompt; None, here and below: an older run did not tell
+    num_retractions: int | None = None
 
 
 @dataclass(frozen=True)

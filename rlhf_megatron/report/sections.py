@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from rlhf_megatron.report import html
 from rlhf_megatron.report.catalogue import SECTIONS, pattern
 from rlhf_megatron.report.charts import Chart, keys_of, other_charts, section_charts
+from rlhf_megatron.report.engine import engine_facts
 from rlhf_megatron.report.facts import Estimate, ends, setting
 from rlhf_megatron.report.files import MISMATCH, SAMPLES, TRACE
 from rlhf_megatron.report.mismatch import mismatch
@@ -17,7 +18,7 @@ from rlhf_megatron.report.samples import choose
 from rlhf_megatron.report.timeline import timeline
 
 TITLES = {section.name: section.title for section in SECTIONS} | {"samples": "Samples", "other": "Other metrics"}
-ORDER = ("reward", "policy", "critic", "lengths", "time", "samples", "mismatch", "warmup", "other")
+ORDER = ("reward", "policy", "critic", "lengths", "time", "engine", "samples", "mismatch", "warmup", "other")
 SOURCE_REWARD = "reward/source/<source>/mean"
 Write = Callable[[RunFiles, Payload], str]
 
@@ -28,6 +29,7 @@ def all_sections(run: RunFiles, payload: Payload) -> list[tuple[str, str, str]]:
         "reward": _reward,
         "critic": _critic,
         "time": _time,
+        "engine": _engine,
         "samples": _samples,
         "mismatch": _mismatch,
         "warmup": _warmup,
@@ -146,6 +148,14 @@ def _time(run: RunFiles, payload: Payload) -> str:
             '<div class="controls"></div><div class="plot"></div></div>'
         )
     return body + _add([chart for chart in charts if not chart.is_wide], payload)
+
+
+def _engine(run: RunFiles, payload: Payload) -> str:
+    facts, charts = engine_facts(run), _charts(run, payload, "engine")
+    if facts:
+        return f'<div class="card">{html.fact_list(facts)}</div>{charts}'
+    why = "This run had no engine: it was trained on recorded samples." if run.steps else _no_steps(run)
+    return html.missing(why) + charts
 
 
 def _samples(run: RunFiles, payload: Payload) -> str:

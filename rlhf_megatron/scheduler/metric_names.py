@@ -61,6 +61,8 @@ METRICS: dict[str, tuple[str, str]] = {
     "policy/version": ("count", "weight syncs so far; a step that leaves the policy as it was makes none"),
     "policy/lag": ("count", "version at training minus version at sampling, mean"),
     "sync/num_bytes": ("bytes", "weights sent to each engine"),
+    "sync/bytes_moved": ("bytes", "read by all ranks of all engines in a weight sync"),
+    "sync/bytes_needed": ("bytes", "of what then stands in all ranks of all engines: the least that has to be moved"),
     "sync/seconds": ("s", "whole weight sync: begin, gather, send, load, verify, commit"),
     "checkpoint/step": ("count", "step of the checkpoint that was committed last"),
     "checkpoint/seconds": ("s", "from the request of a checkpoint to its commit; steps go on meanwhile"),

@@ -3,6 +3,12 @@
 
 const PAGE = 12;
 
+// "3", or of which policy version which response tokens are: "3: tokens 0–15, 4: 16–40".
+function versions(r) {
+  if (new Set(r.version_spans.map(([version]) => version)).size < 2) return r.policy_version;
+  return r.version_spans.map(([version, start, end], i) => `${version}: ${i ? "" : "tokens "}${start}–${end - 1}`).join(", ");
+}
+
 class SamplesView {
   constructor(root, rows) {
     this.rows = rows;
@@ -16,6 +22,7 @@ class SamplesView {
       kind: select("kind", options("kind", "all"), change),
       source: select("source", options("source", "all"), change),
       status: select("status", options("status", "all"), change),
+      finish_reason: select("ended by", options("finish_reason", "all"), change),
     };
     this.filters.step.value = String(rows[rows.length - 1].step);
     this.search = el("input", { type: "search", placeholder: "text", "aria-label": "text in prompt or response", oninput: change });
@@ -47,7 +54,8 @@ class SamplesView {
     return el("article", { class: "sample" },
       el("div", { class: "head" }, el("span", { class: `tag ${["best", "worst"].includes(r.kind) ? r.kind : ""}`, text: r.kind }), fact("step", r.step),
         fact("reward", known(r.reward) ? number(r.reward) : null), fact("label", r.label), fact("status", r.status), fact("source", r.source),
-        fact("ended by", r.finish_reason), fact("tokens", r.num_tokens), fact("version", r.policy_version), parts ? fact("parts:", parts) : null),
+        fact("ended by", r.finish_reason), fact("tokens", r.num_tokens), fact("version", versions(r)),
+        fact("cached tokens", r.num_cached_tokens), fact("retractions", r.num_retractions || null), parts ? fact("parts:", parts) : null),
       el("div", { class: "texts" },
         el("div", {}, el("h4", { text: "prompt" }), el("pre", { dir: "auto", tabindex: 0, text: visible(r.prompt) })),
         el("div", {}, el("h4", { text: "response" }), el("pre", { dir: "auto", tabindex: 0, text: visible(r.response) }))));
