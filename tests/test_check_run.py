@@ -24,15 +24,19 @@ CONFIGS = {
     "quickstart_ppo": ("2", ["tp1 pp2 dp1"]),
     "quickstart_ppo_pool": ("4", ["tp1 pp2 dp1, critic tp2 pp1 dp1"]),
     "quickstart_sglang": ("1", ["tp1 pp1 dp1"]),
+    "quickstart_sglang_full": ("1", ["tp1 pp1 dp1"]),
     "qwen3_64_ranks": ("4", ["tp2 sequence pp2 vpp2 dp1", "tp1 pp2 vpp2 dp2"]),
     "smollm2_grpo": ("2", ["tp1 pp2 dp1"]),
     "smollm2_grpo_tp3": ("3", ["tp3 pp1 dp1"]),
     "smollm2_ppo": ("2", ["tp1 pp2 dp1"]),
     "smollm2_reasoning_gym": ("2", ["tp1 pp2 dp1"]),
+    "smollm2_sglang": ("2", ["tp1 pp2 dp1"]),
 }
 """Processes, and the layouts that are run on them."""
 
-LONG = ("quickstart_warm", "quickstart_sglang", "quickstart_ppo")  # near to others: left out of make test
+LONG = (  # near to others: left out of make test
+    *("quickstart_warm", "quickstart_sglang", "quickstart_sglang_full", "quickstart_ppo", "smollm2_sglang"),
+)
 
 
 def passed(result: Checked, layouts: list[str]) -> None:
