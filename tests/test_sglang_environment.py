@@ -12,18 +12,20 @@ from sglang_tools import CPU_ARGUMENTS, CPU_ENV, needs_sglang, sglang_python
 
 from rlhf_megatron.rollout.sglang_environment import (
     absolute_env,
-    canonical,
     check_sglang,
     deterministic_arguments,
     find_python,
+    shared_arguments,
 )
-
-KNOWN = [["help", "h"], ["tensor-parallel-size", "tp-size"], ["port"], ["device"], ["attention-backend"]]
+from rlhf_megatron.rollout.sglang_support import TESTED, check_version, unfit
 
 
 def fake_python(folder: Path, version: str) -> Path:
     """An interpreter that answers the question for the version, then the one for the arguments."""
-    names = [["-h", "--help"], ["--tp-size", "--tensor-parallel-size"], ["--device"]]
+    names = [
+        {"names": names, "field": field, "action": "_StoreAction", "nargs": None, "type": kind, "choices": None}
+        for names, field, kind in ((["tp-size", "tensor-parallel-size"], "tp_size", "int"), (["device"], "device", ""))
+    ]
     path = folder / "python"
     path.write_text(
         f"""#!/bin/sh
@@ -37,34 +39,12 @@ esac
     return path
 
 
-def test_aliases_become_one_name() -> None:
-    assert canonical({"tp_size": 2, "device": "cpu"}, KNOWN, "0.5.21") == {"tensor-parallel-size": 2, "device": "cpu"}
-
-
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (
-            {"attention_backed": "x"},
-            r"args.attention_backed is no argument of sglang 0.5.21; did you mean attention-ba",
-        ),
-        ({"zzz": 1}, r"args.zzz is no argument of sglang 0.5.21; `python -m sglang.launch_server --help` lists them"),
-        ({"tp": 1}, r"args.tp is no argument of sglang 0.5.21; did you mean tp-size"),
-        ({"port": 1}, r"args.port is set by the run: a free port is taken; remove it"),
-        ({"tp_size": 1, "tensor-parallel-size": 2}, r"args.tensor-parallel-size is given twice"),
-    ],
-)
-def test_wrong_arguments_are_told_with_the_fix(arguments: dict[str, object], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        canonical(arguments, KNOWN, "0.5.21")
-
-
 def test_the_interpreter_is_asked_once_a_version(tmp_path: Path) -> None:
     python = fake_python(tmp_path, "echo 0.5.21")
     for _ in range(2):
         found = check_sglang(str(python), {"tp_size": 2}, {"A": "b"}, tmp_path / "cache")
         assert (found.python, found.version, found.env) == (str(python), "0.5.21", {"A": "b"})
-        assert found.arguments == {"tensor-parallel-size": 2}
+        assert found.arguments.values == found.arguments.settings == {"tp-size": 2}
     assert (tmp_path / "asked").read_text() == "asked\n"
     fake_python(tmp_path, "echo 0.6.0")
     with pytest.raises(ValueError, match=r"args.tq is no argument of sglang 0.6.0"):
@@ -101,17 +81,54 @@ def test_a_link_to_an_interpreter_is_kept(tmp_path: Path) -> None:
 @pytest.mark.dist
 def test_the_installed_version_knows_the_arguments_of_the_cpu_configuration(tmp_path: Path) -> None:
     found = check_sglang(str(sglang_python()), {**CPU_ARGUMENTS, "tp_size": 2}, CPU_ENV, tmp_path)
-    assert found.arguments["tensor-parallel-size"] == 2
-    assert found.arguments["enable-deterministic-inference"] is True
+    assert found.arguments.values["tp-size"] == 2
+    assert found.arguments.values["enable-deterministic-inference"] is True
+    assert found.arguments.words == ("--disable-overlap-schedule", "--enable-deterministic-inference")
     with pytest.raises(ValueError, match="did you mean mem-fraction-static"):
         check_sglang(str(sglang_python()), {"mem_fraction_statik": 0.3}, CPU_ENV, tmp_path)
 
 
 def test_what_a_deterministic_run_asks_of_the_servers() -> None:
-    assert deterministic_arguments({"tensor-parallel-size": 2}, {}) == {"enable-deterministic-inference": True}
+    assert deterministic_arguments({"tp-size": 2}, {}) == {"enable-deterministic-inference": True}
     assert deterministic_arguments({"enable-deterministic-inference": True}, {}) != {}
     with pytest.raises(ValueError, match=r"enable_deterministic_inference, which is set to False; remove it"):
         deterministic_arguments({"enable-deterministic-inference": False}, {})
     for arguments, env in (({"device": "cpu"}, {}), ({}, {"SGLANG_USE_CPU_ENGINE": "1"})):
         with pytest.raises(ValueError, match=r"not on a CPU; use rollout\.engine: local"):
             deterministic_arguments(arguments, env)
+
+
+def test_which_versions_are_supported() -> None:
+    assert check_version(TESTED[0], "python") is None
+    assert check_version("0.5.21.post1", "python") == (
+        "sglang in python is 0.5.21.post1, which is newer than what was tested (0.5.21); what it can do is asked, not"
+        " taken for granted."
+    )
+    for version in ("0.5.20", "0.5.21rc1", "0.4.9.post6"):
+        with pytest.raises(ValueError, match=r"but 0.5.21 or newer is needed \(weight-update sessions\); upgrade"):
+            check_version(version, "python")
+    with pytest.raises(ValueError, match=r"says that its version is 'local'; use a released one"):
+        check_version("local", "python")
+
+
+def test_what_no_server_of_a_run_may_do(tmp_path: Path) -> None:
+    assert list(unfit({"dp_size": 1, "quantization": None, "enable-lora": False, "tp_size": 8})) == []
+    for name, value in {"dp_size": 2, "speculative_algorithm": "EAGLE", "quantization": "fp8"}.items():
+        assert [found[:2] for found in unfit({name: value})] == [(name.replace("_", "-"), value)]
+    python = fake_python(tmp_path, "echo 0.5.21")
+    path = tmp_path / "python"
+    path.write_text(
+        path.read_text()
+        .replace('"names": ["device"]', '"names": ["quantization"]')
+        .replace('"device"', '"quantization"')
+    )
+    with pytest.raises(
+        ValueError, match=r"args.quantization \('fp8'\) cannot be: what stands in the engine .*start it w"
+    ):
+        check_sglang(str(python), {"quantization": "fp8"}, {}, tmp_path / "cache")
+
+
+def test_what_a_colocated_run_asks_of_the_servers() -> None:
+    assert shared_arguments({}) == {"enable-memory-saver": True}
+    with pytest.raises(ValueError, match=r"needs rollout.sglang.args.enable_memory_saver, which is set to False"):
+        shared_arguments({"enable-memory-saver": False})

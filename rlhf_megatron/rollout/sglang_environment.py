@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
+import hashlib
 import importlib.util
-import json
 import os
 import shutil
 import subprocess
@@ -14,38 +13,35 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from packaging.version import Version
+from rlhf_megatron.rollout.sglang_arguments import (
+    DETERMINISTIC,
+    QUERY,
+    Arguments,
+    Option,
+    as_text,
+    checked,
+    options_from,
+)
+from rlhf_megatron.rollout.sglang_devices import Machine, on_cpu, place
+from rlhf_megatron.rollout.sglang_support import check_version, unfit
 
-OLDEST = "0.5.21"  # the first with the weight-update session endpoints
 CACHE = Path(".cache")  # the list of arguments takes the server's interpreter seconds; kept here by version
-OWN_ARGUMENTS = {  # what the run itself must know or set, and what to do instead
-    "model-path": "set model.path",
-    "host": "servers listen on 127.0.0.1",
-    "port": "a free port is taken",
-    "config": "write the arguments themselves into rollout.sglang.args",
-    "admin-api-key": "a fresh key is made for every server",
-    "api-key": "a fresh key is made for every server",
-    "custom-weight-loader": "weight syncs go through the run's own",
-}
 _INSTALL = "install it there (`make sglang-cpu` on a machine without a GPU, else pip install 'rlhf-megatron[sglang]')"
 _TIMEOUT_S = 300.0
-DETERMINISTIC = "enable-deterministic-inference"
+MEMORY_SAVER = "enable-memory-saver"
 _VERSION_CODE = "import importlib.metadata as m; print(m.version('sglang'))"
-_ARGUMENTS_CODE = """
-import argparse, json
-from sglang.srt.server_args import ServerArgs
-parser = argparse.ArgumentParser()
-ServerArgs.add_cli_args(parser)
-print(json.dumps([action.option_strings for action in parser._actions]))
-"""
 
 
 @dataclass(frozen=True)
 class SGLangEnvironment:
+    """Checked; servers can be started in it."""
+
     python: str  # absolute, or found on PATH
     version: str
     env: dict[str, str]  # of the servers, search paths absolute
-    arguments: dict[str, object]  # of the user, under the first of their names, without dashes
+    arguments: Arguments  # of the user, and what the run's settings ask for
+    devices: list[dict[str, object]]  # per server: arguments that give it GPUs
+    warning: str | None = None  # about the version
 
 
 def check_sglang(
@@ -54,26 +50,36 @@ def check_sglang(
     env: Mapping[str, str],
     cache: Path = CACHE,
     deterministic: bool = False,
+    num_engines: int = 1,
+    machine: Machine | None = None,
 ) -> SGLangEnvironment:
     """Look at the environment of `rollout.sglang`; `python` None: this one. Starts no server. `deterministic`: of the
-    trainer; it adds to the arguments what the servers need for it.
+    trainer, and `machine` add to the arguments what the servers need for it.
 
-    Raises ValueError with the fix: no interpreter, no sglang or an old one in it, an argument that it does not know,
-    one that `deterministic` forbids.
+    Raises ValueError with the fix: no interpreter, no sglang or an old one in it, an argument that it does not know or
+    that cannot be, one that `deterministic` forbids, too few GPUs.
     """
+    machine = machine or Machine()
     found = find_python(python)
     full_env = absolute_env(env)
     version = _run(found, _VERSION_CODE, full_env, f"{found} has no sglang; {_INSTALL}, or set rollout.engine: local.")
-    if Version(version) < Version(OLDEST):
-        raise ValueError(
-            f"sglang in {found} is {version}, but {OLDEST} or newer is needed (weight-update sessions); upgrade it"
-            " there."
-        )
-    known = _known_arguments(found, version, full_env, cache) if arguments else []
-    found_arguments = canonical(arguments, known, version)
+    warning = check_version(version, found)
+    known = _known_options(found, version, full_env, cache) if arguments else []
+    of_user = checked(arguments, known, version)
+    for name, value, why, fix in unfit(of_user.values):
+        raise ValueError(f"rollout.sglang.args.{name} ({value!r}) cannot be: {why}; {fix}.")
+    added: dict[str, object] = {}
     if deterministic:
-        found_arguments |= deterministic_arguments(found_arguments, env)
-    return SGLangEnvironment(found, version, full_env, found_arguments)
+        added |= deterministic_arguments(of_user.values, env)
+    if machine.is_shared and not on_cpu(of_user.values, env):
+        added |= shared_arguments(of_user.values)
+    complete = Arguments(
+        {**of_user.values, **added},
+        {**of_user.settings, **{name: value for name, value in added.items() if name not in of_user.values}},
+        of_user.words,
+    )
+    devices = place(complete.values, env, num_engines, machine)
+    return SGLangEnvironment(found, version, full_env, complete, devices, warning)
 
 
 def find_python(python: str | None) -> str:
@@ -101,34 +107,12 @@ def absolute_env(env: Mapping[str, str]) -> dict[str, str]:
     return {**env, "PYTHONPATH": ":".join(paths)} if paths else dict(env)
 
 
-def canonical(arguments: Mapping[str, object], known: list[list[str]], version: str) -> dict[str, object]:
-    """The arguments under the first of their names. `known`: the names of each argument, without dashes.
-
-    Raises ValueError for a name that is unknown (with the nearest one), given twice, or set by the run itself.
-    """
-    first = {name: names[0] for names in known for name in names}
-    result: dict[str, object] = {}
-    for key, value in arguments.items():
-        name = key.replace("_", "-")
-        if name not in first:
-            near = difflib.get_close_matches(name, first, n=1) or [n for n in first if n.startswith(f"{name}-")]
-            hint = f"did you mean {near[0]}?" if near else "`python -m sglang.launch_server --help` lists them."
-            raise ValueError(f"rollout.sglang.args.{key} is no argument of sglang {version}; {hint}")
-        name = first[name]
-        if name in OWN_ARGUMENTS:
-            raise ValueError(f"rollout.sglang.args.{key} is set by the run: {OWN_ARGUMENTS[name]}; remove it.")
-        if name in result:
-            raise ValueError(f"rollout.sglang.args.{key} is given twice, under two names; remove one.")
-        result[name] = value
-    return result
-
-
 def deterministic_arguments(arguments: Mapping[str, object], env: Mapping[str, str]) -> dict[str, object]:
     """What servers need so that a sample does not depend on what is decoded beside it. `arguments`: canonical.
 
     Raises ValueError where they cannot: on a CPU, or where the user has switched it off.
     """
-    if arguments.get("device") == "cpu" or env.get("SGLANG_USE_CPU_ENGINE") == "1":
+    if on_cpu(arguments, env):
         raise ValueError(
             "trainer.deterministic needs batch-invariant kernels of rollout.engine sglang, which it has not on a CPU;"
             " use rollout.engine: local there, or set trainer.deterministic: false."
@@ -141,18 +125,28 @@ def deterministic_arguments(arguments: Mapping[str, object], env: Mapping[str, s
     return {DETERMINISTIC: True}
 
 
-def _known_arguments(python: str, version: str, env: Mapping[str, str], cache: Path) -> list[list[str]]:
-    file = cache / f"sglang-{version}-arguments.json"
+def shared_arguments(arguments: Mapping[str, object]) -> dict[str, object]:
+    """What servers need so that they can give their memory to the trainer. `arguments`: canonical. Raises ValueError
+    where the user has switched it off."""
+    if arguments.get(MEMORY_SAVER, True) is not True:
+        raise ValueError(
+            "rollout.colocated needs rollout.sglang.args.enable_memory_saver, which is set to"
+            f" {arguments[MEMORY_SAVER]!r}; remove it, or set rollout.colocated: false."
+        )
+    return {MEMORY_SAVER: True}
+
+
+def _known_options(python: str, version: str, env: Mapping[str, str], cache: Path) -> list[Option]:
+    place_of = hashlib.sha256(python.encode()).hexdigest()[:12]  # what a version takes depends on what is beside it
+    file = cache / f"sglang-{version}-{place_of}.json"
     with contextlib.suppress(OSError, ValueError):
-        return json.loads(file.read_text())
-    words = f"sglang {version} in {python} cannot be imported"
-    answer = _run(python, _ARGUMENTS_CODE, env, words).splitlines()[-1]
-    known = [[name.lstrip("-") for name in sorted(names, key=lambda n: -len(n))] for names in json.loads(answer)]
-    known = [names for names in known if names]
+        return options_from(file.read_text())
+    answer = _run(python, QUERY, env, f"sglang {version} in {python} cannot be imported").splitlines()[-1]
+    known = options_from(answer)
     with contextlib.suppress(OSError):
         cache.mkdir(parents=True, exist_ok=True)
         aside = file.with_suffix(f".{os.getpid()}")
-        aside.write_text(json.dumps(known))
+        aside.write_text(as_text(known))
         aside.rename(file)
     return known
 

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import socket
+import tempfile
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,14 +24,17 @@ from rlhf_megatron.rollout.process import (
     await_ready,
     write_token,
 )
+from rlhf_megatron.rollout.sglang_arguments import DETERMINISTIC
 from rlhf_megatron.rollout.sglang_client import SGLangEngine
-from rlhf_megatron.rollout.sglang_environment import DETERMINISTIC, SGLangEnvironment, check_sglang
+from rlhf_megatron.rollout.sglang_devices import Machine
+from rlhf_megatron.rollout.sglang_environment import SGLangEnvironment, check_sglang
 from rlhf_megatron.rollout.sglang_server.loader import LOAD_FORMAT, TRANSFER_DIR
 
 logger = logging.getLogger(__name__)
 
 POLL_TIMEOUT_S = 5.0
 PORT_ATTEMPTS = 3  # another process can take a port between the look for it and the server's own bind
+INIT_METHOD = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]  # the loader runs in the server from here
 _BIND_FAILED = re.compile(
     r"error while attempting to bind on address", re.IGNORECASE
@@ -52,36 +56,76 @@ def start_sglang_engines(
     env: Mapping[str, str],
     startup_timeout_s: float,
     deterministic: bool = False,
+    machine: Machine | None = None,
+    is_one_machine: bool = True,
     progress: Progress | None = None,
 ) -> EngineServers:
     """Start servers with `python -m sglang.launch_server` and wait until all answer.
 
     `arguments`: SGLang server arguments without the leading dashes; they win over the ones set here. `python` None:
-    this interpreter. The admin key goes through the settings file, which only this user can read. Raises ValueError for
-    what a user can fix before a start, EngineError with the server's own error and the end of its log.
+    this interpreter. `machine`: the GPUs that servers can have. `is_one_machine`: all ranks that send weights are on
+    this machine. The keys go through the settings file, which only this user can read. Raises ValueError for what a
+    user can fix before a start, EngineError with the server's own error and the end of its log.
     """
     folder = Path(run_dir) / "engines"
     folder.mkdir(parents=True, exist_ok=True)
-    installed = check_sglang(python, arguments, env, deterministic=deterministic)
-    if not installed.arguments.get(DETERMINISTIC, False):
+    installed = check_sglang(
+        python, arguments, env, deterministic=deterministic, num_engines=num_engines, machine=machine
+    )
+    if installed.warning is not None:
+        logger.warning("%s", installed.warning)
+    of_user = installed.arguments.values
+    if not of_user.get(DETERMINISTIC, False):
         logger.warning(
             "sglang ignores the seed of a sample without rollout.sglang.args.enable_deterministic_inference: samples of"
             " a group differ, but a run does not repeat."
         )
-    settings = {
+    own = {
         "model-path": str(model_path),
         "host": "127.0.0.1",
         "dtype": dtype,
         "load-format": "dummy",
         "skip-tokenizer-init": True,
         "custom-weight-loader": [LOAD_FORMAT],
-        **installed.arguments,
     }
-    ports = _Ports()
+    settings = {name: value for name, value in own.items() if name not in of_user} | installed.arguments.settings
+    ports, meeting = _Ports(), MeetingPlace()
     launches = [
-        _Launch(f"engine{index}", folder, installed, settings, transfer_dir, ports) for index in range(num_engines)
+        _Launch(
+            name=f"engine{index}",
+            folder=folder,
+            installed=installed,
+            settings={**settings, **devices},
+            env={**loopback(env, os.environ, is_one_machine), **installed.env, TRANSFER_DIR: str(transfer_dir)},
+            transfer_dir=transfer_dir,
+            ports=ports,
+            meeting=meeting,
+        )
+        for index, devices in enumerate(installed.devices)
     ]
     return EngineServers(launches, startup_timeout_s, progress)
+
+
+def loopback(env: Mapping[str, str], inherited: Mapping[str, str], is_one_machine: bool) -> dict[str, str]:
+    """What makes the ranks of a server listen to this machine only. Not where others must reach them, nor over what
+    somebody has set."""
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return {name: "lo" for name in names if is_one_machine and name not in env and name not in inherited}
+
+
+class MeetingPlace:
+    """Where the ranks of each server find one another: a file. SGLang's own way is a TCP store, which torch binds to
+    all addresses of the machine, at a port that another process can have taken."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="rlhf-engines-", ignore_cleanup_errors=True)
+
+    def env(self, name: str, port: int) -> dict[str, str]:
+        """Of a fresh file for the server of that name."""
+        path = Path(self._folder.name) / f"{name}-{port}"
+        path.unlink(missing_ok=True)
+        # SGLang names segments of shared memory after the port, where there is one.
+        return {INIT_METHOD: f"file://{path}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 class _Ports:
@@ -114,8 +158,10 @@ class _Launch:
     folder: Path
     installed: SGLangEnvironment
     settings: dict[str, Any]
+    env: dict[str, str]
     transfer_dir: Path
     ports: _Ports
+    meeting: MeetingPlace
     process: ServerProcess | None = None
     log_start: int = 0  # of this attempt, bytes into the log
     address: EngineAddress = field(init=False)
@@ -125,18 +171,18 @@ class _Launch:
         port = self.ports.take()
         settings = {**self.settings, "port": port, "api-key": token, "admin-api-key": token}
         path = write_private(self.folder / f"{self.name}.yaml", yaml.safe_dump(settings))
-        search_path = [self.installed.env.get("PYTHONPATH", ""), str(PACKAGE_ROOT)]
+        search_path = [self.env.get("PYTHONPATH", ""), str(PACKAGE_ROOT)]
         env = {
-            **self.installed.env,
-            TRANSFER_DIR: str(self.transfer_dir),
+            **self.meeting.env(self.name, port),
+            **self.env,
             "PYTHONPATH": ":".join(part for part in search_path if part),
         }
         log = self.folder / f"{self.name}.log"
         self.log_start = log.stat().st_size if log.exists() else 0
-        tp_size = int(settings.get("tensor-parallel-size", 1))
+        tp_size = int(str(self.installed.arguments.values.get("tp-size", 1)))
         self.address = EngineAddress(self.name, "sglang", f"http://127.0.0.1:{port}", token, tp_size)
         command = [self.installed.python, "-m", "sglang.launch_server", "--config", str(path)]
-        self.process = ServerProcess(self.name, command, log, env, token)
+        self.process = ServerProcess(self.name, [*command, *self.installed.arguments.words], log, env, token)
 
     def wait(self, deadline: float, progress: Progress | None) -> EngineAddress:
         """Until it answers and says that it can do what is needed. A lost port is tried again with another one."""
