@@ -16,10 +16,12 @@ _CONNECT_TIMEOUT_S = 10.0
 class HttpClient:
     """Thread-safe. One pool of connections to one server."""
 
-    def __init__(self, address: EngineAddress) -> None:
+    def __init__(self, address: EngineAddress, key: str | None = None) -> None:
+        """`key`: sent as bearer token; None: that of the admin verbs. Without one no header is sent."""
         self.address = address
         self._pool = urllib3.connection_from_url(address.url, maxsize=16, block=False, retries=False)
-        self._headers = {"Authorization": f"Bearer {address.token}", "Content-Type": "application/json"}
+        key = address.token if key is None else key
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
 
     def get(self, path: str, timeout_s: float) -> Any:
         return self._send("GET", path, None, timeout_s)

@@ -9,12 +9,10 @@ from __future__ import annotations
 import base64
 import json
 import pickle
-import threading
 import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -30,12 +28,16 @@ from rlhf_megatron.rollout.engine import (
     GenerateRequest,
     MemoryPart,
     PauseMode,
-    SamplingParams,
 )
+from rlhf_megatron.rollout.gate import Gate
 from rlhf_megatron.rollout.http import HttpClient
+from rlhf_megatron.rollout.sglang_limits import Limits, limits_of
+from rlhf_megatron.rollout.sglang_samples import generate_body, groups_of
 from rlhf_megatron.rollout.sglang_server.loader import LOAD_FORMAT
 
 ADMIN_TIMEOUT_S = 600.0
+ABORT_TIMEOUT_S = 120.0
+_ABORT_AGAIN_S = 0.5
 NEEDED = (
     "/generate",
     "/abort_request",
@@ -52,27 +54,29 @@ NEEDED = (
 class SGLangEngine:
     """See `rollout.engine.Engine`. Weights go through the server's custom-weight-loader hook.
 
-    Only one client of a server, the controller's, may generate and open syncs; others deliver buckets.
+    Only one client of a server, the controller's, may generate, pause and open syncs; others deliver buckets.
     """
 
     def __init__(self, address: EngineAddress, transfer_dir: Path) -> None:
         self.address = address
         self.transfer_dir = transfer_dir
-        self._http = HttpClient(address)
+        self._http = HttpClient(address)  # verbs that take the admin key
+        self._serving = HttpClient(address, address.api_key or address.token)  # the others
         self._version: int | None = None  # that is served
         self._last_version: int | None = None  # of the last commit
         self._pending: int | None = None  # of the open sync
         self._stale_reason: str | None = None
         self._released: set[MemoryPart] = set()
         self._digests: dict[str, str] | None = {}  # of the last commit
-        self._gate = threading.Condition()
-        self._is_paused = False
-        self._num_aborts = 0
+        self._gate = Gate()
+        self._paused: PauseMode | None = None  # by `pause`, until `resume`
+        self._halted: PauseMode | None = None  # what the server was told last, whatever the reason
+        self._limits: Limits | None = None  # asked for once
 
     def probe(self) -> None:
         """Raises EngineError naming what this server cannot do and what would."""
         try:
-            paths = self._http.get("/openapi.json", ADMIN_TIMEOUT_S)["paths"]
+            paths = self._serving.get("/openapi.json", ADMIN_TIMEOUT_S)["paths"]
         except EngineRequestError as error:
             raise EngineError(f"{error}; start it without DISABLE_OPENAPI_DOC: it must tell what it can do.") from error
         missing = [path for path in NEEDED if path not in paths]
@@ -83,39 +87,39 @@ class SGLangEngine:
 
     def generate(self, requests: Sequence[GenerateRequest], timeout_s: float) -> list[list[GeneratedSample]]:
         self._require_fit()
-        prompts = [list(request.prompt_ids) for request in requests for _ in request.seeds]
-        if not prompts:
+        if not any(request.seeds for request in requests):
             return [[] for _ in requests]
         deadline = time.monotonic() + timeout_s
-        if not self._pass_gate(timeout_s):
-            aborted = GeneratedSample((), (), "abort", UNSYNCED if self._version is None else self._version)
-            return [[aborted for _ in request.seeds] for request in requests]
-        sampling = [_sampling(request.params, seed) for request in requests for seed in request.seeds]
-        body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True}
-        answers = self._http.post("/generate", body, max(0.0, deadline - time.monotonic()))
-        if len(answers) != len(prompts):
-            raise EngineError(f"{self.address.name}: {len(answers)} samples for {len(prompts)} asked for.")
-        samples = iter([_sample(answer) for answer in answers])
-        return [[next(samples) for _ in request.seeds] for request in requests]
+        if self._limits is None:
+            self._limits = limits_of(self._serving, timeout_s)
+        self._limits.check(requests, self.address.name)
+        try:
+            with self._gate.passing(timeout_s) as is_running:
+                if not is_running:
+                    aborted = GeneratedSample((), (), "abort", UNSYNCED if self._version is None else self._version)
+                    return [[aborted for _ in request.seeds] for request in requests]
+                left = max(0.0, deadline - time.monotonic())
+                answers = self._serving.post("/generate", generate_body(requests, self._version), left)
+        except TimeoutError as error:
+            who = f"{self.address.name} is paused"
+            raise EngineTimeoutError(f"{who}: no answer within {timeout_s:g} s.") from error
+        try:
+            return groups_of(answers, requests)
+        except ValueError as error:
+            raise EngineError(f"{self.address.name} ({self.address.url}/generate): {error}") from error
 
     def abort(self) -> None:
-        self._http.post("/abort_request", {"abort_all": True}, ADMIN_TIMEOUT_S)
-        with self._gate:
-            self._num_aborts += 1
-            self._gate.notify_all()
+        self._gate.abort()
+        self._abort_all()
 
     def pause(self, mode: PauseMode = "retract") -> None:
-        with self._gate:
-            self._is_paused = True
-        self._http.post("/pause_generation", {"mode": mode}, ADMIN_TIMEOUT_S)
+        self._paused = mode
+        self._halt(mode)
 
     def resume(self) -> None:
-        """A STALE engine stays paused: what waits in it must not go on with half of the new weights."""
-        if self._stale_reason is None:
-            self._http.post("/continue_generation", {}, ADMIN_TIMEOUT_S)
-            with self._gate:
-                self._is_paused = False
-                self._gate.notify_all()
+        """A STALE engine stays halted: what waits in it must not go on with half of the new weights."""
+        self._paused = None
+        self._settle()
 
     def begin_update(self, version: int, full_resync: bool = False) -> None:
         last = self._last_version
@@ -127,8 +131,9 @@ class SGLangEngine:
             )
         self._version, self._pending = None, version
         self._stale_reason = f"a weight sync to version {version} is under way"
-        self.pause()
-        self._http.post("/flush_cache", {}, ADMIN_TIMEOUT_S)
+        if self._paused != "in_place":
+            self._halt("retract")
+        self._flush()
         try:
             self._http.post("/begin_weight_update", {}, ADMIN_TIMEOUT_S)
         except EngineRequestError:  # the session of a failed sync is open
@@ -150,18 +155,18 @@ class SGLangEngine:
         self._http.post("/end_weight_update", {}, ADMIN_TIMEOUT_S)
         body = {"new_version": str(version), "abort_all_requests": False}
         self._http.post("/update_weight_version", body, ADMIN_TIMEOUT_S)
-        self._http.post("/flush_cache", {}, ADMIN_TIMEOUT_S)
+        self._flush()
         self._remove_receipts()
         self._stale_reason = None
         self._version, self._last_version, self._pending = version, version, None
-        self.resume()
+        self._settle()
 
     def weight_digests(self) -> dict[str, str] | None:
         """From the receipts of the running sync, else of the last one; None for servers with tensor parallelism."""
         return self._digests if self._pending is None else self._read_digests()
 
     def release_memory(self, parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
-        self.pause()  # the server ends itself when it is asked to while it decodes
+        self._halt("retract")  # the server ends itself when it is asked to while it decodes
         if "weights" in parts:
             self._version, self._pending = None, None
             self._stale_reason = "its memory is released"
@@ -177,16 +182,18 @@ class SGLangEngine:
         self._released.difference_update(tags)
         if "weights" in tags:
             self._stale_reason = "its memory was released and the weights have not been sent again"
+        self._settle()
 
     def health(self, timeout_s: float) -> None:
-        """While paused the scheduler is asked for its state, since it generates nothing then."""
-        self._http.get("/server_info" if self._is_paused else "/health_generate", timeout_s)
+        """While halted the scheduler is asked for its state, since it generates nothing then."""
+        self._serving.get("/health_generate" if self._halted is None else "/server_info", timeout_s)
 
     def version(self) -> int | None:
         return self._version
 
     def close(self) -> None:
         self._http.close()
+        self._serving.close()
 
     @property
     def _receipt_prefix(self) -> str:
@@ -195,20 +202,53 @@ class SGLangEngine:
     def _require_fit(self) -> None:
         if self._stale_reason is not None:
             raise EngineError(f"{self.address.name} is STALE: {self._stale_reason}; a full weight sync mends it.")
+        if self._released:
+            raise EngineError(f"{self.address.name} has no key-value cache: it was released; resume_memory brings it.")
 
-    def _pass_gate(self, timeout_s: float) -> bool:
-        """Wait while paused; False: aborted meanwhile. Stock SGLang holds what comes during a pause where its own abort
-        does not reach it. Raises EngineTimeoutError."""
-        with self._gate:
-            before = self._num_aborts
-            if not self._gate.wait_for(lambda: not self._is_paused or self._num_aborts != before, timeout_s):
-                raise EngineTimeoutError(f"{self.address.name} is paused: no answer within {timeout_s:g} s.")
-            return self._num_aborts == before
+    def _halt(self, mode: PauseMode) -> None:
+        """Stop decoding, whatever `pause` said. What comes from now on waits at the gate."""
+        self._gate.close()
+        if mode == "abort":
+            self._abort_all()
+            if self._halted is None:
+                self._await_ends()  # the server would look once a second, and for ever
+        self._http.post("/pause_generation", {"mode": mode}, ADMIN_TIMEOUT_S)
+        self._halted = mode
+
+    def _abort_all(self) -> None:
+        if self._halted == "in_place":  # or it would end only when the server decodes again
+            self._http.post("/pause_generation", {"mode": "retract"}, ADMIN_TIMEOUT_S)
+            self._halted = "retract"
+        self._http.post("/abort_request", {"abort_all": True}, ADMIN_TIMEOUT_S)
+
+    def _await_ends(self) -> None:
+        """After an abort of all. Raises EngineTimeoutError."""
+        deadline = time.monotonic() + ABORT_TIMEOUT_S
+        while not self._gate.wait_until_empty(_ABORT_AGAIN_S):
+            if time.monotonic() > deadline:
+                raise EngineTimeoutError(f"{self.address.name}: requests run {ABORT_TIMEOUT_S:g} s after an abort.")
+            self._abort_all()  # one that had passed the gate may have come after the abort
+
+    def _flush(self) -> None:
+        """Empty the prefix cache. The server refuses while something is paused in place, which keeps its part of it;
+        that part has the name of the version before, so nobody else gets it (`generate_body`)."""
+        try:
+            self._http.post("/flush_cache", {}, ADMIN_TIMEOUT_S)
+        except EngineRequestError:
+            if self._halted != "in_place":
+                raise
+
+    def _settle(self) -> None:
+        """Decode again, where nothing speaks against it any more."""
+        if self._paused is None and self._stale_reason is None and not self._released:
+            self._http.post("/continue_generation", {}, ADMIN_TIMEOUT_S)
+            self._halted = None
+            self._gate.open()
 
     def _order(self, order: dict[str, str], what: str) -> None:
         """Have the loader in every rank of the server carry out an order. Raises EngineError with what it said."""
         receipt = self._receipt_prefix + uuid.uuid4().hex
-        text = json.dumps({**order, "receipt": receipt}).encode()
+        text = json.dumps({**order, "receipt": receipt, "directory": self.transfer_dir.name}).encode()
         tensor = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         # The server's own wire format is a pickle of (name, tensor) pairs; this one holds the order and no weights.
         payload = base64.b64encode(pickle.dumps([("order", tensor)])).decode()
@@ -247,31 +287,3 @@ class SGLangEngine:
     def _remove_receipts(self) -> None:
         for path in self.transfer_dir.glob(f"{self._receipt_prefix}*"):
             path.unlink(missing_ok=True)
-
-
-def _sampling(params: SamplingParams, seed: int) -> dict[str, Any]:
-    """`sampling_seed` counts only on servers started with --enable-deterministic-inference."""
-    return {
-        "max_new_tokens": params.max_new_tokens,
-        "temperature": params.temperature,
-        "top_p": 1.0,
-        "top_k": -1,
-        "min_p": 0.0,
-        "stop_token_ids": list(params.stop_token_ids),
-        "sampling_seed": seed,
-        "skip_special_tokens": False,
-    }
-
-
-def _sample(answer: dict[str, Any]) -> GeneratedSample:
-    meta = answer["meta_info"]
-    tokens = meta.get("output_token_logprobs") or []  # absent where it was aborted before its first token
-    spans = meta.get("weight_versions")  # which tokens came from which weights, in order
-    version = str(spans[0]["version"] if spans else meta.get("weight_version", ""))
-    reason = meta["finish_reason"]["type"]
-    return GeneratedSample(
-        token_ids=tuple(int(entry[1]) for entry in tokens),
-        log_probs=tuple(float(entry[0]) for entry in tokens),
-        finish_reason=reason if reason in ("stop", "length") else "abort",
-        policy_version=int(version) if version.isdigit() else UNSYNCED,
-    )
