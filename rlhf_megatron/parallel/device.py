@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -17,6 +20,7 @@ class MemoryStats:
     reserved: int = 0
     peak_allocated: int = 0
     total: int = 0
+    used: int = 0  # by all processes
 
 
 def has_accelerator() -> bool:
@@ -66,9 +70,47 @@ def memory(device: torch.device) -> MemoryStats:
     """What torch holds on `device` now, and its peak so far."""
     if device.type != "cuda":
         return MemoryStats()
+    free, total = torch.cuda.mem_get_info(device)
     return MemoryStats(
         allocated=torch.cuda.memory_allocated(device),
         reserved=torch.cuda.memory_reserved(device),
         peak_allocated=torch.cuda.max_memory_allocated(device),
         total=torch.cuda.get_device_properties(device).total_memory,
+        used=total - free,
     )
+
+
+def host_buffer(num_bytes: int, device: torch.device) -> Tensor:
+    """[num_bytes] uint8 in host memory, page-locked where that makes copies from and to `device` faster."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+class CopyQueue:
+    """Copies between a device and host memory, beside its computation. On a CPU each is made at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def after_computation(self) -> Iterator[None]:
+        """Copies made in here come after what the device was told to compute before."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def mark(self) -> Any:
+        """For `wait`: behind the copies so far. None where they are made."""
+        return None if self._stream is None else self._stream.record_event()
+
+    def wait(self, mark: Any) -> None:
+        """What is computed from now on comes after the copies before `mark`."""
+        torch.cuda.current_stream(self._device).wait_event(mark)
+
+    def synchronize(self) -> None:
+        """Returns when all copies are made."""
+        if self._stream is not None:
+            self._stream.synchronize()

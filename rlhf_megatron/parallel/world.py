@@ -117,6 +117,13 @@ def destroy_world(is_default_group_ended: bool = True) -> None:
         dist.destroy_process_group(group)
 
 
+def free_scratch() -> None:
+    """Let go of the buffers that megatron's layers keep from one pass to the next."""
+    from megatron.core import parallel_state
+
+    parallel_state.get_global_memory_buffer().buffer.clear()
+
+
 def _init_process_group(layout: Layout, device: torch.device, timeout_s: float) -> None:
     timeout = timedelta(seconds=timeout_s)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:

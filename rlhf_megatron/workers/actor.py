@@ -54,6 +54,7 @@ class MegatronActor(TrainedRole):
     ) -> LogProbs | None:
         """See `contract.ForwardWorker`."""
         faults.reach("actor.before_log_probs")
+        self.trained.memory.require("parameters")
         rows = RowLogProbs(self.model, self.world, temperature, with_entropy, self.config.log_prob_chunk_size)
         return forward_log_probs(self.trained.chunks, rows, self.world, batch, plan)
 

@@ -6,7 +6,7 @@ a replica; results are returned on the leader (last pipeline stage, cp 0, tp 0) 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -18,6 +18,8 @@ from rlhf_megatron.data.batch import LogProbs, MiniBatch, TokenBatch, ValueMiniB
 from rlhf_megatron.data.plan import ReplicaPlan
 from rlhf_megatron.models.table import Rule
 from rlhf_megatron.workers.findings import Findings, ReplicaReport
+from rlhf_megatron.workers.memory import MemoryReport
+from rlhf_megatron.workers.offload import TRAINER_PARTS, TrainerPart
 
 
 @dataclass(frozen=True)
@@ -39,15 +41,22 @@ class Worker(Protocol):
         What an update left to be gathered is gathered before this returns; iterating communicates nothing.
         """
 
-    def offload(self) -> None:
-        """Move weights (and optimizer state) to host memory; a no-op where they are there already."""
-
-    def onload(self) -> None:
-        """Undo `offload`."""
+    def memory_report(self) -> MemoryReport:
+        """What this rank holds now, on its device and in host memory."""
 
 
 class TrainedWorker(Worker, Protocol):
     """A model that learns."""
+
+    def offload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
+        """Free the device's memory of these parts; parts that are in host memory already stay there.
+
+        Gradients are let go. What needs a part that is not on the device raises RuntimeError until `onload`.
+        """
+
+    def onload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS, is_read_only: bool = False) -> None:
+        """Undo `offload`, bit for bit; gradients are zero. `is_read_only`: nothing will change before the next
+        `offload`, which then copies nothing."""
 
     def reset_optimizer(self, phase: str) -> None:
         """Fresh optimizer and schedules: phase "warmup" or "rl"."""

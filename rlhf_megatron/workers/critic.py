@@ -64,6 +64,7 @@ class MegatronCritic(TrainedRole):
 
     def values(self, batch: TokenBatch, plan: ReplicaPlan) -> Values | None:
         """See `contract.ValueWorker`."""
+        self.trained.memory.require("parameters")
 
         def of_rows(hidden_RH: Tensor, micro: MicroBatch) -> Tensor:
             return self._row_values(hidden_RH)[None]

@@ -8,13 +8,13 @@ forward pass. Until then the parameters of the other ranks' parts are the old on
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer import TransformerConfig
-from torch import nn
+from torch import Tensor, nn
 
 from rlhf_megatron.config.schema import MegatronConfig
-from rlhf_megatron.parallel.device import empty_cache, synchronize
 from rlhf_megatron.parallel.world import World
 
 BUCKET_SIZE: int | None = None  # parameters whose gradients are reduced together under overlap; None: megatron's choice
@@ -55,26 +55,16 @@ def sync_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
             chunk.start_param_sync(force_sync=True)
 
 
-def move_buffers_to_host(chunks: Sequence[DistributedDataParallel], world: World) -> None:
-    """Parameter buffers to host memory; gradient buffers are dropped. A no-op on a CPU.
-
-    The buffers' storage is emptied and filled again, so that the parameters stay views of it.
-    """
-    if world.device.type == "cpu":
-        return
-    synchronize(world.device)
-    for chunk in chunks:
-        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
-            buffer.offload_to_cpu(move_params=True, move_grads=True)
-    synchronize(world.device)
-    empty_cache(world.device)
+def parameter_tensors(chunks: Sequence[DistributedDataParallel]) -> list[Tensor]:
+    """What holds the memory of all parameters, padding of the flat buffers included."""
+    flat = [buffer.param_data for buffer in _buffers(chunks) if buffer.param_data is not None]
+    return [*flat, *(parameter for chunk in chunks for parameter in chunk.parameters())]
 
 
-def move_buffers_to_device(chunks: Sequence[DistributedDataParallel], world: World) -> None:
-    """Undo `move_buffers_to_host`; gradients are zero."""
-    if world.device.type == "cpu":
-        return
-    for chunk in chunks:
-        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
-            buffer.reload_from_cpu(move_params=True, move_grads=True)
-    synchronize(world.device)
+def gradient_tensors(chunks: Sequence[DistributedDataParallel]) -> list[Tensor]:
+    """What holds the memory of all gradients."""
+    return [buffer.grad_data for buffer in _buffers(chunks)]
+
+
+def _buffers(chunks: Sequence[DistributedDataParallel]) -> list[Any]:
+    return [buffer for chunk in chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]

@@ -1,31 +1,44 @@
-"""Moving a model's tensors to host memory and back, so that other users of the device have room."""
+"""What a rank holds in the memory of its device and of its machine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from rlhf_megatron.parallel.device import empty_cache, synchronize
+from rlhf_megatron.data import codec
+from rlhf_megatron.parallel.device import memory
+from rlhf_megatron.workers.offload import Offload
 
-
-def move_to_host(tensors: Iterable[Tensor], device: torch.device) -> None:
-    """Put the storage of each tensor into pinned host memory; the tensor objects stay. A no-op on a CPU."""
-    if device.type == "cpu":
-        return
-    for tensor in tensors:
-        if tensor.device.type != "cpu":
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            tensor.data = host.copy_(tensor.data, non_blocking=True)
-    synchronize(device)
-    empty_cache(device)
+_PAGE_BYTES = 4096
 
 
-def move_to_device(tensors: Iterable[Tensor], device: torch.device) -> None:
-    """Undo `move_to_host`."""
-    if device.type == "cpu":
-        return
-    for tensor in tensors:
-        tensor.data = tensor.data.to(device, non_blocking=True)
-    synchronize(device)
+@codec.register
+@dataclass(frozen=True)
+class MemoryReport:
+    """Of one model on one rank; what is the process's or the device's is the same in the reports of all its models."""
+
+    held_bytes: int  # of the model's own storages on the device: parameters, gradients, optimizer state
+    copied_bytes: int  # of the copies of these in host memory
+    process_bytes: int  # that this process has allocated on the device; 0 on a CPU
+    used_bytes: int  # of the device, by all processes; 0 on a CPU
+    resident_bytes: int  # of this process in host memory
+
+
+def report(offload: Offload, device: torch.device) -> MemoryReport:
+    """As it stands now."""
+    stats = memory(device)
+    return MemoryReport(
+        held_bytes=offload.device_bytes,
+        copied_bytes=offload.host_bytes,
+        process_bytes=stats.allocated,
+        used_bytes=stats.used,
+        resident_bytes=resident_bytes(),
+    )
+
+
+def resident_bytes() -> int:
+    """Of this process, as the kernel counts them; 0 where it does not say."""
+    path = Path("/proc/self/statm")
+    return int(path.read_text().split()[1]) * _PAGE_BYTES if path.exists() else 0

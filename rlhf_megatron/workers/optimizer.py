@@ -81,11 +81,9 @@ class Optimizer:
         return float(self.megatron.param_groups[0]["lr"])
 
     def state_tensors(self) -> list[torch.Tensor]:
-        """Moments and main parameters that are not model parameters: what `offload` moves."""
-        tensors = []
-        for part in self.megatron.chained_optimizers:
-            for state in part.optimizer.state.values():
-                tensors += [value for value in state.values() if torch.is_tensor(value) and value.dim() > 0]
+        """What it holds beside model parameters and gradients: moments, step counts, float32 main parameters."""
+        states = [state for part in self.megatron.chained_optimizers for state in part.optimizer.state.values()]
+        tensors = [value for state in states for value in state.values() if torch.is_tensor(value)]
         return [*tensors, *self.main_parameters()]
 
     def main_parameters(self) -> list[torch.Tensor]:

@@ -12,6 +12,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
+from rlhf_megatron.checkpoint.load_model import unwrap
 from rlhf_megatron.models.attention import packed_documents
 from rlhf_megatron.parallel.world import World
 from rlhf_megatron.workers.pack import MicroBatch, Packed
@@ -49,7 +50,7 @@ def run_micro_batches(
         pipeline["p2p_communicator"] = P2PCommunicator(world.pp_group, config)
     is_interleaved = world.layout.vpp > 1
     run = get_forward_backward_func(pp_size=world.layout.pp, vp_size=world.layout.vpp if is_interleaved else None)
-    return run(
+    collected: list[Tensor] = run(
         forward_step_func=forward_step,
         data_iterator=[iter(packed.micro_batches) for _ in chunks] if is_interleaved else iter(packed.micro_batches),
         model=list(chunks) if is_interleaved else chunks[0],
@@ -60,6 +61,9 @@ def run_micro_batches(
         pg_collection=world.pg_collection,
         **pipeline,
     )
+    for chunk in chunks:
+        unwrap(chunk).set_input_tensor(None)  # what came from another stage would stay until the next pass
+    return collected
 
 
 def _no_sync(chunks: Sequence[nn.Module]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -19,15 +20,16 @@ from rlhf_megatron.models.families.base import HFConfig, table_for
 from rlhf_megatron.models.table import Rule
 from rlhf_megatron.parallel.world import World
 from rlhf_megatron.workers.forward import RowLogProbs, forward_log_probs
-from rlhf_megatron.workers.memory import move_to_device, move_to_host
+from rlhf_megatron.workers.memory import MemoryReport, report
+from rlhf_megatron.workers.offload import Offload
 
 
 class MegatronReference:
     """Made on all ranks of the pool at once, each with the same arguments but `world`.
 
     `chunk_size`: vocabulary columns that the head handles at a time. `megatron`: settings of the pool, of which those
-    that concern gradients are without effect here. `is_offloaded`: keep the weights in host memory
-    between calls of `log_probs` (no effect on a CPU).
+    that concern gradients are without effect here. `is_offloaded`: keep the weights in host memory between calls; their
+    storages on the device are empty then, on a CPU too.
 
     Raises ValueError for an architecture or layout that is not supported.
     """
@@ -50,6 +52,7 @@ class MegatronReference:
         load_hf(self.model.chunks, self.table, weights, world.coordinates.tp, world.layout.tp)
         # Parameters keep requires_grad, though no pass records a gradient: frozen ones go through another linear layer
         # of megatron's, which rounds differently, and the KL against an equal actor would not be 0.
+        self.memory = Offload("reference", world.device, {"parameters": self._parameters})
         if is_offloaded:
             self.offload()
 
@@ -57,18 +60,14 @@ class MegatronReference:
         self, batch: TokenBatch, plan: ReplicaPlan, temperature: float, with_entropy: bool = False
     ) -> LogProbs | None:
         """See `contract.ForwardWorker`."""
-        if self.is_offloaded:
-            self.onload()
-        rows = RowLogProbs(self.model, self.world, temperature, with_entropy, self.chunk_size)
-        result = forward_log_probs(self.model.chunks, rows, self.world, batch, plan)
-        if self.is_offloaded:
-            self.offload()
-        return result
+        with self._on_device():
+            rows = RowLogProbs(self.model, self.world, temperature, with_entropy, self.chunk_size)
+            return forward_log_probs(self.model.chunks, rows, self.world, batch, plan)
 
     def copy_weights(self, chunks: list[nn.Module]) -> None:
         """Become the model of `chunks` (the actor's, after a warm-up), which has the same layout and configuration."""
         source = named_parameters(chunks)
-        with torch.no_grad():
+        with self._on_device(is_changed=True), torch.no_grad():
             for name, parameter in named_parameters(self.model.chunks).items():
                 parameter.copy_(source[name])
 
@@ -76,19 +75,36 @@ class MegatronReference:
         """Become the model of a Hugging Face directory of the same architecture. Raises ValueError."""
         reader = HFReader(directory)
         reader.check(table_for(self.model.hf_config, self.world.layout.tp))
-        load_hf(self.model.chunks, self.table, reader, self.world.coordinates.tp, self.world.layout.tp)
+        with self._on_device(is_changed=True):
+            load_hf(self.model.chunks, self.table, reader, self.world.coordinates.tp, self.world.layout.tp)
 
     def export(self) -> Iterator[tuple[Rule, Tensor]]:
-        """See `contract.Worker`."""
+        """See `contract.Worker`. The weights must be on the device: see `onload`."""
+        self.memory.require("parameters")
         return local_shards(self.model.chunks, self.table)
 
     def offload(self) -> None:
-        """See `contract.Worker`."""
-        move_to_host(self._tensors(), self.world.device)
+        """Free the device's memory of the weights. They are copied where they have changed since the last time."""
+        self.memory.drop()
 
     def onload(self) -> None:
-        """See `contract.Worker`."""
-        move_to_device(self._tensors(), self.world.device)
+        """Undo `offload`."""
+        self.memory.restore(is_read_only=True)
 
-    def _tensors(self) -> list[Tensor]:
+    def memory_report(self) -> MemoryReport:
+        """See `contract.Worker`."""
+        return report(self.memory, self.world.device)
+
+    @contextmanager
+    def _on_device(self, is_changed: bool = False) -> Iterator[None]:
+        """The weights are there meanwhile, and then where they are kept."""
+        self.onload()
+        self.memory.require("parameters", is_changed=is_changed)
+        try:
+            yield
+        finally:
+            if self.is_offloaded:
+                self.offload()
+
+    def _parameters(self) -> list[Tensor]:
         return [parameter for chunk in self.model.chunks for parameter in chunk.parameters()]

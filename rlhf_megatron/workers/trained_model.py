@@ -29,14 +29,15 @@ from rlhf_megatron.config.schema import MegatronConfig, OptimConfig
 from rlhf_megatron.models.build import build_model
 from rlhf_megatron.models.families.base import HFConfig, table_for
 from rlhf_megatron.models.table import Head, Rule
-from rlhf_megatron.parallel.world import World
+from rlhf_megatron.parallel.world import World, free_scratch
 from rlhf_megatron.workers.capsule import save_weights
 from rlhf_megatron.workers.contract import UpdateResult
-from rlhf_megatron.workers.data_parallel import move_buffers_to_device, move_buffers_to_host, sync_parameters, wrap
+from rlhf_megatron.workers.data_parallel import gradient_tensors, parameter_tensors, sync_parameters, wrap
 from rlhf_megatron.workers.findings import WEIGHTS, Findings, ReplicaReport
 from rlhf_megatron.workers.forward import sum_over_cp
-from rlhf_megatron.workers.memory import move_to_device, move_to_host
+from rlhf_megatron.workers.memory import MemoryReport, report
 from rlhf_megatron.workers.nonfinite import bad_positions, bad_tensors, check_finite
+from rlhf_megatron.workers.offload import TRAINER_PARTS, Offload, TrainerPart
 from rlhf_megatron.workers.optimizer import Optimizer, StepResult, reset
 from rlhf_megatron.workers.pack import MicroBatch, Packed
 from rlhf_megatron.workers.pipeline import run_micro_batches
@@ -97,6 +98,15 @@ class TrainedModel:
         self.model.chunks = list(self.chunks)
         self.optimizer = self._fresh_optimizer()
         self.role = "actor" if head == "vocabulary" else "critic"
+        self.memory = Offload(
+            self.role,
+            world.device,
+            {
+                "parameters": lambda: parameter_tensors(self.chunks),
+                "gradients": lambda: gradient_tensors(self.chunks),
+                "optimizer": lambda: self.optimizer.state_tensors(),
+            },
+        )
         self.skips: deque[Findings] = deque(maxlen=SKIPS_KEPT)
         self._last_capsule: Path | None = None
         self._save: BackgroundSave | None = None  # that was begun and not finished
@@ -133,18 +143,22 @@ class TrainedModel:
 
     def check_replicas(self) -> ReplicaReport:
         """See `contract.TrainedWorker`."""
+        self.memory.require("parameters", "optimizer")
         return check_replicas(self.synced_chunks(), self.optimizer, self.world)
 
     def save_weights(self, directory: Path) -> str:
         """Model and random states into a capsule; "" or why they could not be written. See `workers.capsule`."""
+        self.memory.require("parameters")
         sync_parameters(self.chunks)
         return save_weights(directory, self._model_state(), self.world)
 
     def load_weights(self, directory: Path) -> None:
         """The model of a capsule, under any layout. The optimizer stays as it is. Raises ValueError as `load`."""
+        self.memory.require("parameters", is_changed=True)
         self._load_model(load_sharded(directory / WEIGHTS, self._model_state()))
 
     def _pass(self, packed: Packed, row_loss: RowLossFunction, watch: Watch | None = None) -> _Pass:
+        self.memory.require(*TRAINER_PARTS, is_changed=True)
         names: list[str] = []
 
         def on_rows(hidden_RH: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -198,6 +212,7 @@ class TrainedModel:
 
     def reset_optimizer(self, phase: str) -> None:
         """See `contract.TrainedWorker`."""
+        self.memory.require(*TRAINER_PARTS, is_changed=True)
         if phase not in self.phases:
             raise ValueError(f"unknown phase {phase!r}; known: {', '.join(self.phases)}.")
         self.phase = phase
@@ -206,12 +221,14 @@ class TrainedModel:
 
     def start_again(self, weights: WeightSource) -> None:
         """Become the model of `weights`, with a fresh optimizer of the current phase."""
+        self.memory.require(*TRAINER_PARTS, is_changed=True)
         sync_parameters(self.chunks)
         load_hf(self.chunks, self.table, weights, self.world.coordinates.tp, self.world.layout.tp)
         self.optimizer = self._fresh_optimizer()
 
     def synced_chunks(self) -> list[nn.Module]:
         """The model's chunks with all parameters as the last optimizer step left them."""
+        self.memory.require("parameters")
         sync_parameters(self.chunks)
         return self.model.chunks
 
@@ -221,16 +238,21 @@ class TrainedModel:
         check_finite(named_parameters(chunks), self.world)
         return local_shards(chunks, self.table)
 
-    def offload(self) -> None:
-        """See `contract.Worker`. Weights, moments and main parameters; gradient buffers are dropped."""
-        sync_parameters(self.chunks)
-        move_buffers_to_host(self.chunks, self.world)
-        move_to_host(self._tensors(), self.world.device)
+    def offload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
+        """See `contract.TrainedWorker`."""
+        if "parameters" in parts and not self.memory.is_dropped("parameters"):
+            self.memory.require("parameters")
+            sync_parameters(self.chunks)
+        free_scratch()
+        self.memory.drop(parts)
 
-    def onload(self) -> None:
+    def onload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS, is_read_only: bool = False) -> None:
+        """See `contract.TrainedWorker`."""
+        self.memory.restore(parts, is_read_only)
+
+    def memory_report(self) -> MemoryReport:
         """See `contract.Worker`."""
-        move_to_device(self._tensors(), self.world.device)
-        move_buffers_to_device(self.chunks, self.world)
+        return report(self.memory, self.world.device)
 
     def num_save_bytes(self) -> int:
         """See `contract.TrainedWorker`. Replicas hold the same; the first one counts."""
@@ -243,6 +265,7 @@ class TrainedModel:
 
     def begin_save(self, directory: Path) -> None:
         """See `contract.TrainedWorker`."""
+        self.memory.require("parameters", "optimizer")
         assert self._save is None, "one save at a time"
         sync_parameters(self.chunks)
         plain = {"scheduler": self.optimizer.scheduler.state_dict(), "phase": self.phase}
@@ -269,6 +292,7 @@ class TrainedModel:
 
     def load(self, directory: Path) -> None:
         """See `contract.TrainedWorker`."""
+        self.memory.require(*TRAINER_PARTS, is_changed=True)
         plain = load_plain(directory)
         if plain["phase"] != self.phase:
             self.reset_optimizer(plain["phase"])
@@ -297,12 +321,6 @@ class TrainedModel:
             f"model{index}": without_extra_state(chunk.module.sharded_state_dict(metadata=metadata))
             for index, chunk in enumerate(self.chunks)
         }
-
-    def _tensors(self) -> list[Tensor]:
-        """What moves one by one: not the parameters that are views of a buffer."""
-        parameters = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
-        is_buffered = self.megatron.use_distributed_optimizer
-        return [*([] if is_buffered else parameters), *self.optimizer.state_tensors()]
 
 
 def _main_grad(parameter: Any) -> Tensor:

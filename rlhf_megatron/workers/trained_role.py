@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from rlhf_megatron.checkpoint.manifest import SaveResult
 from rlhf_megatron.models.table import Rule
 from rlhf_megatron.workers.findings import Findings, ReplicaReport
+from rlhf_megatron.workers.memory import MemoryReport
+from rlhf_megatron.workers.offload import TRAINER_PARTS, TrainerPart
 from rlhf_megatron.workers.trained_model import TrainedModel
 
 
@@ -46,13 +48,17 @@ class TrainedRole:
         """See `contract.Worker`."""
         return self.trained.export()
 
-    def offload(self) -> None:
-        """See `contract.Worker`."""
-        self.trained.offload()
+    def offload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
+        """See `contract.TrainedWorker`."""
+        self.trained.offload(parts)
 
-    def onload(self) -> None:
+    def onload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS, is_read_only: bool = False) -> None:
+        """See `contract.TrainedWorker`."""
+        self.trained.onload(parts, is_read_only)
+
+    def memory_report(self) -> MemoryReport:
         """See `contract.Worker`."""
-        self.trained.onload()
+        return self.trained.memory_report()
 
     def num_save_bytes(self) -> int:
         """See `contract.TrainedWorker`."""
