@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlhf_megatron.resharding import digest_parts
 from rlhf_megatron.resharding.digest import as_hex, digest, on_device
+from rlhf_megatron.resharding.digest_parts import digest_part, end_keys
 
 MASK = (1 << 64) - 1
 LINE_WORDS = 4096
@@ -99,6 +101,90 @@ def test_parts_at_any_position_add_up(seed: int) -> None:
     assert by_row & MASK == digest(rows) == digest(rows.T.contiguous().T)
 
 
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    """Of any bits."""
+    count = torch.Size(shape).numel() * dtype.itemsize
+    raw = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return raw.view(dtype).view(shape)
+
+
+def part_by_hand(tensor: Tensor, axis: int, start: int, count: int) -> int:
+    """Word by word: what the words of the part add to the digest of the whole."""
+    unit = max(1, tensor.element_size() // 2)
+    rows, width = tensor.shape[0], tensor.shape[1] * unit
+    of_words = tensor.view(torch.uint8).to(torch.int16) if tensor.element_size() == 1 else tensor
+    words = of_words.view(torch.int16).tolist()
+    low, high = (0, width) if axis == 0 else (start * unit, (start + count) * unit)
+    chosen = range(start, start + count) if axis == 0 else range(rows)
+    return sum(by_hand([word & 0xFFFF for word in words[r][low:high]], r * width + low) for r in chosen) & MASK
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
+@pytest.mark.parametrize("shape", [(1, 9), (6, 5), (5, 333), (7, 1030)])
+@pytest.mark.parametrize("in_turns", [True, False])
+def test_formula_of_parts(
+    shape: tuple[int, int], dtype: torch.dtype, in_turns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digest_parts, "_TURN_WORDS", 0 if in_turns else 1 << 60)
+    monkeypatch.setattr(digest_parts, "_CPU_WORDS", 700)  # several chunks
+    tensor = random_tensor(shape, dtype, seed=7)
+    draw = random.Random(7)
+    for axis in (0, 1):
+        for _ in range(3):
+            start = draw.randrange(shape[axis])
+            count = draw.randrange(shape[axis] - start + 1)
+            part = tensor.narrow(axis, start, count)
+            assert digest_part(part, shape, axis, start) == part_by_hand(tensor, axis, start, count)
+
+
+DTYPES = [torch.bfloat16, torch.float32, torch.float16, torch.uint8, torch.float64]
+SHAPES = [(1, 7), (5, 333), (64, 64), (7, 4096), (300, 256), (33, 1000), (513, 515), (2050, 48), (3, 9000), (900, 768)]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_parts_of_rows_or_columns_add_up(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tensors of one, two, four and eight bytes a number, odd sizes among them; where they stand, or copied."""
+    draw = random.Random(seed)
+    dtype, shape, axis = draw.choice(DTYPES), draw.choice(SHAPES), draw.randrange(2)
+    monkeypatch.setattr(digest_parts, "_TURN_WORDS", draw.choice([0, 1 << 15, 1 << 60]))
+    tensor, size = random_tensor(shape, dtype, seed), shape[axis]
+    cuts = sorted({0, size, *(draw.randrange(size + 1) for _ in range(draw.randrange(5)))})
+    total = 0
+    for start, end in pairwise(cuts):
+        part = tensor.narrow(axis, start, end - start)
+        total += digest_part(part.clone() if draw.random() < 0.5 else part, shape, axis, start)
+    assert total & MASK == digest(tensor)
+
+
+def test_parts_of_other_axes_and_of_parts() -> None:
+    """Of one and of three axes; an empty part adds nothing; a part at the wrong place is another."""
+    vector, cube = random_tensor((77,), torch.bfloat16, 1), random_tensor((4, 6, 10), torch.float32, 2)
+    assert sum(digest_part(vector[a:b], (77,), 0, a) for a, b in ((0, 40), (40, 77))) & MASK == digest(vector)
+    for axis in range(3):
+        parts = [digest_part(cube.narrow(axis, i, 2), (4, 6, 10), axis, i) for i in range(0, cube.shape[axis], 2)]
+        assert sum(parts) & MASK == digest(cube)
+    turned = random_tensor((50, 30), torch.float32, 4).t()
+    assert sum(digest_part(turned[:, a : a + 25], (30, 50), 1, a) for a in (0, 25)) & MASK == digest(turned)
+    assert digest_part(cube[:, 6:], (4, 6, 10), 1, 6) == 0
+    assert digest_part(cube[:, :3], (4, 6, 10), 1, 0) != digest_part(cube[:, :3], (4, 6, 10), 1, 3)
+
+
+def test_ends_of_many_places() -> None:
+    places = [0, 1, 5, 4096, 1 << 33, (1 << 40) + 7]
+    assert [key & MASK for key in end_keys(torch.tensor(places)).tolist()] == [end_key(place) for place in places]
+
+
+def test_parts_as_on_a_device_that_is_not_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices have no product of a matrix of integers, and read no lanes that begin in the middle of one."""
+    tensor = random_tensor((515, 516), torch.bfloat16, 3)
+    expected = [digest_part(tensor[:, a:b], (515, 516), 1, a) for a, b in ((0, 129), (129, 516))]
+    monkeypatch.setattr(digest_parts, "_is_cpu", lambda tensor: False)
+    for words in (0, 1 << 60):
+        monkeypatch.setattr(digest_parts, "_TURN_WORDS", words)
+        found = [digest_part(tensor[:, a:b], (515, 516), 1, a) for a, b in ((0, 129), (129, 516))]
+        assert found == expected and sum(found) & MASK == digest(tensor)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_any_flipped_bit_is_found(dtype: torch.dtype) -> None:
     tensor = torch.randn(70, 131).to(dtype)
@@ -153,6 +239,15 @@ def test_a_device_finds_the_same() -> None:
         tensor = random_words(count, 1).view(torch.bfloat16)
         assert digest(tensor.cuda(), first) == digest(tensor, first)
         assert digest(tensor.cuda()[1:], first) == digest(tensor[1:], first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(513, 515), (4096, 4096), (900, 1536)])
+def test_a_device_finds_the_same_of_parts(shape: tuple[int, int]) -> None:
+    tensor = random_tensor(shape, torch.bfloat16, 1)
+    for axis in (0, 1):
+        part = tensor.narrow(axis, 130, 257)
+        assert digest_part(part.cuda(), shape, axis, 130) == digest_part(part, shape, axis, 130)
 
 
 def test_hex() -> None:

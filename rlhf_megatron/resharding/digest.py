@@ -41,10 +41,19 @@ Lanes = npt.NDArray[np.int64]
 
 def digest(tensor: Tensor, first_word: int = 0) -> int:
     """Digest of `tensor`, taken as lying `first_word` words into the whole. In [0, 2^64)."""
-    flat = tensor.detach().contiguous().view(-1)
-    words = flat.view(torch.uint8).to(torch.int16) if flat.element_size() == 1 else flat.view(torch.int16)
-    total = _on_cpu(words.numpy(), first_word) if words.device.type == "cpu" else on_device(words, first_word)
+    words = words_of(tensor.detach().contiguous().view(-1))
+    total = in_lines(words, first_word)
     return (total + end_key(first_word + words.numel()) - end_key(first_word)) & _MASK
+
+
+def words_of(tensor: Tensor) -> Tensor:
+    """The words (int16) of a tensor whose last dimension is contiguous."""
+    return tensor.view(torch.uint8).to(torch.int16) if tensor.element_size() == 1 else tensor.view(torch.int16)
+
+
+def in_lines(words: Tensor, first_word: int) -> int:
+    """Both sums, without E, over words [n] int16 that begin `first_word` words into the whole."""
+    return _on_cpu(words.numpy(), first_word) if words.device.type == "cpu" else on_device(words, first_word)
 
 
 def as_hex(value: int) -> str:
@@ -68,7 +77,7 @@ def end_key(position: int) -> int:
 
 def _on_cpu(words: npt.NDArray[np.int16], first_word: int) -> int:
     """Both sums. NumPy does what is small, since its calls cost least, and torch what is large."""
-    by_lane, by_group = _keys_in_a_line(torch.device("cpu"))
+    by_lane, by_group = keys_in_a_line(torch.device("cpu"))
     straight, moved = _Lines.of(words, first_word), _Lines.of(words, first_word + MOVED)
     total = 0
     for line, lanes in straight.edges:
@@ -81,7 +90,7 @@ def _on_cpu(words: npt.NDArray[np.int16], first_word: int) -> int:
 
 
 def _of_whole_lines(straight: _Lines, moved: _Lines) -> int:
-    by_lane, by_group = _keys_in_a_line(torch.device("cpu"))
+    by_lane, by_group = keys_in_a_line(torch.device("cpu"))
     # The lanes can begin anywhere in a word of memory: torch reads them so, NumPy would copy them first.
     lines = torch.from_numpy(straight.whole)
     groups = torch.from_numpy(moved.whole).view(-1, LINE // GROUP, GROUP)
@@ -125,7 +134,7 @@ def _padded(words: npt.NDArray[np.int16], start: int) -> Lanes:
 
 def on_device(words: Tensor, first_word: int) -> int:
     """Both sums with plain operations, for words [n] int16 on any device."""
-    by_lane, by_group = _keys_in_a_line(words.device)
+    by_lane, by_group = keys_in_a_line(words.device)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for shift, by_place in ((0, by_lane), (MOVED, by_group.repeat_interleave(GROUP))):
         place, end = first_word + shift, first_word + shift + words.numel()
@@ -141,7 +150,8 @@ def on_device(words: Tensor, first_word: int) -> int:
 
 
 @lru_cache(maxsize=8)
-def _keys_in_a_line(device: torch.device) -> tuple[Tensor, Tensor]:
+def keys_in_a_line(device: torch.device) -> tuple[Tensor, Tensor]:
+    """T and U."""
     index = torch.arange(LINE, device=device)
     return keys(_KEY_T, index), keys(_KEY_U, index[: LINE // GROUP])
 
