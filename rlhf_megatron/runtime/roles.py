@@ -24,9 +24,10 @@ from rlhf_megatron.parallel.device import device_for, local_rank
 from rlhf_megatron.parallel.world import World, create_world, destroy_world
 from rlhf_megatron.resharding.export_hf import export_hf
 from rlhf_megatron.resharding.sender import SendReport, send_weights
-from rlhf_megatron.rollout.clients import connect
 from rlhf_megatron.rollout.delivery import Delivery
-from rlhf_megatron.rollout.engine import EngineAddress
+from rlhf_megatron.rollout.engine import EngineAddress, WeightTransport
+from rlhf_megatron.rollout.transports.choose import alignment_of, couriers_for
+from rlhf_megatron.rollout.transports.process_group import Groups
 from rlhf_megatron.runtime.host import BuildRoles
 from rlhf_megatron.runtime.pool import Pool
 from rlhf_megatron.runtime.pools import ACTOR, CRITIC, pool_of_role, pools_of
@@ -46,15 +47,27 @@ class HostRole:
         self.model_path = model_path
         self.actor = actor
         self.reference = reference
+        self._groups = Groups()
+
+    def close(self) -> None:
+        """Process groups with engines end."""
+        self._groups.close()
 
     def send_weights(
-        self, version: int, engines: list[EngineAddress], transfer_dir: Path, bucket_bytes: int, dtype: str
+        self,
+        version: int,
+        engines: list[EngineAddress],
+        transfer_dir: Path,
+        bucket_bytes: int,
+        dtype: str,
+        transport: WeightTransport = "tensor",
     ) -> SendReport:
         """The actor's weights to all engines. Every rank takes part; one rank of each pipeline stage sends.
 
         An engine that fails stands in the report and ends nothing here.
         """
-        with Delivery([connect(address, transfer_dir) for address in engines]) as delivery:
+        couriers = couriers_for(transport, engines, transfer_dir, self.world, self._groups)
+        with Delivery(transport, couriers) as delivery:
             report = send_weights(
                 self.actor.export(),
                 self.world,
@@ -63,8 +76,11 @@ class HostRole:
                 bucket_bytes=bucket_bytes,
                 transfer_dir=transfer_dir,
                 deliver=delivery,
+                choose_medium=delivery.choose_medium,
+                alignment=alignment_of(transport),
             )
-        return replace(report, failures=delivery.failures)
+        moved, needed = delivery.traffic.moved, delivery.traffic.needed
+        return replace(report, failures=delivery.failures, bytes_moved=moved, bytes_needed=needed)
 
     def save_hf(self, directory: Path) -> None:
         """The actor's weights in Hugging Face layout, with configuration and tokenizer of the model that it was."""

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Protocol
 
 from rlhf_megatron import faults
+from rlhf_megatron.checkpoint.hf_reader import read_hf_config
+from rlhf_megatron.resharding.disk import complete_checkpoint, remove_versions
 from rlhf_megatron.resharding.sender import SendReport
-from rlhf_megatron.rollout.engine import Engine, EngineError
+from rlhf_megatron.rollout.engine import Engine, EngineError, WeightTransport
 from rlhf_megatron.rollout.fleet import EngineFleet
+from rlhf_megatron.rollout.transports.disk import load_directory
 from rlhf_megatron.runtime.worker_group import WorkerGroup
 
 NAMES_SHOWN = 5
@@ -39,8 +42,12 @@ class WeightSync:
         dtype: str,
         version: int = 0,
         probe: Callable[[Engine], None] | None = None,
+        transport: WeightTransport = "tensor",
+        model_path: Path | None = None,
     ) -> None:
-        """`probe` is called with an engine that serves and cannot tell digests. It raises EngineError."""
+        """`probe` is called with an engine that serves and cannot tell digests. It raises EngineError. `model_path`:
+        the directory whose configuration and tokenizer go with files of weights (`transport` disk)."""
+        assert transport != "disk" or model_path is not None, "files of weights need a configuration"
         self.group = group
         self.fleet = fleet
         self.transfer_dir = transfer_dir
@@ -48,6 +55,8 @@ class WeightSync:
         self.dtype = dtype
         self.version = version
         self.probe = probe
+        self.transport = transport
+        self.model_path = model_path
         self._sent: dict[str, str] | None = None  # digests of what `version` is
         fleet.resync = self.resync
 
@@ -70,12 +79,16 @@ class WeightSync:
         self.fleet.commit_update(version)
         faults.reach("sync.after_commit")
         self.version, self._sent = version, sent.digests
+        if self.transport == "disk":
+            remove_versions(self.transfer_dir, keep=version)
         for engine in self.fleet.live:
             if standing_by_name.get(engine.address.name) is None:
                 self._probe(engine)
         return {
             "policy/version": float(version),
             "sync/num_bytes": float(sent.num_bytes),
+            "sync/bytes_moved": float(sent.bytes_moved),
+            "sync/bytes_needed": float(sent.bytes_needed),
             "sync/seconds": time.monotonic() - start,
         }
 
@@ -105,16 +118,30 @@ class WeightSync:
             transfer_dir=self.transfer_dir,
             bucket_bytes=self.bucket_bytes,
             dtype=self.dtype,
+            transport=self.transport,
         ).result()
         failures: dict[str, list[str]] = {}
         for report in reports:
             for name, reason in report.failures.items():
                 failures.setdefault(name, []).append(reason)
-        return _Sent(
+        sent = _Sent(
             num_bytes=sum(report.num_bytes for report in reports),
+            bytes_moved=sum(report.bytes_moved for report in reports),
+            bytes_needed=sum(report.bytes_needed for report in reports),
             digests={name: value for report in reports for name, value in report.digests.items()},
             failures={name: "; ".join(reasons) for name, reasons in failures.items()},
         )
+        if self.transport == "disk":
+            sent.failures.update(self._complete(version, engines, sent))
+        return sent
+
+    def _complete(self, version: int, engines: Sequence[Engine], sent: _Sent) -> dict[str, str]:
+        """The files become a model directory, for engines that could not take them one by one: what those said that
+        failed."""
+        assert self.model_path is not None
+        config = read_hf_config(self.model_path)
+        directory = complete_checkpoint(self.transfer_dir, version, sent.digests, config, self.model_path)
+        return load_directory([engine.address for engine in engines], directory)
 
     def _probe(self, engine: Engine) -> None:
         """Of an engine that has no digests. One that fails is set aside; raises its EngineError when none is left."""
@@ -151,6 +178,8 @@ class _Sent:
     """What all senders report."""
 
     num_bytes: int
+    bytes_moved: int
+    bytes_needed: int
     digests: dict[str, str]  # Hugging Face name -> digest, in the engines' type
     failures: dict[str, str]  # engine name -> why it has not got everything
 
