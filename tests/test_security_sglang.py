@@ -96,6 +96,4 @@ def test_where_its_processes_listen(servers: EngineServers) -> None:
     found = {address for pid in family(servers.processes[0].pid) for address in listening(pid)}
     port = servers.addresses[0].url.rpartition(":")[2]
     assert f"127.0.0.1 {port}" in found
-    strange = [address for address in found if not is_loopback(address)]
-    # The store of its own process group, which torch binds to all addresses.
-    assert len(strange) <= 1, found
+    assert [address for address in found if not is_loopback(address)] == []
