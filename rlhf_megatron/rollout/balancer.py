@@ -35,10 +35,12 @@ class Balancer(Protocol):
     def cut(self, requests: Sequence[GenerateRequest], num_engines: int, is_closed: bool) -> list[Chunk]:
         """The pieces that travel, by the configuration alone. `is_closed`: see `chunks.cut`."""
 
-    def place(self, chunk: Chunk, serving: Sequence[Member], running: Collection[Sent]) -> Sent | None:
+    def place(
+        self, chunk: Chunk, serving: Sequence[Member], running: Collection[Sent], version: int | None
+    ) -> Sent | None:
         """Where that piece goes. None: nowhere yet; it is asked again in a moment. Returns at once.
 
-        `serving`: at least one. Raises EngineError where it will never go.
+        `serving`: at least one. `version`: of the weights that they serve. Raises EngineError where it will never go.
         """
 
     def blames_itself(self, error: EngineError) -> bool:
@@ -55,7 +57,9 @@ class LeastOutstanding:
     def cut(self, requests: Sequence[GenerateRequest], num_engines: int, is_closed: bool) -> list[Chunk]:
         return cut(requests, num_engines, is_closed)
 
-    def place(self, chunk: Chunk, serving: Sequence[Member], running: Collection[Sent]) -> Sent | None:
+    def place(
+        self, chunk: Chunk, serving: Sequence[Member], running: Collection[Sent], version: int | None
+    ) -> Sent | None:
         load = {member: [0, 0] for member in serving}  # chunks, samples
         for sent in running:
             if sent.member in load:

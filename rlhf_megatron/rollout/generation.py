@@ -65,7 +65,7 @@ class Generation:
                 if not self._supervisor.is_hopeful:
                     raise EngineError(self._supervisor.nobody)
                 return
-            sent = self._balancer.place(self._todo[0], serving, self._running.values())
+            sent = self._balancer.place(self._todo[0], serving, self._running.values(), self._version)
             if sent is None:
                 return
             self._todo.pop(0)

@@ -1,4 +1,4 @@
-"""A watch over one engine, in a thread: has its process ended, does its scheduler answer in time."""
+"""A watch over one engine or router, in a thread: has its process ended, does it answer in time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from rlhf_megatron.rollout.engine import Engine, EngineError
+from rlhf_megatron.rollout.engine import EngineError
 
 _POLL_S = 0.1  # between looks at the process
 _RETRY_S = 0.5  # after a health check that failed at once
@@ -17,20 +17,22 @@ class HealthWatch:
 
     def __init__(
         self,
-        engine: Engine,
+        name: str,
+        health: Callable[[float], None],
         ending: Callable[[], str | None],
         on_ill: Callable[[HealthWatch, str], None],
         interval_s: float,
         timeout_s: float,
     ) -> None:
-        """`ending`: how its process ended, None while it runs. A first check comes after `interval_s`."""
-        self.engine = engine
+        """`health`: raises EngineError where it has not answered well within so many seconds. `ending`: how its process
+        ended, None while it runs. A first check comes after `interval_s`."""
+        self._health = health
         self._ending = ending
         self._on_ill = on_ill
         self._interval_s = interval_s
         self._timeout_s = timeout_s
         self._stopped = threading.Event()
-        threading.Thread(target=self._run, name=f"watch-{engine.address.name}", daemon=True).start()
+        threading.Thread(target=self._run, name=f"watch-{name}", daemon=True).start()
 
     def stop(self) -> None:
         """Does not wait for a check that is under way; what it finds is dropped."""
@@ -52,7 +54,7 @@ class HealthWatch:
         deadline = time.monotonic() + self._timeout_s
         while True:
             try:
-                self.engine.health(max(0.1, deadline - time.monotonic()))
+                self._health(max(0.1, deadline - time.monotonic()))
                 return None
             except EngineError as error:
                 words = self._ending()

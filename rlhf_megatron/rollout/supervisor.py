@@ -288,7 +288,8 @@ class Supervisor:
             return
         limits = self._supervision
         member.watch = HealthWatch(
-            member.engine,
+            member.name,
+            member.engine.health,
             lambda: self.ending(member.name),
             lambda watch, words: self._found_ill(member, watch, words),
             limits.health_interval_s,

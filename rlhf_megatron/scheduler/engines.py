@@ -8,9 +8,11 @@ from pathlib import Path
 
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.parallel.device import has_accelerator
+from rlhf_megatron.rollout.balancer import Balancer
 from rlhf_megatron.rollout.clients import connect
 from rlhf_megatron.rollout.fleet import EngineFleet
 from rlhf_megatron.rollout.process import EngineServers, Progress, start_local_engines
+from rlhf_megatron.rollout.router_process import check_router, prepare_router
 from rlhf_megatron.rollout.sglang_process import start_sglang_engines
 from rlhf_megatron.rollout.supervisor import Supervision
 
@@ -31,6 +33,8 @@ def transfer_bytes(config: RunConfig) -> int:
 def start_engines(config: RunConfig, run_dir: Path, transfer_dir: Path, progress: Progress | None) -> EngineServers:
     """Servers of `rollout.engine`, without weights: the first sync brings them. Raises EngineError."""
     rollout = config.rollout
+    if rollout.router == "sglang":
+        check_router(rollout.sglang.python, rollout.sglang.env)  # servers take a minute to start
     if rollout.engine == "sglang":
         return start_sglang_engines(
             config.model.path,
@@ -62,10 +66,21 @@ def start_engines(config: RunConfig, run_dir: Path, transfer_dir: Path, progress
     )
 
 
+def make_router(config: RunConfig, run_dir: Path) -> Balancer:
+    """sglang-router, started. Raises ValueError and EngineError."""
+    from rlhf_megatron.rollout.router import SGLangRouter  # its HTTP client is wanted nowhere else
+
+    rollout = config.rollout
+    process = prepare_router(rollout.sglang.python, rollout.sglang.env, run_dir, rollout.startup_timeout_s)
+    limits = (rollout.max_engine_restarts, rollout.health_interval_s, rollout.health_timeout_s)
+    return SGLangRouter(process, *limits)
+
+
 def make_fleet(
-    config: RunConfig, servers: EngineServers, transfer_dir: Path, should_stop: Callable[[], None]
+    config: RunConfig, servers: EngineServers, run_dir: Path, transfer_dir: Path, should_stop: Callable[[], None]
 ) -> EngineFleet:
     """Those servers as one, supervised. `should_stop`: see EngineFleet. Its `resync` is set by WeightSync."""
+    balancer = make_router(config, run_dir) if config.rollout.router == "sglang" else None
     rollout = config.rollout
     make_client = partial(connect, transfer_dir=transfer_dir)
     supervision = Supervision(
@@ -76,6 +91,7 @@ def make_fleet(
         rollout.request_timeout_s,
         rollout.request_retries,
         supervision=supervision,
+        balancer=balancer,
         is_closed=config.trainer.deterministic,
         should_stop=should_stop,
     )

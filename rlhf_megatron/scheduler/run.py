@@ -140,7 +140,7 @@ def _engines(
     transfer = stack.enter_context(make_transfer_dir(config.rollout.transfer_dir, transfer_bytes(config)))
     servers = stack.enter_context(start_engines(config, run_dir, transfer.path, report))
     register_engine_faults(servers)
-    fleet = make_fleet(config, servers, transfer.path, stop.check)
+    fleet = make_fleet(config, servers, run_dir, transfer.path, stop.check)
     stack.callback(fleet.close)
     return fleet, transfer.path
 
