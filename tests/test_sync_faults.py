@@ -178,9 +178,10 @@ def test_a_resync_gives_the_same_version_again(rig: Rig) -> None:
 
 
 def test_faults_of_requests_lose_double_and_age_no_sample(rig: Rig) -> None:
-    """A broken connection, an answer that says it is of the version before, a request that comes twice or late."""
+    """A connection that breaks before or in the answer, an answer that is 500 or says that it is of the version before,
+    a request that comes twice or late."""
     expected = rig.fleet.generate(REQUESTS)
-    for kind in ("reset", "old_version", "duplicate", "delay"):
+    for kind in ("reset", "old_version", "duplicate", "delay", "cut", "error"):
         rig.plan(ProxyFault(kind, "/generate", nth=rig.proxy.passed["/generate"] + 1, seconds=0.2))
         fired = len(rig.proxy.fired)
         got = rig.fleet.generate(REQUESTS)

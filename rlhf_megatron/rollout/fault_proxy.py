@@ -38,7 +38,9 @@ from rlhf_megatron.rollout.engine import EngineAddress
 
 logger = logging.getLogger(__name__)
 
-RequestKind = Literal["delay", "drop", "duplicate", "reset", "kill_engine", "old_version", "no_digests"]
+RequestKind = Literal[
+    "delay", "drop", "duplicate", "reset", "cut", "error", "kill_engine", "hang_engine", "old_version", "no_digests"
+]
 REQUEST_KINDS: tuple[str, ...] = get_args(RequestKind)
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _MAX_BODY_BYTES = 256 << 20
@@ -51,10 +53,12 @@ class ProxyFault:
     """What is done to the requests number `nth` .. `nth + times - 1` of a path, counted from 1.
 
     delay: held for `seconds`; drop: never answered; duplicate: sent twice; reset: the connection breaks, nothing is
-    sent; kill_engine: the engine is killed, then the request is sent; old_version: the samples say that they come from
-    the version before; no_digests: the engine says that it cannot tell its digests. Those of BUCKET_KINDS act on the
-    buckets of weights, whatever their path: drop_bucket: success is answered, nothing was loaded; half_bucket: half of
-    its tensors; swap_names, swap_rows, flip_byte: of tensors in it; old_bucket: one of an earlier sync in its place.
+    sent; cut: it is sent, and the connection breaks in the middle of the answer; error: it is sent, and 500 answered;
+    kill_engine, hang_engine: the engine is killed or stopped, then the request is sent; old_version: the samples say
+    that they come from the version before; no_digests: the engine says that it cannot tell its digests. Those of
+    BUCKET_KINDS act on the buckets of weights, whatever their path: drop_bucket: success is answered, nothing was
+    loaded; half_bucket: half of its tensors; swap_names, swap_rows, flip_byte: of tensors in it; old_bucket: one of an
+    earlier sync in its place.
     """
 
     kind: RequestKind | BucketKind
@@ -75,11 +79,12 @@ class FaultProxy:
         faults: Sequence[ProxyFault] = (),
         *,
         kill_engine: Callable[[], None] | None = None,
+        hang_engine: Callable[[], None] | None = None,
         seed: int = 0,
         timeout_s: float = 600.0,
     ) -> None:
-        """`kill_engine`: needed for faults of that kind. `timeout_s`: limit of a request that is passed on or dropped.
-        Raises ValueError where the engine is not on this machine."""
+        """`kill_engine`, `hang_engine`: needed for faults of that kind. `timeout_s`: limit of a request that is passed
+        on or dropped. Raises ValueError where the engine is not on this machine."""
         if urlsplit(target.url).hostname not in _LOOPBACK:
             raise ValueError(f"the fault proxy is for engines on loopback; {target.name} is at {target.url}.")
         self.target = target
@@ -88,7 +93,7 @@ class FaultProxy:
         self.passed: Counter[str] = Counter()  # requests by path
         self.damaged: set[str] = set()  # tensors that the engine did not get as they were sent
         self._transfer_dir = transfer_dir
-        self._kill_engine = kill_engine
+        self._acts = {"kill_engine": kill_engine, "hang_engine": hang_engine}
         self._random = Random(seed)
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self.num_buckets = 0  # that came by
@@ -157,9 +162,10 @@ class FaultProxy:
         if kind == "delay":
             assert fault is not None
             await asyncio.sleep(fault.seconds)
-        if kind == "kill_engine":
-            assert self._kill_engine is not None, "kill_engine was not given"
-            self._kill_engine()
+        if kind in self._acts:
+            act = self._acts[kind]
+            assert act is not None, f"{kind} was not given"
+            act()
         try:
             if kind == "duplicate":
                 await send()
@@ -170,6 +176,10 @@ class FaultProxy:
             answer = replace(answer, body=_with_older_version(self.target.kind, answer.body))
         if kind == "no_digests":
             answer = replace(answer, body=b"null")
+        if kind == "cut":
+            return await _half(request, answer)
+        if kind == "error":
+            return web.json_response({"error": {"message": "a fault of the proxy"}}, status=500)
         return web.Response(status=answer.status, body=answer.body, headers={"Content-Type": answer.content_type})
 
     async def _pass(self, request: web.Request, body: bytes) -> _Answer:
@@ -211,6 +221,17 @@ def _broken(request: web.Request) -> web.StreamResponse:
     return web.Response()
 
 
+async def _half(request: web.Request, answer: _Answer) -> web.StreamResponse:
+    """The length is promised, half of it comes, and the connection breaks."""
+    headers = {"Content-Type": answer.content_type, "Content-Length": str(max(2, len(answer.body)))}
+    response = web.StreamResponse(status=answer.status, headers=headers)
+    await response.prepare(request)
+    await response.write(answer.body[: len(answer.body) // 2] or b"{")
+    if request.transport is not None:
+        request.transport.close()  # what was written goes out first
+    return response
+
+
 def _with_older_version(kind: str, body: bytes) -> bytes:
     """A generate answer whose samples say that they come from the version before."""
     answer: Any = json.loads(body)
@@ -218,7 +239,8 @@ def _with_older_version(kind: str, body: bytes) -> bytes:
         for sample in (sample for group in answer["groups"] for sample in group):
             sample[-1] -= 1
     else:
-        for meta in (sample["meta_info"] for sample in answer):
+        samples = answer if isinstance(answer, list) else [answer]
+        for meta in (sample["meta_info"] for sample in samples if "meta_info" in sample):
             for span in [meta, *meta.get("weight_versions", [])]:
                 for key in {"version", "weight_version"} & span.keys():
                     span[key] = str(int(span[key]) - 1)
