@@ -28,6 +28,11 @@ def has_accelerator() -> bool:
     return torch.cuda.is_available()
 
 
+def num_devices() -> int:
+    """Devices that this process sees; 0 without CUDA."""
+    return torch.cuda.device_count() if has_accelerator() else 0
+
+
 def device_for(kind: Literal["auto", "cpu", "cuda"], local_rank: int = 0) -> torch.device:
     """The device of a rank, made current. "auto": CUDA where available. Raises ValueError where there is none."""
     if kind == "cpu" or (kind == "auto" and not has_accelerator()):

@@ -1,4 +1,4 @@
-"""Engines of a run: the servers that are started for it, and the fleet that they make."""
+"""Engines of a run: the servers that are started for it, or that it attaches to, and the fleet that they make."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ from functools import partial
 from pathlib import Path
 
 from rlhf_megatron.config.schema import RunConfig
-from rlhf_megatron.parallel.device import has_accelerator
+from rlhf_megatron.parallel.device import has_accelerator, num_devices
+from rlhf_megatron.rollout.attach import AttachedEngines, addresses_of, look_at_all, read_key
+from rlhf_megatron.rollout.attached_server import Expected
 from rlhf_megatron.rollout.balancer import Balancer
 from rlhf_megatron.rollout.clients import connect
+from rlhf_megatron.rollout.engine import Engine, EngineAddress, EngineError
 from rlhf_megatron.rollout.fleet import EngineFleet
 from rlhf_megatron.rollout.process import EngineServers, Progress, start_local_engines
 from rlhf_megatron.rollout.router_process import check_router, prepare_router
+from rlhf_megatron.rollout.sglang_devices import Machine
+from rlhf_megatron.rollout.sglang_environment import check_sglang
 from rlhf_megatron.rollout.sglang_process import start_sglang_engines
 from rlhf_megatron.rollout.supervisor import Supervision
 
@@ -30,11 +35,41 @@ def transfer_bytes(config: RunConfig) -> int:
     return 2 * num_senders * config.rollout.update_weights_bucket_megabytes * MIB
 
 
-def start_engines(config: RunConfig, run_dir: Path, transfer_dir: Path, progress: Progress | None) -> EngineServers:
+def machine_of(config: RunConfig) -> Machine:
+    """This machine's GPUs: the trainer's ranks take the first of them."""
+    trainer = config.trainer
+    num_trainer = 0 if trainer.device == "cpu" else trainer.n_gpus_per_node
+    return Machine(num_devices(), num_trainer, config.rollout.colocated)
+
+
+def check_engines(config: RunConfig) -> None:
+    """Nothing is started or changed. Raises ValueError: no environment for servers, or running ones that do not fit."""
+    rollout = config.rollout
+    if rollout.endpoints:
+        try:
+            look_at_all(_attached(config), _expected(config))
+        except EngineError as error:
+            raise ValueError(str(error)) from error
+    elif rollout.engine == "sglang":
+        check_sglang(
+            rollout.sglang.python,
+            rollout.sglang.args,
+            rollout.sglang.env,
+            deterministic=config.trainer.deterministic,
+            num_engines=rollout.num_engines,
+            machine=machine_of(config),
+        )
+
+
+def start_engines(
+    config: RunConfig, run_dir: Path, transfer_dir: Path, progress: Progress | None
+) -> EngineServers | AttachedEngines:
     """Servers of `rollout.engine`, without weights: the first sync brings them. Raises EngineError."""
     rollout = config.rollout
     if rollout.router == "sglang":
         check_router(rollout.sglang.python, rollout.sglang.env)  # servers take a minute to start
+    if rollout.endpoints:
+        return AttachedEngines(_attached(config), _expected(config), transfer_dir, progress)
     if rollout.engine == "sglang":
         return start_sglang_engines(
             config.model.path,
@@ -47,6 +82,8 @@ def start_engines(config: RunConfig, run_dir: Path, transfer_dir: Path, progress
             env=rollout.sglang.env,
             startup_timeout_s=rollout.startup_timeout_s,
             deterministic=config.trainer.deterministic,
+            machine=machine_of(config),
+            is_one_machine=config.trainer.nnodes == 1,
             progress=progress,
         )
     use_cuda = config.trainer.device == "cuda" or (config.trainer.device == "auto" and has_accelerator())
@@ -66,6 +103,25 @@ def start_engines(config: RunConfig, run_dir: Path, transfer_dir: Path, progress
     )
 
 
+def _attached(config: RunConfig) -> list[EngineAddress]:
+    """The running servers. Raises ValueError for a key file that will not do."""
+    sglang = config.rollout.sglang
+    api_key = read_key(sglang.api_key_file, "rollout.sglang.api_key_file")
+    admin_key = read_key(sglang.admin_api_key_file, "rollout.sglang.admin_api_key_file")
+    return addresses_of(config.rollout.endpoints, api_key, admin_key)
+
+
+def _expected(config: RunConfig) -> Expected:
+    model = config.model
+    return Expected(
+        model_path=Path(model.path),
+        tokenizer_path=Path(model.tokenizer_path or model.path),
+        dtype=engine_dtype(config),
+        is_deterministic=config.trainer.deterministic,
+        num_tokens=config.data.max_prompt_length + config.data.max_response_length,
+    )
+
+
 def make_router(config: RunConfig, run_dir: Path) -> Balancer:
     """sglang-router, started. Raises ValueError and EngineError."""
     from rlhf_megatron.rollout.router import SGLangRouter  # its HTTP client is wanted nowhere else
@@ -77,15 +133,23 @@ def make_router(config: RunConfig, run_dir: Path) -> Balancer:
 
 
 def make_fleet(
-    config: RunConfig, servers: EngineServers, run_dir: Path, transfer_dir: Path, should_stop: Callable[[], None]
+    config: RunConfig,
+    servers: EngineServers | AttachedEngines,
+    run_dir: Path,
+    transfer_dir: Path,
+    should_stop: Callable[[], None],
 ) -> EngineFleet:
-    """Those servers as one, supervised. `should_stop`: see EngineFleet. Its `resync` is set by WeightSync."""
+    """Those servers as one, supervised; attached ones are neither killed nor started again. `should_stop`: see
+    EngineFleet. Its `resync` is set by WeightSync."""
     balancer = make_router(config, run_dir) if config.rollout.router == "sglang" else None
     rollout = config.rollout
-    make_client = partial(connect, transfer_dir=transfer_dir)
-    supervision = Supervision(
-        servers, make_client, rollout.health_interval_s, rollout.health_timeout_s, rollout.max_engine_restarts
-    )
+    limits = (rollout.health_interval_s, rollout.health_timeout_s)
+    make_client: Callable[[EngineAddress], Engine]
+    if isinstance(servers, AttachedEngines):
+        make_client, supervision = servers.connect, Supervision(None, None, *limits)
+    else:
+        make_client = partial(connect, transfer_dir=transfer_dir)
+        supervision = Supervision(servers, make_client, *limits, rollout.max_engine_restarts)
     return EngineFleet(
         [make_client(address) for address in servers.addresses],
         rollout.request_timeout_s,

@@ -12,8 +12,8 @@ from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.reward_service.scorer import check_reward, check_sources
-from rlhf_megatron.rollout.sglang_environment import check_sglang
 from rlhf_megatron.scheduler.capsule import read_capsule
+from rlhf_megatron.scheduler.engines import check_engines
 from rlhf_megatron.scheduler.loggers import check_loggers
 from rlhf_megatron.scheduler.plugins import load_plugins
 from rlhf_megatron.scheduler.recorder import Recorder
@@ -42,7 +42,7 @@ def check_run(
     elif replay_from is not None and last_step is not None:
         checks.append(lambda: Recorder(replay_from / "record").read(last_step))
     else:
-        checks.append(lambda: _check_engine(config))
+        checks.append(lambda: check_engines(config))
     problems: list[str] = []
     for check in checks:
         try:
@@ -81,13 +81,6 @@ def _check_weights(config: RunConfig) -> None:
     if plugins.needs_values and config.critic.path is not None:
         critic = Path(config.critic.path)
         read_value_model(critic, read_hf_config(critic))
-
-
-def _check_engine(config: RunConfig) -> None:
-    rollout = config.rollout
-    if rollout.engine == "sglang":
-        sglang = rollout.sglang
-        check_sglang(sglang.python, sglang.args, sglang.env, deterministic=config.trainer.deterministic)
 
 
 def _check_output(config: RunConfig) -> None:
