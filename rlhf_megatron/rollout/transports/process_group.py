@@ -22,7 +22,7 @@ from torch import Tensor
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.resharding.process_group import UpdateGroup
 from rlhf_megatron.resharding.transport import Medium
-from rlhf_megatron.rollout.engine import EngineAddress, EngineError
+from rlhf_megatron.rollout.engine import EngineAddress, EngineError, EngineTimeoutError
 from rlhf_megatron.rollout.transports.courier import Traffic, bytes_standing, tensor_bytes
 from rlhf_megatron.rollout.transports.sglang_verbs import TIMEOUT_S, SGLangVerbs
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 180.0
 _LEAVE_S = 10.0
-_OTHER_SIDE_S = 5.0  # for the side that has not failed to say its part
+_OTHER_SIDE_S = 2.0  # for the side that has not failed to say its part
 
 
 class Groups:
@@ -140,7 +140,7 @@ class ProcessGroupCourier:
             return
         group = self._groups.find(self._address)
         self._groups.drop(self.name)
-        if group is not None and asked in finished:
+        if group is not None and asked in finished and not isinstance(asked.exception(), EngineTimeoutError):
             _leave(self._address, group.name)  # the server is free to, and what is under way here ends then
         wait((asked, done), _OTHER_SIDE_S)
         words = [str(error) for future in (asked, done) if future.done() and (error := future.exception()) is not None]
