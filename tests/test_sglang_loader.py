@@ -1,154 +1,438 @@
-"""The module that runs inside the server, on plain modules with SGLang's parameter names."""
+"""The module that runs inside the ranks of the server, on stand-ins for SGLang's layers, and receipts put together."""
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from rollout_tools import write_buckets
+from rollout_tools import digests_of, write_buckets
+from sglang_standins import (
+    FusedMoE,
+    Layer,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    tree,
+)
 from torch import Tensor, nn
 
-from rlhf_megatron.resharding.digest import as_hex, digest
-from rlhf_megatron.rollout.sglang_server import loader
-
-Q, K, V = torch.arange(8.0).view(4, 2), torch.full((2, 2), 7.0), torch.full((2, 2), -7.0)
-GATE, UP, DOWN = torch.ones(3, 2), torch.full((3, 2), 2.0), torch.full((2, 3), 3.0)
-EMBED, HEAD = torch.arange(10.0).view(5, 2), torch.full((5, 2), 0.5)
-WEIGHTS = {
-    "embed.weight": EMBED,
-    "attn.q_proj.weight": Q,
-    "attn.k_proj.weight": K,
-    "attn.v_proj.weight": V,
-    "mlp.gate_proj.weight": GATE,
-    "mlp.up_proj.weight": UP,
-    "mlp.down_proj.weight": DOWN,
-    "lm_head.weight": HEAD,
-}
-EXPERT_WEIGHTS = {
-    f"mlp.experts.{e}.{part}.weight": tensor * (e + 1)
-    for e in range(2)
-    for part, tensor in (("gate_proj", GATE), ("up_proj", UP), ("down_proj", DOWN))
-}
+from rlhf_megatron.resharding.manifest import BucketManifest
+from rlhf_megatron.rollout import receipts
+from rlhf_megatron.rollout.engine import EngineError
+from rlhf_megatron.rollout.sglang_server import facts, loader
+from rlhf_megatron.rollout.sglang_server.buckets import views_of_file, views_of_tensor
 
 
-def module(**parameters: Tensor) -> nn.Module:
-    """Names with __ for dots."""
-    root = nn.Module()
-    for name, tensor in parameters.items():
-        *path, last = name.split("__")
-        place = root
-        for part in path:
-            if not hasattr(place, part):
-                place.add_module(part, nn.Module())
-            place = getattr(place, part)
-        place.register_parameter(last, nn.Parameter(tensor))
-    return root
+@pytest.fixture(autouse=True)
+def no_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody moves experts about."""
+    monkeypatch.setattr(facts, "slots_of_expert", lambda layer, expert: [expert])
+    monkeypatch.setattr(facts, "num_experts", lambda of_layer: of_layer)
 
 
-def dense(is_tied: bool) -> nn.Module:
-    """What SGLang holds after a load: fused parts, the vocabulary padded to 8 rows."""
-    pad = torch.zeros(3, 2)
-    model = module(
-        embed__weight=torch.cat([EMBED, pad]),
-        attn__qkv_proj__weight=torch.cat([Q, K, V]),
-        mlp__gate_up_proj__weight=torch.cat([GATE, UP]),
-        mlp__down_proj__weight=DOWN.clone(),
+def weights_of(num_kv_heads: int = 2, seed: int = 1) -> dict[str, Tensor]:
+    """Four heads of two rows, a vocabulary of 13, two experts."""
+    torch.manual_seed(seed)
+    shapes = {
+        "embed.weight": (13, 6),
+        "attn.q_proj.weight": (8, 6),
+        "attn.k_proj.weight": (2 * num_kv_heads, 6),
+        "attn.v_proj.weight": (2 * num_kv_heads, 6),
+        "attn.q_proj.bias": (8,),
+        "attn.k_proj.bias": (2 * num_kv_heads,),
+        "attn.v_proj.bias": (2 * num_kv_heads,),
+        "attn.o_proj.weight": (6, 8),
+        "attn.o_proj.bias": (6,),
+        "mlp.gate_proj.weight": (12, 6),
+        "mlp.up_proj.weight": (12, 6),
+        "mlp.down_proj.weight": (6, 12),
+        "norm.weight": (6,),
+        "gate.weight": (2, 6),
+        **{f"mlp.experts.{e}.{part}_proj.weight": (8, 6) for e in range(2) for part in ("gate", "up")},
+        **{f"mlp.experts.{e}.down_proj.weight": (6, 8) for e in range(2)},
+        "lm_head.weight": (13, 6),
+    }
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+def rank_of(weights: dict[str, Tensor], rank: int, size: int, ep_size: int = 1, **changes: bool) -> nn.Module:
+    """The model of one tp rank, loaded."""
+
+    def get(prefix: str, *names: str, kind: str = "weight") -> list[Tensor]:
+        return [weights[f"{prefix}.{name}_proj.{kind}"] for name in names]
+
+    experts = [tuple(get(f"mlp.experts.{e}", "gate", "up", "down")) for e in range(2)]
+    return tree(
+        embed=VocabParallelEmbedding(rank, size, weights["embed.weight"]),
+        attn__qkv_proj=QKVParallelLinear(
+            rank, size, *get("attn", "q", "k", "v"), *get("attn", "q", "k", "v", kind="bias")
+        ),
+        attn__o_proj=RowParallelLinear(rank, size, weights["attn.o_proj.weight"], weights["attn.o_proj.bias"]),
+        mlp__gate_up_proj=MergedColumnParallelLinear(rank, size, *get("mlp", "gate", "up")),
+        mlp__down_proj=RowParallelLinear(rank, size, weights["mlp.down_proj.weight"]),
+        mlp__experts=FusedMoE(rank, size, experts, ep_size, **changes),  # type: ignore[arg-type]
+        norm=ReplicatedLinear(weights["norm.weight"]),
+        gate=ReplicatedLinear(weights["gate.weight"]),
+        lm_head=VocabParallelEmbedding(rank, size, weights["lm_head.weight"]),
     )
-    head = module(weight=torch.cat([HEAD, pad]))
-    model.add_module("lm_head", model.get_submodule("embed") if is_tied else head)
-    return model
 
 
-def hex_of(weights: dict[str, Tensor]) -> dict[str, str]:
-    return {name: as_hex(digest(tensor)) for name, tensor in weights.items()}
+def receipts_of(models: Sequence[nn.Module], manifest: BucketManifest) -> list[receipts.Receipt]:
+    """As they are read: through JSON."""
+    return [
+        json.loads(json.dumps({"rank": rank, "size": len(models), **loader.standing(model, manifest)}))
+        for rank, model in enumerate(models)
+    ]
 
 
-def test_digests_are_found_in_fused_and_padded_parameters(tmp_path: Path) -> None:
-    found: dict[str, str | None] = {}
-    for manifest in write_buckets(WEIGHTS, tmp_path, 1, num_buckets=4):  # cut inside the fused parts
-        found |= loader.standing_digests(dense(is_tied=False), manifest)
-    assert found == hex_of(WEIGHTS)
+@pytest.fixture
+def manifest(tmp_path: Path) -> BucketManifest:
+    (found,) = write_buckets(weights_of(), tmp_path, 1, num_buckets=1)
+    return found
 
 
-def test_a_swapped_row_or_an_old_part_shows(tmp_path: Path) -> None:
-    (manifest,) = write_buckets(WEIGHTS, tmp_path, 1, num_buckets=1)
-    model = dense(is_tied=False)
+def engine(weights: dict[str, Tensor], size: int = 2) -> list[nn.Module]:
+    return [rank_of(weights, rank, size) for rank in range(size)]
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("size", "ep_size", "changes"),
+    [
+        (1, 1, {}),
+        (2, 1, {}),
+        (4, 1, {}),
+        (2, 2, {}),
+        (4, 2, {}),
+        (2, 1, {"use_triton_kernels": True}),
+        (2, 1, {"use_flashinfer_trtllm_moe": True, "use_padded_loading": True}),
+    ],
+)
+def test_parts_of_all_ranks_make_the_digests_that_were_sent(
+    size: int, ep_size: int, changes: dict[str, bool], num_kv_heads: int, tmp_path: Path
+) -> None:
+    """Key-value heads are replicated where there are more ranks; buckets are cut inside fused parts."""
+    weights = weights_of(num_kv_heads)
+    models = [rank_of(weights, rank, size, ep_size, **changes) for rank in range(size)]
+    found = receipts.Standing()
+    for manifest in write_buckets(weights, tmp_path, 1, num_buckets=5):
+        found |= receipts.check("engine0", manifest, receipts_of(models, manifest))
+    assert found == receipts.Standing(digests=digests_of(weights))
+
+
+def test_bytes_are_those_of_the_parts(manifest: BucketManifest) -> None:
+    """Of 4 ranks with 2 key-value heads: what is sharded counts once, replicated heads twice, the rest in each rank."""
+    models = engine(weights_of(), 4)
+    found = receipts_of(models, manifest)
+    sizes = {entry.name: entry.num_bytes for entry in manifest.tensors}
+    replicated = {"attn.o_proj.bias", "norm.weight", "gate.weight"}
+    copies = {name: 2 if ".k_proj" in name or ".v_proj" in name else 4 if name in replicated else 1 for name in sizes}
+    expected = sum(size * copies[name] for name, size in sizes.items())
+    assert sum(receipt["num_bytes_standing"] for receipt in found) == expected
+    assert sum(receipt["num_bytes_read"] for receipt in found) == expected
+    assert loader.standing(models[0], manifest, num_bytes_read=77)["num_bytes_read"] == 77
+
+
+def plant(model: nn.Module, name: str, change: Callable[[Tensor], object]) -> None:
     with torch.no_grad():
-        model.get_parameter("attn.qkv_proj.weight")[[4, 6]] = model.get_parameter("attn.qkv_proj.weight")[[6, 4]]
-    found = loader.standing_digests(model, manifest)
-    assert {name for name, value in found.items() if value != hex_of(WEIGHTS)[name]} == {
-        "attn.k_proj.weight",
-        "attn.v_proj.weight",
+        change(model.get_parameter(name))
+
+
+def swap_rows(first: int, second: int) -> Callable[[Tensor], object]:
+    def act(values: Tensor) -> None:
+        values[[first, second]] = values[[second, first]]
+
+    return act
+
+
+def flip_a_bit(values: Tensor) -> None:
+    values.view(torch.uint8).view(-1)[-1] ^= 1
+
+
+PLANTED: dict[str, tuple[int, str, Callable[[Tensor], object], list[str]]] = {
+    "a flipped bit in one rank's rows": (1, "mlp.gate_up_proj.weight", flip_a_bit, ["mlp.up_proj.weight"]),
+    "a flipped bit in one rank's columns": (1, "mlp.down_proj.weight", flip_a_bit, ["mlp.down_proj.weight"]),
+    "q and k swapped": (0, "attn.qkv_proj.weight", swap_rows(1, 4), ["attn.q_proj.weight", "attn.k_proj.weight"]),
+    "gate and up swapped": (
+        1,
+        "mlp.gate_up_proj.weight",
+        lambda values: values.copy_(values.roll(6, 0)),
+        ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
+    ),
+    "an expert left out": (
+        0,
+        "mlp.experts.w13_weight",
+        lambda values: values[1].zero_(),
+        ["mlp.experts.1.gate_proj.weight", "mlp.experts.1.up_proj.weight"],
+    ),
+    "a bias left out": (1, "attn.qkv_proj.bias", lambda values: values[:4].zero_(), ["attn.q_proj.bias"]),
+    "another vocabulary row": (1, "embed.weight", swap_rows(0, 1), ["embed.weight"]),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_what_stands_wrong_is_named_with_its_rank_and_bucket(
+    name: str, manifest: BucketManifest, tmp_path: Path
+) -> None:
+    rank, parameter, change, wrong = PLANTED[name]
+    models = engine(weights_of())
+    plant(models[rank], parameter, change)
+
+    def compare() -> list[dict[str, Any]]:
+        views = views_of_file(tmp_path / manifest.file, manifest)
+        return [{"rank": r, "compared": loader.compare(model, manifest, views)} for r, model in enumerate(models)]
+
+    with pytest.raises(EngineError) as error:
+        receipts.check("engine0", manifest, receipts_of(models, manifest), compare)
+    words = str(error.value)
+    assert words.startswith(f"engine0, bucket 0 of actor dp0 pp0 tp0: {len(wrong)} of {len(manifest.tensors)} tensors")
+    for tensor in wrong:
+        assert f"tensor '{tensor}': digest " in words
+    assert words.count(f"tp rank {rank} holds other values than the bucket") == len(wrong)
+
+
+def test_a_stale_rank_is_named(manifest: BucketManifest) -> None:
+    """Its parts of all that is sharded are old; of what both hold, the two do not agree."""
+    models = [rank_of(weights_of(), 0, 2), rank_of(weights_of(seed=2), 1, 2)]
+    with pytest.raises(EngineError, match=f"{len(manifest.tensors)} of {len(manifest.tensors)} tensors"):
+        receipts.check("engine0", manifest, receipts_of(models, manifest))
+    found = receipts.put_together(receipts_of(models, manifest))
+    assert found.faults["norm.weight"] == (
+        "tp ranks 0 and 1 hold different values for all of it (bucket 0 of actor dp0 pp0 tp0)"
+    )
+    assert found.digests.keys().isdisjoint({"norm.weight"}) and len(found.digests) == len(manifest.tensors) - 3
+
+
+def test_replicas_that_disagree_are_told_from_the_rest(manifest: BucketManifest) -> None:
+    models = engine(weights_of(num_kv_heads=1), 4)
+    norm = next(entry for entry in manifest.tensors if entry.name == "norm.weight")
+    plant(models[2], norm.name, flip_a_bit)
+    assert receipts.put_together(receipts_of(models, replace(manifest, tensors=(norm,)))).faults == {
+        "norm.weight": "tp rank 2 holds other values for all of it than the ranks that hold it as well"
+        " (bucket 0 of actor dp0 pp0 tp0)"
     }
 
 
-def test_a_head_that_the_engine_ties_is_not_found(tmp_path: Path) -> None:
+def test_parts_must_cover_a_tensor_once(manifest: BucketManifest) -> None:
+    """Ranks that do not know their place: twice the same, or a hole."""
+    models = engine(weights_of())
+    models[1].get_submodule("mlp.down_proj").tp_rank = 0
+    models[1].get_submodule("attn.o_proj").tp_rank = 3
+    models[1].get_submodule("lm_head").shard_indices.org_vocab_start_index = 6
+    faults = receipts.put_together(receipts_of(models, manifest)).faults
+    bucket = "(bucket 0 of actor dp0 pp0 tp0)"
+    assert faults == {
+        "mlp.down_proj.weight": f"tp ranks 0 and 1 hold different values for the part from column 0 to 5 {bucket}",
+        "attn.o_proj.weight": f"the part from column 4 to 7 stands in none of its ranks {bucket}",
+        "lm_head.weight": f"the part from row 6 to 7 stands in it twice, in different parts {bucket}",
+    }
+
+
+def test_a_head_that_the_engine_ties_is_not_found(manifest: BucketManifest) -> None:
     """So a trainer that sends one of its own is told, where the server would drop it without a word."""
-    (manifest,) = write_buckets(WEIGHTS, tmp_path, 1, num_buckets=1)
-    assert loader.standing_digests(dense(is_tied=True), manifest)["lm_head.weight"] is None
+    models = engine(weights_of())
+    for model in models:
+        model.add_module("lm_head", model.get_submodule("embed"))
+    with pytest.raises(EngineError, match=r"1 of \d+ tensors .* 'lm_head.weight': not found in the engine"):
+        receipts.check("engine0", manifest, receipts_of(models, manifest))
 
 
-def test_digests_of_experts(tmp_path: Path) -> None:
-    experts = module(
-        mlp__experts__w13_weight=torch.stack([torch.cat([GATE, UP]), torch.cat([GATE, UP]) * 2]),
-        mlp__experts__w2_weight=torch.stack([DOWN, DOWN * 2]),
-    )
-    (manifest,) = write_buckets(EXPERT_WEIGHTS, tmp_path, 1, num_buckets=1)
-    assert loader.standing_digests(experts, manifest) == hex_of(EXPERT_WEIGHTS)
-    assert loader.incomplete(experts, set(EXPERT_WEIGHTS)) is None
-    missing = set(EXPERT_WEIGHTS) - {"mlp.experts.1.up_proj.weight"}
-    assert loader.incomplete(experts, missing) == "1 of 2 parameters never came whole: mlp.experts.w13_weight."
+def test_an_engine_of_another_type(tmp_path: Path) -> None:
+    """Wider: the same numbers count. Narrower: they are not the same any more, and the message says why."""
+    weights = {name: tensor.bfloat16() for name, tensor in weights_of().items()}
+    (manifest,) = write_buckets(weights, tmp_path, 1, num_buckets=1)
+    wide = engine({name: tensor.float() for name, tensor in weights.items()})
+    assert receipts.check("engine0", manifest, receipts_of(wide, manifest)).digests == digests_of(weights)
+    plant(wide[0], "norm.weight", flip_low_bit)  # below what bfloat16 can tell
+    with pytest.raises(EngineError, match=r"1 of \d+ .* stands as float32 and was sent as bfloat16"):
+        receipts.check("engine0", manifest, receipts_of(wide, manifest))
+    (manifest,) = write_buckets(weights_of(), tmp_path, 1, num_buckets=1)
+    narrow = [model.bfloat16() for model in engine(weights_of())]
+    with pytest.raises(EngineError, match=r"stands as bfloat16 and was sent as float32: rollout.dtype must be"):
+        receipts.check("engine0", manifest, receipts_of(narrow, manifest))
+
+
+def flip_low_bit(values: Tensor) -> None:
+    values.view(torch.uint8).view(-1)[0] ^= 1
+
+
+class Fp8LinearMethod:
+    pass
+
+
+def test_a_quantised_engine_says_so(manifest: BucketManifest) -> None:
+    models = engine(weights_of())
+    for model in models:
+        down = model.get_submodule("mlp.down_proj")
+        assert isinstance(down, Layer)
+        down.quant_method = Fp8LinearMethod()
+        down.hold(weight_scale=torch.ones(1))
+        head = model.get_submodule("lm_head")
+        del head._parameters["weight"]
+        head.register_parameter("weight", nn.Parameter(torch.ones(8, 6, dtype=torch.int8), requires_grad=False))
+    found = receipts.check("engine0", manifest, receipts_of(models, manifest))
+    assert found.unlike == {
+        "mlp.down_proj.weight": "the engine quantises it (Fp8LinearMethod)",
+        "lm_head.weight": "it stands as int8",
+    }
+    assert len(found.digests) == len(manifest.tensors) - 2
+    assert loader.incomplete(models[0], set(weights_of())) is None  # scales are the engine's own
 
 
 def test_what_never_came_is_named() -> None:
-    assert loader.incomplete(dense(is_tied=False), set(WEIGHTS)) is None
-    assert loader.incomplete(dense(is_tied=True), set(WEIGHTS) - {"lm_head.weight"}) is None
-    found = loader.incomplete(dense(is_tied=False), {"embed.weight", "attn.q_proj.weight", "mlp.gate_proj.weight"})
-    assert found == (
-        "4 of 5 parameters never came whole: attn.qkv_proj.weight, lm_head.weight, mlp.down_proj.weight and others."
+    model = rank_of(weights_of(), 1, 2, ep_size=2)
+    names = set(weights_of())
+    assert loader.incomplete(model, names) is None
+    assert loader.incomplete(model, names - {"mlp.experts.0.up_proj.weight"}) is None  # rank 0 holds that expert
+    assert loader.incomplete(model, names - {"mlp.experts.1.up_proj.weight"}) == (
+        "1 of 12 parameters never came whole: mlp.experts.w13_weight."
     )
+    assert loader.incomplete(
+        model, names - {"attn.k_proj.bias", "norm.weight", "mlp.up_proj.weight", "gate.weight"}
+    ) == ("4 of 12 parameters never came whole: attn.qkv_proj.bias, gate.weight, mlp.gate_up_proj.weight and others.")
+    model.add_module("lm_head", model.get_submodule("embed"))
+    assert loader.incomplete(model, names - {"lm_head.weight"}) is None
 
 
-def test_a_changed_byte_is_refused_with_place_and_name(tmp_path: Path) -> None:
-    (manifest,) = write_buckets(WEIGHTS, tmp_path, 1, num_buckets=1)
+def test_a_bucket_is_read_where_it_lies(tmp_path: Path) -> None:
+    weights = weights_of()
+    first, second = write_buckets(weights, tmp_path, 1)
+    raw = (tmp_path / second.file).read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 24 + raw + b"tail")
+    behind = replace(second, file="model.safetensors", file_offset=24)
+    for manifest in (first, second, behind):
+        views = views_of_file(tmp_path / manifest.file, manifest)
+        assert all(torch.equal(views[entry.name], weights[entry.name]) for entry in manifest.tensors)
+        starts = {entry.name: views[entry.name].data_ptr() - entry.offset for entry in manifest.tensors}
+        assert len(set(starts.values())) == 1  # one mapping, no copies
+    odd = replace(second, file="odd", file_offset=3)
+    (tmp_path / "odd").write_bytes(b"xyz" + raw)
+    for name, view in views_of_file(tmp_path / "odd", odd).items():
+        assert torch.equal(view, weights[name])
+    memory = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    for name, view in views_of_tensor(memory, second).items():
+        assert torch.equal(view, weights[name])
+        assert memory.data_ptr() <= view.data_ptr() < memory.data_ptr() + len(raw)
+    with pytest.raises(ValueError, match=r"the memory given has \d+ bytes, the manifest says"):
+        views_of_tensor(memory[:-1], second)
+
+
+def test_files_that_are_not_the_run_s_are_refused(tmp_path: Path, manifest: BucketManifest) -> None:
     path = tmp_path / manifest.file
-    assert torch.equal(loader.read_bucket(path, manifest)["attn.q_proj.weight"], Q)
-    raw = bytearray(path.read_bytes())
-    raw[manifest.tensors[1].offset] ^= 1
-    path.write_bytes(raw)
-    with pytest.raises(ValueError, match=r"bucket 0 of actor dp0 pp0 tp0, tensor 'attn.q_proj.weight': digest"):
-        loader.read_bucket(path, manifest)
-    path.write_bytes(raw[:-1])
-    with pytest.raises(ValueError, match=r"has 215 bytes, the manifest says 216"):
-        loader.read_bucket(path, manifest)
+    size = path.stat().st_size
+    os.truncate(path, size - 1)
+    with pytest.raises(ValueError, match=rf"bucket 0 of actor dp0 pp0 tp0: v1-0 has {size - 1} bytes, the manifest"):
+        views_of_file(path, manifest)
+    os.truncate(path, size)
+    with pytest.raises(ValueError, match=rf"has {size} bytes, the manifest says {size} after the first 8"):
+        views_of_file(path, replace(manifest, file_offset=8))
+    (tmp_path / "link").symlink_to(path)
+    with pytest.raises(ValueError, match=r"link is a link; only plain files of the transfer directory are read"):
+        views_of_file(tmp_path / "link", manifest)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "elsewhere").mkdir()
+    os.link(path, tmp_path / "elsewhere" / "name")
+    for name in ("pipe", "elsewhere", path.name):  # the last has another name elsewhere
+        with pytest.raises(ValueError, match="is a link, of another user or no plain file"):
+            views_of_file(tmp_path / name, manifest)
 
 
-def test_receipts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a bucket that was loaded, of a commit that is incomplete, of a bucket that failed, and of the commit after."""
-    monkeypatch.setenv(loader.TRANSFER_DIR, str(tmp_path))
-    monkeypatch.setattr(loader, "_tensor_parallel", lambda: (0, 1))
-    model = dense(is_tied=False)
-    monkeypatch.setattr(type(model), "load_weights", lambda self, weights: None, raising=False)
+class Server:
+    """One rank after the other carries out an order, as in a server."""
 
-    def order(receipt: str, **what: str) -> dict[str, object]:
+    def __init__(self, models: Sequence[nn.Module], directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.models, self.directory, self.patch = models, directory, monkeypatch
+        monkeypatch.setenv(loader.TRANSFER_DIR, str(directory))
+
+    def order(self, receipt: str, bucket: Tensor | None = None, **what: str) -> list[dict[str, Any]]:
         text = json.dumps({**what, "receipt": receipt}).encode()
-        loader.load(model, [("order", torch.frombuffer(bytearray(text), dtype=torch.uint8))])
-        return json.loads((tmp_path / f"{receipt}.0").read_text())
+        tensors = [("order", torch.frombuffer(bytearray(text), dtype=torch.uint8))]
+        if bucket is not None:
+            tensors.append(("bucket", bucket))
+        for rank, model in enumerate(self.models):
+            self.patch.setattr(facts, "tensor_parallel", lambda rank=rank: (rank, len(self.models)))
+            loader.load(model, tensors)
+        return [json.loads((self.directory / f"{receipt}.{rank}").read_text()) for rank in range(len(self.models))]
 
-    first, second = write_buckets(WEIGHTS, tmp_path, 1)
-    assert order("r-1", manifest=first.to_json())["digests"] == hex_of(dict(list(WEIGHTS.items())[:4]))
-    missing = order("r-c1", receipts="r-")["error"]
-    assert (
-        missing == "3 of 5 parameters never came whole: lm_head.weight, mlp.down_proj.weight, mlp.gate_up_proj.weight."
-    )
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
+    """Whose ranks hold old weights and load by dealing out whole new ones."""
+    models = engine(weights_of(seed=9))
+
+    def load_weights(self: nn.Module, pairs: list[tuple[str, Tensor]]) -> None:
+        held = {**self.weights, **{name: tensor.clone() for name, tensor in pairs}}  # type: ignore[dict-item]
+        self.weights = held
+        new = rank_of(held, models.index(self), len(models))
+        self.load_state_dict(new.state_dict())
+
+    for model in models:
+        model.weights = weights_of(seed=9)
+        model.load_weights = MethodType(load_weights, model)
+    return Server(models, tmp_path, monkeypatch)
+
+
+def test_orders_of_a_sync(server: Server, tmp_path: Path) -> None:
+    """Buckets by file, by device memory and by broadcast; a commit that is incomplete; a bucket that fails; and the
+    commit after that."""
+    weights = weights_of()
+    first, second, third = write_buckets(weights, tmp_path, 1, num_buckets=3)
+    of_first = server.order("r-1", manifest=first.to_json())
+    assert [receipt["rank"] for receipt in of_first] == [0, 1]
+    receipts.check("engine0", first, of_first)
+    memory = torch.frombuffer(bytearray((tmp_path / second.file).read_bytes()), dtype=torch.uint8)
+    (tmp_path / second.file).unlink()
+    receipts.check("engine0", second, server.order("r-2", memory, manifest=second.to_json()))
+    assert "never came whole" in server.order("r-c1", receipts="r-")[0]["error"]
     for path in tmp_path.glob("r-c1*"):
         path.unlink()
-    (tmp_path / second.file).unlink()
-    assert "FileNotFoundError" in str(order("r-2", manifest=second.to_json())["error"])
-    assert "FileNotFoundError" in str(order("r-c2", receipts="r-")["error"])
+    for model in server.models:
+        model.load_weights([(entry.name, weights[entry.name]) for entry in third.tensors])
+    by_broadcast = server.order("r-3", digest=third.to_json())
+    receipts.check("engine0", third, by_broadcast)
+    assert [receipt["num_bytes_read"] for receipt in by_broadcast] == [third.num_bytes] * 2
+    assert [receipt["error"] for receipt in server.order("r-c2", receipts="r-")] == [None, None]
+    buckets = receipts.read_all(tmp_path, "r-")
+    assert receipts.standing_of(buckets) == receipts.Standing(digests=digests_of(weights))
+    (tmp_path / "r-2.1").unlink()
+    with pytest.raises(EngineError, match="bucket 1 of actor dp0 pp0 tp0: tp rank 1 wrote no receipt"):
+        receipts.read_all(tmp_path, "r-")
+    assert "FileNotFoundError" in server.order("r-4", manifest=second.to_json())[0]["error"]
+    assert "FileNotFoundError" in server.order("r-c3", receipts="r-")[1]["error"]
+
+
+def test_corrupt_bytes_of_a_bucket_are_named(server: Server, tmp_path: Path) -> None:
+    """No rank differs from them, so none is named."""
+    (manifest,) = write_buckets(weights_of(), tmp_path, 1, num_buckets=1)
+    raw = bytearray((tmp_path / manifest.file).read_bytes())
+    raw[manifest.tensors[1].offset] ^= 1
+    (tmp_path / manifest.file).write_bytes(raw)
+    found = server.order("r-1", manifest=manifest.to_json())
+    with pytest.raises(EngineError) as error:
+        receipts.check("engine0", manifest, found, lambda: server.order("r-2", compare=manifest.to_json()))
+    assert "1 of 21 tensors do not stand in it as they were sent: tensor 'attn.q_proj.weight': digest" in str(
+        error.value
+    )
+    assert "tp rank" not in str(error.value)
+
+
+def test_a_part_of_a_bucket_that_never_came_is_named(server: Server, tmp_path: Path) -> None:
+    """The receipts are of another bucket than was sent: half of it, or one without tensors."""
+    (manifest,) = write_buckets(weights_of(), tmp_path, 1, num_buckets=1)
+    half = replace(manifest, tensors=manifest.tensors[:10])
+    with pytest.raises(EngineError, match=r"11 of 21 tensors .* 'mlp.up_proj.weight': nothing of it came"):
+        receipts.check("engine0", manifest, server.order("r-1", manifest=half.to_json()))
+    with pytest.raises(EngineError, match=r"21 of 21 tensors .*; and 18 more"):
+        receipts.check("engine0", manifest, server.order("r-2", manifest=replace(manifest, tensors=()).to_json()))
 
 
 def test_a_server_that_is_older_than_the_run_finds_its_directory(
@@ -164,27 +448,24 @@ def test_a_server_that_is_older_than_the_run_finds_its_directory(
 
 
 def test_a_model_is_described_by_the_names_of_its_configuration() -> None:
-    model = dense(is_tied=True)
+    model = rank_of(weights_of(), 0, 1)
     model.config = SimpleNamespace(vocab_size=5, hidden_size=2, num_hidden_layers=1, other=3)
-    assert loader.describe(model) == {
-        "vocab_size": 5,
-        "hidden_size": 2,
-        "num_hidden_layers": 1,
-        "dtype": "float32",
-    }
+    assert loader.describe(model) == {"vocab_size": 5, "hidden_size": 2, "num_hidden_layers": 1, "dtype": "float32"}
 
 
 def test_an_order_that_cannot_be_answered_does_not_end_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(loader, "_tensor_parallel", lambda: (0, 1))
+    monkeypatch.setattr(facts, "tensor_parallel", lambda: (0, 1))
+    model = rank_of(weights_of(), 0, 1)
     order = torch.frombuffer(bytearray(b'{"describe": true, "receipt": "r", "directory": "gone"}'), dtype=torch.uint8)
     monkeypatch.delenv(loader.TRANSFER_DIR, raising=False)
-    loader.load(dense(is_tied=True), [("order", order)])
+    loader.load(model, [("order", order)])
     assert "an order cannot be carried out: RLHF_MEGATRON_TRANSFER_DIR" in caplog.text
     monkeypatch.setenv(loader.TRANSFER_DIR, str(tmp_path))
-    loader.load(dense(is_tied=True), [("order", order)])
+    loader.load(model, [("order", order)])
     assert "a receipt cannot be written" in caplog.text
     (tmp_path / "gone").mkdir()
-    loader.load(dense(is_tied=True), [("order", order)])
-    assert json.loads((tmp_path / "gone" / "r.0").read_text()) == {"error": None, "model": {"dtype": "float32"}}
+    loader.load(model, [("order", order)])
+    found = json.loads((tmp_path / "gone" / "r.0").read_text())
+    assert found == {"rank": 0, "size": 1, "error": None, "model": {"dtype": "float32"}, "devices": found["devices"]}

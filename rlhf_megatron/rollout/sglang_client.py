@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import pickle
 import time
 import uuid
@@ -17,6 +18,7 @@ from pathlib import Path
 import torch
 
 from rlhf_megatron.resharding.manifest import BucketManifest
+from rlhf_megatron.rollout import receipts
 from rlhf_megatron.rollout.engine import (
     MEMORY_PARTS,
     UNSYNCED,
@@ -34,6 +36,8 @@ from rlhf_megatron.rollout.http import HttpClient
 from rlhf_megatron.rollout.sglang_limits import Limits, limits_of
 from rlhf_megatron.rollout.sglang_samples import generate_body, groups_of
 from rlhf_megatron.rollout.sglang_server.loader import LOAD_FORMAT
+
+logger = logging.getLogger(__name__)
 
 ADMIN_TIMEOUT_S = 600.0
 ABORT_TIMEOUT_S = 120.0
@@ -142,7 +146,13 @@ class SGLangEngine:
         self._remove_receipts()
 
     def update_weights(self, manifest: BucketManifest) -> None:
-        self._order({"manifest": manifest.to_json()}, f"bucket {manifest.bucket} of {manifest.sender}")
+        what, order = f"bucket {manifest.bucket} of {manifest.sender}", manifest.to_json()
+        found = self._order({"manifest": order}, what)
+        try:
+            receipts.check(self.address.name, manifest, found, lambda: self._order({"compare": order}, what))
+        except EngineError as error:
+            self._has_failed(error)
+            raise
 
     def commit_update(self, version: int) -> None:
         if version == self._version:
@@ -162,7 +172,8 @@ class SGLangEngine:
         self._settle()
 
     def weight_digests(self) -> dict[str, str] | None:
-        """From the receipts of the running sync, else of the last one; None for servers with tensor parallelism."""
+        """From the receipts of the running sync, else of the last one; None where the engine quantises weights. A
+        tensor that does not stand whole has words in place of its digest."""
         return self._digests if self._pending is None else self._read_digests()
 
     def release_memory(self, parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
@@ -245,8 +256,9 @@ class SGLangEngine:
             self._halted = None
             self._gate.open()
 
-    def _order(self, order: dict[str, str], what: str) -> None:
-        """Have the loader in every rank of the server carry out an order. Raises EngineError with what it said."""
+    def _order(self, order: dict[str, str], what: str) -> list[receipts.Receipt]:
+        """Have the loader in every rank of the server carry out an order: the ranks' receipts. Raises EngineError with
+        what it said."""
         receipt = self._receipt_prefix + uuid.uuid4().hex
         text = json.dumps({**order, "receipt": receipt, "directory": self.transfer_dir.name}).encode()
         tensor = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -261,28 +273,34 @@ class SGLangEngine:
             answer = self._http.post("/update_weights_from_tensor", body, ADMIN_TIMEOUT_S)
             if not answer.get("success", False):
                 raise EngineError(f"{self.address.name}, {what}: {answer.get('message', answer)}")
+            found: list[receipts.Receipt] = []
             for rank in range(self.address.tp_size):
                 path = self.transfer_dir / f"{receipt}.{rank}"
                 if not path.exists():
                     raise EngineError(f"{self.address.name}, {what}: tp rank {rank} wrote no receipt.")
-                error = json.loads(path.read_text())["error"]
-                if error:
-                    raise EngineError(f"{self.address.name} tp rank {rank}, {what}: {error} The engine is STALE.")
+                found.append(json.loads(path.read_text()))
+                if said := found[-1]["error"]:
+                    raise EngineError(f"{self.address.name} tp rank {rank}, {what}: {said} The engine is STALE.")
+            return found
         except EngineError as error:
-            self._stale_reason = f"the weight sync failed ({str(error).rstrip('.')})"
-            self._version, self._pending = None, None
+            self._has_failed(error)
             raise
 
+    def _has_failed(self, error: EngineError) -> None:
+        if self._pending is not None:  # else it was out of a session, and nothing was loaded
+            self._stale_reason = f"the weight sync failed ({str(error).rstrip('.')})"
+            self._version, self._pending = None, None
+
     def _read_digests(self) -> dict[str, str] | None:
-        digests: dict[str, str] = {}
-        for path in self.transfer_dir.glob(f"{self._receipt_prefix}*.0"):
-            receipt = json.loads(path.read_text())
-            if "names" not in receipt:
-                continue  # of the commit, or of a bucket that failed
-            if receipt["digests"] is None:
-                return None
-            digests |= {name: value or "not found" for name, value in receipt["digests"].items()}
-        return digests
+        found = receipts.standing_of(receipts.read_all(self.transfer_dir, self._receipt_prefix))
+        if found.unlike:
+            name, why = next(iter(found.unlike.items()))
+            logger.warning(
+                "%s: what stands in it cannot be compared with what was sent, so it is probed: %s: %s",
+                *(self.address.name, name, why),
+            )
+            return None
+        return found.digests | found.faults
 
     def _remove_receipts(self) -> None:
         for path in self.transfer_dir.glob(f"{self._receipt_prefix}*"):

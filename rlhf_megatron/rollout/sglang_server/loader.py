@@ -1,36 +1,43 @@
 """Runs inside each rank of a stock SGLang server, through its `--custom-weight-loader` hook.
 
-The update call carries one tiny tensor: a JSON order. It names a bucket of the transfer directory, which is read from
-there and loaded with the model's own `load_weights`; or it asks whether all that the model holds has come. The answer
-is a receipt, a file beside the bucket: the error if there was one, the names that were loaded, digests of what stands
-in the model afterwards. Imports nothing of this package but the manifest and the digest.
+The update call carries one tiny tensor: a JSON order. The answer is a receipt, a file in the transfer directory: the
+error if there was one, the parts of tensors that stand in this rank, and their digests; `rollout.receipts` puts those
+of all ranks together. Orders, by the key that they begin with:
+
+    manifest   read this bucket, from its file or the device memory that comes as a second tensor, and load it
+    digest     this bucket was loaded already, it came another way: digest what stands of it
+    compare    does what stands here equal the bytes of this bucket? Asked when digests differ, to tell which rank's do
+    receipts   has everything come, of all the buckets whose receipts are named so?
+    describe   which model is this, and which devices are seen?
+
+What stands is digested while SGLang's session is open, after loading and casting. Closing it re-lays weights of layers
+that are quantised, for which nothing is digested, and of expert layers for some kernels; else it changes nothing.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import mmap
 import os
-import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlhf_megatron.resharding.digest import as_hex, digest
-from rlhf_megatron.resharding.manifest import BucketManifest
+from rlhf_megatron.parallel.device_sharing import device_ids
+from rlhf_megatron.resharding.digest import as_hex
+from rlhf_megatron.resharding.digest_parts import digest_part
+from rlhf_megatron.resharding.manifest import DTYPE_BYTES, BucketManifest, TensorEntry
+from rlhf_megatron.rollout.sglang_server import facts
+from rlhf_megatron.rollout.sglang_server.buckets import place_words, views_of_file, views_of_tensor
+from rlhf_megatron.rollout.sglang_server.standing import UnlikeError, missing, places_of
 
 logger = logging.getLogger(__name__)
 
 TRANSFER_DIR = "RLHF_MEGATRON_TRANSFER_DIR"  # environment variable of the server
 LOAD_FORMAT = "rlhf_megatron.rollout.sglang_server.loader.load"
-FUSED = {  # SGLang's fused part -> its Hugging Face members in order
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-}
-EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}  # SGLang's [expert, rows, columns]
 DESCRIBED = (
     "model_type",
     "vocab_size",
@@ -44,36 +51,52 @@ DESCRIBED = (
     "num_experts",
     "moe_intermediate_size",
 )
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 _NAMES_SHOWN = 3
 
 
 def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     """Called by SGLang with the model of this rank. What goes wrong stands in the receipt: an exception here would end
     the server, where the client can say what happened and leave the engine STALE."""
-    order = json.loads(bytes(named_tensors[0][1].cpu().tolist()).decode())
+    tensors = dict(named_tensors)
+    order = json.loads(bytes(tensors["order"].cpu().tolist()).decode())
     try:
         directory = transfer_dir(order.get("directory"))
     except (KeyError, ValueError) as error:
         logger.error("an order cannot be carried out: %s %s", TRANSFER_DIR, error)
         return
-    rank, size = _tensor_parallel()
+    rank, size = facts.tensor_parallel()
     try:
-        if "describe" in order:
-            receipt = {"error": None, "model": describe(model)}
-        elif "manifest" in order:
-            receipt = _load_bucket(model, directory, BucketManifest.from_json(order["manifest"]), size)
-        else:
-            receipt = {"error": incomplete(model, _received(directory, order["receipts"], rank))}
+        receipt = _carry_out(order, model, directory, tensors.get("bucket"), rank)
     except Exception as error:  # told by the client
         receipt = {"error": f"{type(error).__name__}: {error}"}
     path = directory / f"{order['receipt']}.{rank}"
     aside = path.with_suffix(f".{rank}.tmp")
     try:
-        aside.write_text(json.dumps(receipt))
+        aside.write_text(json.dumps({"rank": rank, "size": size, **receipt}))
         aside.rename(path)
     except OSError as error:  # the client sees that there is no receipt
         logger.error("a receipt cannot be written: %s", error)
+
+
+def _carry_out(
+    order: Mapping[str, str], model: Any, directory: Path, bucket: Tensor | None, rank: int
+) -> dict[str, Any]:
+    if "describe" in order:
+        return {"error": None, "model": describe(model), "devices": device_ids()}
+    if "receipts" in order:
+        return {"error": incomplete(model, _received(directory, order["receipts"], rank))}
+    if "digest" in order:
+        manifest = BucketManifest.from_json(order["digest"])
+        return standing(model, manifest, num_bytes_read=sum(entry.num_bytes for entry in manifest.tensors))
+    manifest = BucketManifest.from_json(order["manifest" if "manifest" in order else "compare"])
+    path = directory / manifest.file
+    views = views_of_file(path, manifest) if bucket is None else views_of_tensor(bucket, manifest)
+    if "compare" in order:
+        return {"error": None, "compared": compare(model, manifest, views)}
+    model.load_weights(list(views.items()))
+    if bucket is not None:  # its copies are under way
+        torch.get_device_module(bucket.device).synchronize(bucket.device)
+    return standing(model, manifest)
 
 
 def transfer_dir(name: str | None) -> Path:
@@ -90,96 +113,78 @@ def transfer_dir(name: str | None) -> Path:
 def describe(model: Any) -> dict[str, Any]:
     """What this model is, by the names of config.json; the type of its weights."""
     config = getattr(model, "config", None)
-    facts = {name: value for name in DESCRIBED if (value := getattr(config, name, None)) is not None}
-    return {**facts, "dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
+    found = {name: value for name in DESCRIBED if (value := getattr(config, name, None)) is not None}
+    return {**found, "dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
 
 
-def _load_bucket(model: Any, directory: Path, manifest: BucketManifest, tp_size: int) -> dict[str, Any]:
-    tensors = read_bucket(directory / manifest.file, manifest)
-    model.load_weights(list(tensors.items()))
-    digests = standing_digests(model, manifest) if tp_size == 1 else None
-    return {"error": None, "names": list(tensors), "digests": digests}
-
-
-def read_bucket(path: Path, manifest: BucketManifest) -> dict[str, Tensor]:
-    """Copies of the bucket's tensors. Raises ValueError naming the tensor whose digest is wrong."""
-    place = f"bucket {manifest.bucket} of {manifest.sender}"
-    if path.is_symlink():
-        raise ValueError(f"{place}: {path.name} is a link; only plain files of the transfer directory are read.")
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
-        if len(view) < manifest.num_bytes:
-            raise ValueError(f"{place}: {path.name} has {len(view)} bytes, the manifest says {manifest.num_bytes}.")
-        tensors = {}
-        for entry in manifest.tensors:
-            raw = bytearray(view[entry.offset : entry.offset + entry.num_bytes])
-            tensor = torch.frombuffer(raw, dtype=getattr(torch, entry.dtype)).view(entry.shape)
-            found = as_hex(digest(tensor))
-            if found != entry.digest:
-                raise ValueError(
-                    f"{place}, tensor {entry.name!r}: digest {found} of the bytes received, {entry.digest} in the"
-                    " manifest."
-                )
-            tensors[entry.name] = tensor
-    return tensors
-
-
-def standing_digests(model: Any, manifest: BucketManifest) -> dict[str, str | None]:
-    """Digests of what stands in the model for the tensors of a bucket, by Hugging Face name; None: not found there."""
+def standing(model: Any, manifest: BucketManifest, num_bytes_read: int | None = None) -> dict[str, Any]:
+    """The receipt of what stands in this rank for the tensors of a bucket. `num_bytes_read`: that this rank took from
+    the medium; None: the parts that it holds, each once."""
     parameters = dict(model.named_parameters())
-    found: dict[str, str | None] = {}
+    parts: dict[str, list[tuple[int, int, int, str]]] = {}
+    unlike: dict[str, str] = {}
+    stands_as: dict[str, str] = {}
+    num_standing = 0
     for entry in manifest.tensors:
-        standing = _standing(parameters, entry.name, entry.shape[0])
-        found[entry.name] = None if standing is None else as_hex(digest(standing[: entry.shape[0]]))
-    return found
+        try:
+            places = places_of(model, parameters, entry.name, entry.shape)
+        except UnlikeError as error:
+            unlike[entry.name] = str(error)
+            continue
+        for place in places:
+            found = as_hex(digest_part(_as_sent(place.values, entry), entry.shape, place.axis, place.start))
+            parts.setdefault(entry.name, []).append((place.axis, place.start, place.count, found))
+            num_standing += place.values.numel() * DTYPE_BYTES[entry.dtype]
+            if (dtype := str(place.values.dtype).removeprefix("torch.")) != entry.dtype:
+                stands_as[entry.name] = dtype
+    return {
+        "error": None,
+        "bucket": place_words(manifest),
+        "names": [entry.name for entry in manifest.tensors],
+        "tensors": {entry.name: (entry.shape, entry.dtype, entry.digest) for entry in manifest.tensors},
+        "parts": parts,
+        "unlike": unlike,
+        "stands_as": stands_as,
+        "num_bytes_read": num_standing if num_bytes_read is None else num_bytes_read,
+        "num_bytes_standing": num_standing,
+    }
 
 
-def _standing(parameters: dict[str, Tensor], name: str, num_rows: int) -> Tensor | None:
-    """The rows of the model's own, possibly fused, parameter that `name` was loaded into."""
-    if name in parameters:
-        return parameters[name]
-    if expert := _EXPERT.fullmatch(name):
-        return _standing_expert(parameters, num_rows, expert)
-    for fused, members in FUSED.items():
-        for index, part in enumerate(members):
-            parameter = parameters.get(name.replace(f".{part}.", f".{fused}."))
-            if f".{part}." in name and parameter is not None:
-                # Of q, k, v the last two are of one size, as are gate and up: so places count from the end.
-                start = parameter.shape[0] - (len(members) - index) * num_rows if index else 0
-                return parameter[start : start + num_rows]
-    return None
+def compare(model: Any, manifest: BucketManifest, views: Mapping[str, Tensor]) -> dict[str, bool]:
+    """By name whether all that stands here of a tensor equals the bytes of the bucket."""
+    parameters = dict(model.named_parameters())
+    equal: dict[str, bool] = {}
+    for entry in manifest.tensors:
+        try:
+            places = places_of(model, parameters, entry.name, entry.shape)
+        except UnlikeError:
+            continue
+        for place in places:
+            given = views[entry.name].narrow(place.axis, place.start, place.count).to(place.values.device)
+            is_equal = torch.equal(_bits(given), _bits(_as_sent(place.values, entry)))
+            equal[entry.name] = is_equal and equal.get(entry.name, True)
+    return equal
 
 
-def _standing_expert(parameters: dict[str, Tensor], num_rows: int, expert: re.Match[str]) -> Tensor | None:
-    prefix, index, part = expert[1], int(expert[2]), expert[3]
-    for fused, members in EXPERTS.items():
-        parameter = parameters.get(f"{prefix}.{fused}")
-        if part in members and parameter is not None:
-            start = members.index(part) * num_rows
-            return parameter[index, start : start + num_rows]
-    return None
+def _as_sent(values: Tensor, entry: TensorEntry) -> Tensor:
+    """In the type that was sent, where that is the same numbers: engines keep some weights wider."""
+    sent = values.detach().to(getattr(torch, entry.dtype))
+    is_exact = sent.dtype == values.dtype or torch.equal(_bits(sent.to(values.dtype)), _bits(values))
+    return sent if is_exact else torch.full_like(sent, torch.nan)
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.detach().contiguous().view(torch.uint8)
 
 
 def incomplete(model: Any, received: set[str]) -> str | None:
     """What the model holds and did not get, in words; None: it got everything. `received`: Hugging Face names."""
     parameters = dict(model.named_parameters())
-    missing = sorted(name for name, parameter in parameters.items() if not _has_come(name, parameter, received))
-    if not missing:
+    absent = missing(model, parameters, received)
+    if not absent:
         return None
-    names = ", ".join(missing[:_NAMES_SHOWN]) + (" and others" if len(missing) > _NAMES_SHOWN else "")
-    return f"{len(missing)} of {len(parameters)} parameters never came whole: {names}."
-
-
-def _has_come(name: str, parameter: Tensor, received: set[str]) -> bool:
-    if name in received:
-        return True
-    prefix, _, last = name.rpartition(".")
-    if last in EXPERTS:  # under expert parallelism a rank holds some of them: their number is what can be compared
-        pattern = re.compile(rf"{re.escape(prefix)}\.\d+\.({'|'.join(EXPERTS[last])})\.weight")
-        return sum(bool(pattern.fullmatch(other)) for other in received) >= parameter.shape[0] * len(EXPERTS[last])
-    for fused, members in FUSED.items():
-        if f".{fused}." in name:
-            return all(name.replace(f".{fused}.", f".{member}.") in received for member in members)
-    return False
+    names = ", ".join(absent[:_NAMES_SHOWN]) + (" and others" if len(absent) > _NAMES_SHOWN else "")
+    return f"{len(absent)} of {len(parameters)} parameters never came whole: {names}."
 
 
 def _received(directory: Path, prefix: str, rank: int) -> set[str]:
@@ -189,15 +194,5 @@ def _received(directory: Path, prefix: str, rank: int) -> set[str]:
         receipt = json.loads(path.read_text())
         if receipt["error"]:
             raise ValueError(receipt["error"])
-        names.update(receipt["names"])
+        names.update(receipt.get("names", ()))
     return names
-
-
-def _tensor_parallel() -> tuple[int, int]:
-    """(rank, size) of this process inside its server."""
-    from sglang.srt.distributed.parallel_state import (
-        get_tensor_model_parallel_rank,
-        get_tensor_model_parallel_world_size,
-    )
-
-    return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()

@@ -1,0 +1,31 @@
+"""What this process knows of its place in the server. All that is imported of SGLang stands here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def tensor_parallel() -> tuple[int, int]:
+    """(rank, size) of this process inside its server."""
+    from sglang.srt.distributed.parallel_state import (
+        get_tensor_model_parallel_rank,
+        get_tensor_model_parallel_world_size,
+    )
+
+    return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+
+
+def num_experts(of_layer: int) -> int:
+    """Of a layer with slots for `of_layer` experts: without the copies that an expert balancer adds."""
+    from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+
+    locations = get_global_expert_location_metadata()
+    return of_layer if locations is None else int(locations.num_logical_experts)
+
+
+def slots_of_expert(layer_id: int, expert: int) -> Sequence[int]:
+    """Numbers, over all ranks, of the slots that hold an expert: one, or several where a balancer copies it."""
+    from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+
+    locations = get_global_expert_location_metadata()
+    return [expert] if locations is None else list(locations.logical_to_all_physical(layer_id, expert, False))
