@@ -17,7 +17,8 @@ from sglang_tools import STARTUP_S
 from rlhf_megatron.rollout.engine import EngineError
 from rlhf_megatron.rollout.process import EngineServers
 from rlhf_megatron.rollout.sglang_client import NEEDED
-from rlhf_megatron.rollout.sglang_process import _Ports, own_error, start_sglang_engines
+from rlhf_megatron.rollout.sglang_network import Ports
+from rlhf_megatron.rollout.sglang_process import own_error, start_sglang_engines
 
 SERVER = """
 import http.server, json, sys, yaml
@@ -167,7 +168,7 @@ def test_a_server_without_update_sessions_is_refused(tmp_path: Path) -> None:
 
 
 def test_no_port_is_given_out_twice() -> None:
-    ports = _Ports()
+    ports = Ports()
     assert len({ports.take() for _ in range(20)}) == 20
 
 

@@ -38,6 +38,11 @@ class TransferDir:
         self.close()
 
 
+def default_parent() -> Path:
+    """Where transfer directories are made unless the user says otherwise, as long as there is room."""
+    return _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+
+
 def make_transfer_dir(parent: str | Path | None, num_bytes: int) -> TransferDir:
     """A fresh directory under `parent`; None: /dev/shm where `num_bytes` (of all senders' buffers) are free, else the
     temporary directory. Abandoned directories of earlier runs are removed. Raises ValueError when there is no room."""

@@ -5,9 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import socket
-import tempfile
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,13 +25,13 @@ from rlhf_megatron.rollout.sglang_arguments import DETERMINISTIC
 from rlhf_megatron.rollout.sglang_client import SGLangEngine
 from rlhf_megatron.rollout.sglang_devices import Machine
 from rlhf_megatron.rollout.sglang_environment import SGLangEnvironment, check_sglang
+from rlhf_megatron.rollout.sglang_network import MeetingPlace, Ports, loopback
 from rlhf_megatron.rollout.sglang_server.loader import LOAD_FORMAT, TRANSFER_DIR
 
 logger = logging.getLogger(__name__)
 
 POLL_TIMEOUT_S = 5.0
 PORT_ATTEMPTS = 3  # another process can take a port between the look for it and the server's own bind
-INIT_METHOD = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]  # the loader runs in the server from here
 _BIND_FAILED = re.compile(
     r"error while attempting to bind on address", re.IGNORECASE
@@ -58,13 +55,15 @@ def start_sglang_engines(
     deterministic: bool = False,
     machine: Machine | None = None,
     is_one_machine: bool = True,
+    key: str | None = None,
     progress: Progress | None = None,
 ) -> EngineServers:
     """Start servers with `python -m sglang.launch_server` and wait until all answer.
 
     `arguments`: SGLang server arguments without the leading dashes; they win over the ones set here. `python` None:
     this interpreter. `machine`: the GPUs that servers can have. `is_one_machine`: all ranks that send weights are on
-    this machine. The keys go through the settings file, which only this user can read. Raises ValueError for what a
+    this machine. `key`: of all servers; None: a fresh one each. Keys go through the settings file, which only this user
+    can read. Raises ValueError for what a
     user can fix before a start, EngineError with the server's own error and the end of its log.
     """
     folder = Path(run_dir) / "engines"
@@ -74,22 +73,13 @@ def start_sglang_engines(
     )
     if installed.warning is not None:
         logger.warning("%s", installed.warning)
-    of_user = installed.arguments.values
-    if not of_user.get(DETERMINISTIC, False):
+    if not installed.arguments.values.get(DETERMINISTIC, False):
         logger.warning(
             "sglang ignores the seed of a sample without rollout.sglang.args.enable_deterministic_inference: samples of"
             " a group differ, but a run does not repeat."
         )
-    own = {
-        "model-path": str(model_path),
-        "host": "127.0.0.1",
-        "dtype": dtype,
-        "load-format": "dummy",
-        "skip-tokenizer-init": True,
-        "custom-weight-loader": [LOAD_FORMAT],
-    }
-    settings = {name: value for name, value in own.items() if name not in of_user} | installed.arguments.settings
-    ports, meeting = _Ports(), MeetingPlace()
+    settings = settings_of(installed, model_path, dtype)
+    ports, meeting = Ports(), MeetingPlace()
     launches = [
         _Launch(
             name=f"engine{index}",
@@ -100,54 +90,30 @@ def start_sglang_engines(
             transfer_dir=transfer_dir,
             ports=ports,
             meeting=meeting,
+            key=key,
         )
         for index, devices in enumerate(installed.devices)
     ]
     return EngineServers(launches, startup_timeout_s, progress)
 
 
-def loopback(env: Mapping[str, str], inherited: Mapping[str, str], is_one_machine: bool) -> dict[str, str]:
-    """What makes the ranks of a server listen to this machine only. Not where others must reach them, nor over what
-    somebody has set."""
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    return {name: "lo" for name in names if is_one_machine and name not in env and name not in inherited}
+def settings_of(installed: SGLangEnvironment, model_path: Path | str, dtype: str) -> dict[str, object]:
+    """Of the settings file of each server: what the run asks for, and over it what the user does."""
+    own = {
+        "model-path": str(Path(model_path).absolute()),
+        "host": "127.0.0.1",
+        "dtype": dtype,
+        "load-format": "dummy",
+        "skip-tokenizer-init": True,
+        "custom-weight-loader": [LOAD_FORMAT],
+    }
+    of_user = installed.arguments.values
+    return {name: value for name, value in own.items() if name not in of_user} | installed.arguments.settings
 
 
-class MeetingPlace:
-    """Where the ranks of each server find one another: a file. SGLang's own way is a TCP store, which torch binds to
-    all addresses of the machine, at a port that another process can have taken."""
-
-    def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="rlhf-engines-", ignore_cleanup_errors=True)
-
-    def env(self, name: str, port: int) -> dict[str, str]:
-        """Of a fresh file for the server of that name."""
-        path = Path(self._folder.name) / f"{name}-{port}"
-        path.unlink(missing_ok=True)
-        # SGLang names segments of shared memory after the port, where there is one.
-        return {INIT_METHOD: f"file://{path}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-
-
-class _Ports:
-    """Free loopback ports below the range from which the kernel gives out ports by itself; none twice. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-        self._next = 20000 + os.getpid() * 37 % max(1, low - 21000)
-
-    def take(self) -> int:
-        """Raises EngineError when a thousand in a row are taken."""
-        with self._lock:
-            for port in range(self._next, self._next + 1000):
-                with socket.socket() as probe:
-                    try:
-                        probe.bind(("127.0.0.1", port))
-                    except OSError:
-                        continue
-                self._next = port + 1
-                return port
-        raise EngineError(f"no free port on 127.0.0.1 in {self._next}..{self._next + 999}; end what uses them.")
+def search_path(env: Mapping[str, str]) -> str:
+    """PYTHONPATH of a server: the user's, and where its weight loader is."""
+    return ":".join(part for part in (env.get("PYTHONPATH", ""), str(PACKAGE_ROOT)) if part)
 
 
 @dataclass
@@ -160,23 +126,19 @@ class _Launch:
     settings: dict[str, Any]
     env: dict[str, str]
     transfer_dir: Path
-    ports: _Ports
+    ports: Ports
     meeting: MeetingPlace
+    key: str | None
     process: ServerProcess | None = None
     log_start: int = 0  # of this attempt, bytes into the log
     address: EngineAddress = field(init=False)
 
     def start(self) -> None:
-        token = write_token(self.folder / f"{self.name}.token")
+        token = self.key or write_token(self.folder / f"{self.name}.token")
         port = self.ports.take()
         settings = {**self.settings, "port": port, "api-key": token, "admin-api-key": token}
         path = write_private(self.folder / f"{self.name}.yaml", yaml.safe_dump(settings))
-        search_path = [self.env.get("PYTHONPATH", ""), str(PACKAGE_ROOT)]
-        env = {
-            **self.meeting.env(self.name, port),
-            **self.env,
-            "PYTHONPATH": ":".join(part for part in search_path if part),
-        }
+        env = {**self.meeting.env(self.name, port), **self.env, "PYTHONPATH": search_path(self.env)}
         log = self.folder / f"{self.name}.log"
         self.log_start = log.stat().st_size if log.exists() else 0
         tp_size = int(str(self.installed.arguments.values.get("tp-size", 1)))

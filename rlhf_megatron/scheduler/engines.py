@@ -71,21 +71,7 @@ def start_engines(
     if rollout.endpoints:
         return AttachedEngines(_attached(config), _expected(config), transfer_dir, progress)
     if rollout.engine == "sglang":
-        return start_sglang_engines(
-            config.model.path,
-            rollout.num_engines,
-            run_dir,
-            python=rollout.sglang.python,
-            transfer_dir=transfer_dir,
-            dtype=engine_dtype(config),
-            arguments=rollout.sglang.args,
-            env=rollout.sglang.env,
-            startup_timeout_s=rollout.startup_timeout_s,
-            deterministic=config.trainer.deterministic,
-            machine=machine_of(config),
-            is_one_machine=config.trainer.nnodes == 1,
-            progress=progress,
-        )
+        return start_sglang(config, run_dir, transfer_dir, progress)
     use_cuda = config.trainer.device == "cuda" or (config.trainer.device == "auto" and has_accelerator())
     return start_local_engines(
         config.model.path,
@@ -99,6 +85,29 @@ def start_engines(
         max_num_batched_tokens=rollout.max_num_batched_tokens,
         deterministic=config.trainer.deterministic,
         startup_timeout_s=rollout.startup_timeout_s,
+        progress=progress,
+    )
+
+
+def start_sglang(
+    config: RunConfig, run_dir: Path, transfer_dir: Path, progress: Progress | None, key: str | None = None
+) -> EngineServers:
+    """Stock SGLang servers. `key`: of all of them; None: one each."""
+    rollout = config.rollout
+    return start_sglang_engines(
+        config.model.path,
+        rollout.num_engines,
+        run_dir,
+        python=rollout.sglang.python,
+        transfer_dir=transfer_dir,
+        dtype=engine_dtype(config),
+        arguments=rollout.sglang.args,
+        env=rollout.sglang.env,
+        startup_timeout_s=rollout.startup_timeout_s,
+        deterministic=config.trainer.deterministic,
+        machine=machine_of(config),
+        is_one_machine=config.trainer.nnodes == 1,
+        key=key,
         progress=progress,
     )
 

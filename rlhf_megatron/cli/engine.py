@@ -1,0 +1,130 @@
+"""`rlhf-megatron engine RUN.yaml`: the SGLang servers of a run, started and owned by this command, for runs that attach
+to them; or the command that starts one by hand."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rlhf_megatron.config.schema import RunConfig
+    from rlhf_megatron.rollout.process import EngineServers
+
+ENDPOINTS = "endpoints.yaml"
+_POLL_S = 0.5
+_SHOWN_S = 10.0  # between lines while servers start
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """A configuration with overrides, where logs and keys go, and whether anything is started at all."""
+    parser.add_argument("config", metavar="RUN.yaml", type=Path, help="configuration of the runs that will attach")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="settings over those of the file")
+    parser.add_argument("--out", metavar="DIR", type=Path, help="of logs and keys (runs/<experiment_name>-engines)")
+    parser.add_argument(
+        "--print", dest="port", metavar="PORT", type=int, help="only print how to start one by hand at that port"
+    )
+
+
+def engine(args: argparse.Namespace) -> int:
+    """Starts the servers, says how to attach, and waits until it is told to stop (exit code 0) or one ends (1)."""
+    from rlhf_megatron.config.load import load_run_config
+
+    config = load_run_config(args.config, args.overrides).config
+    if config.rollout.engine != "sglang" or config.rollout.endpoints:
+        raise ValueError(
+            f"{args.config} must have rollout.engine: sglang and no rollout.endpoints: this command starts the servers"
+            " that other runs attach to."
+        )
+    if args.port is not None:
+        print(_command(config, args.port))
+        return 0
+    directory = args.out or Path(config.trainer.default_local_dir) / f"{config.trainer.experiment_name}-engines"
+    return _serve(config, directory.absolute())
+
+
+def _command(config: RunConfig, port: int) -> str:
+    from rlhf_megatron.rollout.sglang_command import shell_command
+    from rlhf_megatron.rollout.sglang_environment import check_sglang
+    from rlhf_megatron.scheduler.engines import engine_dtype
+
+    sglang = config.rollout.sglang
+    installed = check_sglang(sglang.python, sglang.args, sglang.env, deterministic=config.trainer.deterministic)
+    return shell_command(installed, config.model.path, engine_dtype(config), _shared(config), port)
+
+
+def _shared(config: RunConfig) -> Path:
+    """Where the runs make their transfer directories."""
+    from rlhf_megatron.resharding.transfer_dir import default_parent
+
+    return Path(config.rollout.transfer_dir).absolute() if config.rollout.transfer_dir else default_parent()
+
+
+def _serve(config: RunConfig, directory: Path) -> int:
+    from rlhf_megatron.rollout.engine import EngineError
+    from rlhf_megatron.rollout.process import write_token
+    from rlhf_megatron.scheduler.engines import start_sglang
+
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    directory.mkdir(parents=True, exist_ok=True)
+    key_file = directory / "key"
+    try:
+        with start_sglang(config, directory, _shared(config), _Report(stopped), write_token(key_file)) as servers:
+            _say_how(config, servers, directory, key_file)
+            return _watch(servers, stopped)
+    except EngineError as error:
+        raise ValueError(str(error)) from error
+    except _StoppedAtStart:
+        return 0
+
+
+class _StoppedAtStart(Exception):
+    pass
+
+
+class _Report:
+    """A line now and then while servers start."""
+
+    def __init__(self, stopped: threading.Event) -> None:
+        self._stopped = stopped
+        self._shown: dict[str, float] = {}
+
+    def __call__(self, name: str, seconds: float, line: str) -> None:
+        if self._stopped.is_set():
+            raise _StoppedAtStart
+        if seconds - self._shown.get(name, 0.0) >= _SHOWN_S:
+            self._shown[name] = seconds
+            print(f"{name} starts ({seconds:.0f} s) {line[-100:]}", flush=True)
+
+
+def _say_how(config: RunConfig, servers: EngineServers, directory: Path, key_file: Path) -> None:
+    """As a file of settings that a run can extend, and on the screen."""
+    import yaml
+
+    rollout: dict[str, object] = {
+        "endpoints": [address.url for address in servers.addresses],
+        "transfer_dir": str(_shared(config)),
+        "sglang": {"api_key_file": str(key_file)},
+    }
+    path = directory / ENDPOINTS
+    path.write_text(yaml.safe_dump({"rollout": rollout}, sort_keys=False))
+    print(f"logs: {directory / 'engines'}")
+    print(f"To attach, extend this file after the run's own (extends: [RUN.yaml, {path}]):")
+    print(path.read_text(), end="")
+    print("The engines end with this command (Ctrl-C).", flush=True)
+
+
+def _watch(servers: EngineServers, stopped: threading.Event) -> int:
+    while not stopped.is_set():
+        for address in servers.addresses:
+            words = servers.ending(address.name)
+            if words is not None:
+                print(f"{address.name} ({address.url}): {words}", file=sys.stderr)
+                return 1
+        stopped.wait(_POLL_S)
+    return 0
