@@ -33,9 +33,17 @@ SEED = 5
 
 
 def send(
-    world: Any, config: dict, transfer_dir: Path, dtype: str, bucket_bytes: int, fail: str = "", fail_on: str = ""
+    world: Any,
+    config: dict,
+    transfer_dir: Path,
+    dtype: str,
+    bucket_bytes: int,
+    fail: str = "",
+    fail_on: str = "",
+    medium: Any = "shared_memory",
 ) -> dict[str, Any]:
-    """On every rank: build the real model, load it, send it; the deliver callback reads the bucket as an engine does.
+    """On every rank: build the real model, load it, send it; the deliver callback reads the bucket as an engine does:
+    from its file, or the sender's memory where that is the medium.
 
     `fail`: "deliver" | "export" | "plan" | "gather", on the rank with coordinates `fail_on`.
     """
@@ -50,11 +58,19 @@ def send(
     manifests: list[BucketManifest] = []
     is_bad = str(world.coordinates) == fail_on
 
-    def deliver(manifest: BucketManifest, _: torch.Tensor) -> None:
+    def in_file(manifest: BucketManifest) -> torch.Tensor:
+        if medium == "shared_memory":
+            return open_bucket(transfer_dir, manifest)
+        data = (transfer_dir / manifest.file).read_bytes()
+        assert len(data) == manifest.file_offset + manifest.num_bytes
+        return torch.frombuffer(bytearray(data[manifest.file_offset :]), dtype=torch.uint8)
+
+    def deliver(manifest: BucketManifest, raw: torch.Tensor) -> None:
         manifest = BucketManifest.from_json(manifest.to_json())
         if is_bad and fail == "deliver" and manifest.bucket == 1:
             raise OSError("engine0 said no")
-        bucket = open_bucket(transfer_dir, manifest)
+        assert raw.numel() == manifest.num_bytes
+        bucket = raw if medium == "device_memory" else in_file(manifest)
         manifests.append(manifest)
         for entry in manifest.tensors:
             part = bucket[entry.offset : entry.offset + entry.num_bytes].clone()
@@ -78,6 +94,8 @@ def send(
             bucket_bytes=bucket_bytes * 8 if is_bad and fail == "plan" else bucket_bytes,
             transfer_dir=transfer_dir,
             deliver=deliver,
+            choose_medium=lambda: medium,
+            alignment=64 if medium == "shared_memory" else 1,
         )
     except Exception as exception:
         error = f"{type(exception).__name__}: {exception}"
@@ -134,6 +152,20 @@ def test_what_arrives_is_what_was_loaded(
     assert list(tmp_path.iterdir()) == []
     num_buckets = max(len(r["manifests"]) for r in results)
     assert num_buckets == 1 if bucket_bytes == 1 << 20 else num_buckets > 3
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("medium", ["shared_memory", "device_memory", "disk"])
+def test_buckets_smaller_than_a_tensor(dist_pool: DistPool, tmp_path: Path, medium: str) -> None:
+    """One byte: each fusion group is whole in a bucket of its own, and what is in flight is two of the largest."""
+    results = dist_pool.run(
+        send, tp=2, config=LLAMA, transfer_dir=tmp_path, dtype="bfloat16", bucket_bytes=1, medium=medium
+    )
+    check(results, LLAMA, "bfloat16", num_senders=1)
+    groups = [sorted(entry.name for entry in manifest.tensors) for manifest in results[0]["manifests"]]
+    assert sorted(map(len, groups)) == [1] * 18 + [2] * 4 + [3] * 4 and len(groups) == 26
+    assert any(names[0].endswith("q_proj.weight") or "k_proj" in names[0] for names in groups)
+    assert len(list(tmp_path.iterdir())) == (26 if medium == "disk" else 0)
 
 
 @pytest.mark.dist

@@ -10,39 +10,61 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlhf_megatron.resharding.device_memory import DeviceMemoryTransport
+from rlhf_megatron.resharding.disk import DiskTransport
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.resharding.shared_memory import SharedMemoryTransport
 from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
+from rlhf_megatron.resharding.transport import Deliver, Transport
 
 
-def manifest(transport: SharedMemoryTransport, bucket: int) -> BucketManifest:
+def manifest(transport: Transport, bucket: int) -> BucketManifest:
     return BucketManifest(1, "dp0 pp0 tp0", bucket, transport.file(bucket), 8, ())
 
 
-def test_delivery_runs_while_the_next_bucket_is_filled(tmp_path: Path) -> None:
+def open_medium(medium: str, directory: Path, num_buckets: int, deliver: Deliver) -> Transport:
+    if medium == "device_memory":
+        return DeviceMemoryTransport(torch.device("cpu"), 8, num_buckets, deliver)
+    kind = DiskTransport if medium == "disk" else SharedMemoryTransport
+    return kind(directory, "dp0 pp0 tp0", 8, num_buckets, deliver)
+
+
+@pytest.mark.parametrize("medium", ["shared_memory", "device_memory", "disk"])
+def test_delivery_runs_while_the_next_bucket_is_filled(tmp_path: Path, medium: str) -> None:
+    """Two buffers and no third: bucket 2 gets the memory of bucket 0, and not before that has been delivered."""
     delivered: list[tuple[int, bytes]] = []
     may_read = threading.Event()
 
-    def deliver(m: BucketManifest, _: torch.Tensor) -> None:
+    def deliver(m: BucketManifest, raw: torch.Tensor) -> None:
         assert may_read.wait(30)
-        delivered.append((m.bucket, (tmp_path / m.file).read_bytes()))
+        in_file = medium != "device_memory"
+        data = (tmp_path / m.file).read_bytes()[m.file_offset :] if in_file else bytes(raw.tolist())
+        delivered.append((m.bucket, data))
 
-    transport = SharedMemoryTransport(tmp_path, "dp0 pp0 tp0", 8, 5, deliver)
+    transport = open_medium(medium, tmp_path, 5, deliver)
+    places = []
     for bucket in range(2):
-        transport.buffer(bucket).fill_(bucket + 1)  # bucket 1 is filled while the delivery of bucket 0 waits
+        buffer = transport.buffer(bucket)
+        buffer.fill_(bucket + 1)  # bucket 1 is filled while the delivery of bucket 0 waits
+        places.append(buffer.data_ptr())
         transport.send(manifest(transport, bucket))
     assert delivered == []
-    may_read.set()
+    threading.Timer(0.2, may_read.set).start()
     for bucket in range(2, 5):
-        transport.buffer(bucket).fill_(bucket + 1)
+        buffer = transport.buffer(bucket)
+        assert (bucket - 2, bytes([bucket - 1] * 8)) in delivered
+        buffer.fill_(bucket + 1)
+        places.append(buffer.data_ptr())
         transport.send(manifest(transport, bucket))
     transport.drain()
     assert delivered == [(i, bytes([i + 1] * 8)) for i in range(5)]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["dp0-pp0-tp0-0.bin", "dp0-pp0-tp0-1.bin"]
-    assert (tmp_path / "dp0-pp0-tp0-0.bin").stat().st_mode & 0o777 == 0o600
+    assert len(set(places)) == 2 and places == [places[i % 2] for i in range(5)]
+    if medium == "shared_memory":
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["dp0-pp0-tp0-0.bin", "dp0-pp0-tp0-1.bin"]
+        assert (tmp_path / "dp0-pp0-tp0-0.bin").stat().st_mode & 0o777 == 0o600
     transport.close()
     transport.close()
-    assert list(tmp_path.iterdir()) == []
+    assert len(list(tmp_path.iterdir())) == (5 if medium == "disk" else 0)
 
 
 def test_failed_delivery_is_raised_when_its_buffer_comes_round_and_by_drain(tmp_path: Path) -> None:
