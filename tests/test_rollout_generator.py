@@ -1,4 +1,4 @@
-"""The local generator against transformers, and sampling against its distribution."""
+"""The local generator against transformers: tokens, log-probs, and what retractions and weight syncs do to samples."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from collections import Counter
 import pytest
 import torch
 from rollout_tools import assert_same, reference_greedy, reference_log_probs, request, tiny_llama, tiny_qwen3
+from transformers import PreTrainedModel
 
+from rlhf_megatron.rollout.engine import VersionSpan
 from rlhf_megatron.rollout.local.generator import Generator
+from rlhf_megatron.rollout.local.member import Member
 from rlhf_megatron.rollout.local.model import LocalModel
-from rlhf_megatron.rollout.local.sampling import draw, sample, uniforms
 
 STOCK = {"qwen3": tiny_qwen3(1), "qwen3_untied": tiny_qwen3(2, tied=False), "llama": tiny_llama(3)}
 PROMPTS = [(1, 2, 3), (4,), (5, 6, 7, 8, 9, 10, 11), (3, 3), (20, 19, 18, 17, 16)]
@@ -75,42 +77,6 @@ def test_first_tokens_follow_the_distribution() -> None:
     cells = [cell for cell in cells if cell[1] >= 1]
     assert len(cells) >= 8
     assert sum((got - want) ** 2 / want for got, want in cells) < 69.7
-
-
-def test_draw_inverts_the_cumulative_distribution() -> None:
-    probs = torch.tensor([[0.0, 0.25, 0.0, 0.5, 0.25, 0.0]]).expand(6, -1)
-    points = torch.tensor([0.0, 0.2499, 0.25, 0.7499, 0.75, 1 - 2**-53], dtype=torch.float64)
-    assert draw(probs, points).tolist() == [1, 1, 3, 3, 4, 4]
-
-
-def test_draw_over_blocks_is_draw_over_the_whole_vocabulary() -> None:
-    torch.manual_seed(0)
-    probs = torch.rand(64, 1000).pow(8)
-    probs[:, 512:768] = 0  # a block without weight
-    points = torch.rand(64, dtype=torch.float64)
-    whole = probs.double().cumsum(-1)
-    expected = (whole <= points[:, None] * whole[:, -1:]).sum(-1)
-    assert draw(probs, points).tolist() == expected.tolist()
-
-
-def test_uniforms_are_uniform_and_differ_by_seed_and_position() -> None:
-    seeds, positions = torch.arange(300).repeat_interleave(300), torch.arange(300).repeat(300)
-    values = uniforms(seeds, positions)
-    assert values.unique().numel() == values.numel()
-    assert values.min() >= 0 and values.max() < 1
-    counts = torch.histc(values, 100, 0, 1)
-    assert ((counts - 900) ** 2 / 900).sum() < 162  # 1e-4 quantile of chi2, 99 degrees of freedom
-    grid = values.view(300, 300)
-    assert abs(torch.corrcoef(torch.stack([grid[:-1].flatten(), grid[1:].flatten()]))[0, 1]) < 0.015
-    assert abs(torch.corrcoef(torch.stack([grid[:, :-1].flatten(), grid[:, 1:].flatten()]))[0, 1]) < 0.015
-
-
-def test_sample_of_one_hot_logits() -> None:
-    logits = torch.full((2, 300), -1e4)
-    logits[0, 299] = logits[1, 256] = 0.0
-    tokens, log_probs = sample(logits, None, None, torch.tensor([1, 2]), torch.tensor([0, 0]))
-    assert tokens.tolist() == [299, 256]
-    assert log_probs.tolist() == [0.0, 0.0]
 
 
 def test_stop_token_ends_a_response_and_belongs_to_it() -> None:
@@ -192,6 +158,18 @@ def test_cache_stays_within_the_token_budget() -> None:
         (request((1,), (-1,), 4), "seeds must lie"),
         (request((1,), (1,), 4, -0.5), "temperature"),
         (request((1,), (1,), 4, float("nan")), "temperature"),
+        (request((1,), (1,), 4, top_p=0.0), r"top_p \(0.0\) must be above 0 and at most 1"),
+        (request((1,), (1,), 4, top_p=1.5), r"top_p \(1.5\)"),
+        (request((1,), (1,), 4, top_p=float("nan")), r"top_p \(nan\)"),
+        (request((1,), (1,), 4, top_k=0), r"top_k \(0\) must be at least 1, or -1"),
+        (request((1,), (1,), 4, top_k=-2), r"top_k \(-2\)"),
+        (request((1,), (1,), 4, min_p=-0.1), r"min_p \(-0.1\) must be from 0"),
+        (request((1,), (1,), 4, min_p=1.1), r"min_p \(1.1\)"),
+        (request((1,), (1,), 4, min_new_tokens=-1), r"min_new_tokens \(-1\) must be from 0 to max_new_tokens \(4\)"),
+        (request((1,), (1,), 4, min_new_tokens=5), r"min_new_tokens \(5\)"),
+        (request((1,), (1,), 4, stop_token_ids=(3, 32)), r"stop_token_ids must lie in \[0, 32\)"),
+        (request((1,), (1,), 4, stop_token_ids=(-1,)), "stop_token_ids must lie"),
+        (request((1,), (1,), 4, stop_token_ids=tuple(range(32)), min_new_tokens=1), "leaves nothing to draw"),
     ],
 )
 def test_what_cannot_work_is_refused(bad: object, words: str) -> None:
@@ -224,3 +202,127 @@ def test_a_family_with_another_head_is_refused() -> None:
     model.__class__ = Scaled
     with pytest.raises(ValueError, match="differ from transformers'"):
         LocalModel(model)
+
+
+def test_rows_that_moved_keep_their_own_way_of_sampling() -> None:
+    """A sample in the middle is taken out; the last row moves into the gap."""
+    sent = [request(PROMPTS[1], (1,), 12, t, **p) for t, p in ((1.0, {}), (0.0, {}), (0.4, {"top_k": 3}), (2.0, {}))]
+    engine = generator()
+    members = [engine.add(r) for r in sent]
+    engine.step()
+    engine.abort(members[0])
+    while engine.has_work:
+        engine.step()
+    for one, (member,) in zip(sent[1:], members[1:], strict=True):
+        assert_same([member.result()], generator().generate([one])[0])
+
+
+# Which weights, whose keys and values
+
+
+def steps(engine: Generator, number: int) -> None:
+    for _ in range(number):
+        assert engine.step() == []
+
+
+def finish(engine: Generator, members: list[Member]) -> list[object]:
+    while engine.has_work:
+        engine.step()
+    return [member.result() for member in members]
+
+
+def test_spans_and_retractions() -> None:
+    engine = generator(max_num_seqs=3)
+    first, late = engine.add(request(PROMPTS[0], (1, 2), 10)), engine.add(request(PROMPTS[1], (3, 4), 6))
+    engine.set_version(5)
+    steps(engine, 3)  # four tokens each; the second of `late` waits for a row
+    engine.retract()
+    engine.retract()  # what has no cache loses none
+    engine.set_version(6)
+    engine.set_version(7)
+    results = finish(engine, [*first, *late])
+    spans = [[(span.version, span.start, span.end) for span in r.version_spans] for r in results]
+    assert spans == [[(5, 0, 4), (7, 4, 10)], [(5, 0, 4), (7, 4, 10)], [(5, 0, 4), (7, 4, 6)], [(7, 0, 6)]]
+    assert [r.policy_version for r in results] == [5, 5, 5, 7]
+    assert [r.num_retractions for r in results] == [1, 1, 1, 0]
+
+
+def test_an_aborted_sample_without_a_token_has_no_span() -> None:
+    engine = generator(max_num_seqs=1)
+    members = engine.add(request(PROMPTS[0], (1, 2), 10))
+    engine.set_version(5)
+    steps(engine, 1)
+    engine.set_version(6)
+    engine.abort()
+    one, none = (member.result() for member in members)
+    assert one.version_spans == (VersionSpan(5, 0, 2),) and one.policy_version == 5
+    assert none.version_spans == () and none.token_ids == () and none.policy_version == -1
+
+
+def with_stale_cache(old: PreTrainedModel, new: PreTrainedModel, ids: list[int], count: int) -> tuple[list, list]:
+    """Greedy tokens and log-probs of transformers, whose cache of all but the last of `ids` comes from `old`."""
+    tokens, log_probs = [], []
+    with torch.no_grad():
+        cache = old(torch.tensor([ids[:-1]]), use_cache=True).past_key_values
+        last = ids[-1]
+        for _ in range(count):
+            logits = new(torch.tensor([[last]]), past_key_values=cache, use_cache=True).logits[0, -1]
+            last = int(logits.argmax())
+            tokens.append(last)
+            log_probs.append(float(logits.log_softmax(-1)[last]))
+    return tokens, log_probs
+
+
+def test_in_place_goes_on_with_the_old_keys_and_values() -> None:
+    new = tiny_qwen3(9)
+    engine = generator(max_num_seqs=2)
+    members = engine.add(request(PROMPTS[2], (1, 2), 14, 0.0)) + engine.add(request(PROMPTS[0], (3,), 6, 0.0))
+    steps(engine, 4)
+    with torch.no_grad():
+        for mine, other in zip(engine.model.module.parameters(), new.parameters(), strict=True):
+            mine.copy_(other)
+    engine.set_version(1)
+    one, two, waited = finish(engine, members)
+    assert one.token_ids == two.token_ids and one.num_retractions == 0
+    assert one.token_ids[:5] == reference_greedy(STOCK["qwen3"], PROMPTS[2], 5)
+    tokens, log_probs = with_stale_cache(STOCK["qwen3"], new, [*PROMPTS[2], *one.token_ids[:5]], 9)
+    assert list(one.token_ids[5:]) == tokens
+    assert one.log_probs[5:] == pytest.approx(log_probs, abs=1e-4)
+    recomputed = reference_log_probs(new, PROMPTS[2], one.token_ids)[5:]
+    assert (torch.tensor(log_probs) - recomputed).abs().max() > 0.01  # the cache of the new weights is another
+    assert one.version_spans == (VersionSpan(-1, 0, 5), VersionSpan(1, 5, 14))
+    # Read ahead with the old weights, but no token drawn: it is read anew.
+    assert waited.token_ids == reference_greedy(new, PROMPTS[0], 6)
+    assert waited.version_spans == (VersionSpan(1, 0, 6),)
+
+
+def test_cached_tokens_are_those_that_another_sample_made_it_read() -> None:
+    engine = generator(max_num_seqs=2)
+    group, alone = engine.add(request(PROMPTS[2], (1, 2, 3, 4), 5)), engine.add(request(PROMPTS[0], (5,), 5))
+    steps(engine, 1)
+    engine.retract()  # the third finds nothing: the prompt is read again
+    results = finish(engine, [*group, *alone])
+    assert [r.num_cached_tokens for r in results] == [0, 7, 0, 7, 0]
+    assert [r.num_retractions for r in results] == [1, 1, 0, 0, 0]
+
+
+def test_a_released_cache_is_gone_and_samples_go_on_after_it() -> None:
+    wanted = [request(p, (5, 6), 15) for p in PROMPTS]
+    expected = generator().generate(wanted)
+    engine = generator(max_num_seqs=6)
+    members = [engine.add(r) for r in wanted]
+    steps(engine, 3)
+    assert engine.cache_bytes >= engine._slots.cache.nbytes > 0
+    old = engine._slots.cache
+    engine.release_cache()
+    assert engine.cache_bytes == 0 and engine._slots.cache.untyped_storage().nbytes() == 0
+    assert old.untyped_storage().nbytes() > 0 and old is not engine._slots.cache  # ours alone held it
+    with pytest.raises(AssertionError, match="released"):
+        engine.step()
+    engine.release_cache()
+    engine.resume_cache()
+    engine.resume_cache()
+    for sent, group in zip(expected, members, strict=True):
+        assert_same(finish(engine, group), sent)
+    assert engine.cache_bytes > 0
+    assert [m.num_retractions for group in members for m in group] == [1] * 6 + [0] * 4

@@ -18,7 +18,13 @@ import pytest
 import urllib3
 from rollout_tools import request, tiny_qwen3, weights_of, write_buckets
 
-from rlhf_megatron.rollout.engine import EngineError, EngineRequestError, EngineTimeoutError, GeneratedSample
+from rlhf_megatron.rollout.engine import (
+    EngineError,
+    EngineRequestError,
+    EngineTimeoutError,
+    GeneratedSample,
+    VersionSpan,
+)
 from rlhf_megatron.rollout.local.generator import Generator
 from rlhf_megatron.rollout.local.model import LocalModel
 from rlhf_megatron.rollout.local.server import main, read_token
@@ -93,7 +99,25 @@ def test_every_verb_needs_the_token(servers: EngineServers) -> None:
             b'{"requests": [{"prompt_ids": [1.5], "seeds": [1], "params": {"max_new_tokens": 1}}]}',
             "integers",
         ),
-        ("/generate", b'{"requests": [{"prompt_ids": [1], "seeds": [1], "params": {"top_p": 0.5}}]}', "top_p"),
+        (
+            "/generate",
+            b'{"requests": [{"prompt_ids": [1], "seeds": [1], "params": {"max_new_tokens": 1, "beams": 2}}]}',
+            "unknown sampling parameters ['beams']",
+        ),
+        (
+            "/generate",
+            b'{"requests": [{"prompt_ids": [1], "seeds": [1], "params": {"max_new_tokens": 1, "top_p": "0.5"}}]}',
+            "params.top_p must be a number, not '0.5'",
+        ),
+        (
+            "/generate",
+            b'{"requests": [{"prompt_ids": [1], "seeds": [1], "params": {"max_new_tokens": 1, "top_k": 0}}]}',
+            "top_k (0) must be at least 1, or -1 (off)",
+        ),
+        ("/pause", b'{"mode": "politely"}', "mode must be one of abort, retract, in_place, not 'politely'"),
+        ("/release_memory", b'{"parts": []}', "parts must be a list of one or more of weights, kv_cache, not []"),
+        ("/release_memory", b'{"parts": ["cuda_graph"]}', "parts must be a list of one or more of weights, kv_cache"),
+        ("/resume_memory", b'{"parts": "weights"}', "parts must be a list"),
         (
             "/generate",
             b'{"requests": [{"prompt_ids": [99], "seeds": [1], "params": {"max_new_tokens": 1}}]}',
@@ -129,6 +153,45 @@ def test_a_client_that_went_away_leaves_nothing_running(servers: EngineServers) 
     start = time.monotonic()
     engine.generate([request((1,), (1,), 1)], 30)
     assert time.monotonic() - start < 5
+
+
+@pytest.mark.dist
+def test_memory_parts_and_pause_modes(servers: EngineServers) -> None:
+    """Over HTTP; what each does to samples is in test_rollout_service."""
+    engine = LocalEngine(servers.addresses[0])
+    transfer_dir = servers.processes[0].log.parent.parent / "transfer"
+    engine.generate([request((1,), (1,), 2)], 30)
+    parameter_bytes = sum(tensor.nbytes for tensor in weights_of(tiny_qwen3(1)).values())
+    held = engine.info()["memory"]
+    assert held["weights_bytes"] == parameter_bytes and held["kv_cache_bytes"] > 0 and held["resident_bytes"] > 0
+    engine.release_memory(["kv_cache"])
+    info = engine.info()
+    assert info["released"] == ["kv_cache"] and info["memory"]["kv_cache_bytes"] == 0 and info["version"] == 1
+    with pytest.raises(EngineError, match=r"503: its memory is released \(kv_cache\); resume_memory must come before"):
+        engine.generate([request((1,), (1,), 2)], 30)
+    engine.release_memory()
+    info = engine.info()
+    assert info["released"] == ["weights", "kv_cache"] and info["memory"]["weights_bytes"] == 0
+    assert info["version"] is None
+    with pytest.raises(EngineError, match=r"503: STALE: its memory is released \(weights\)"):
+        engine.generate([request((1,), (1,), 2)], 30)
+    engine.health(10)
+    engine.resume_memory(["weights"])
+    assert engine.info()["released"] == ["kv_cache"]
+    engine.begin_update(1, full_resync=True)
+    for manifest in write_buckets(weights_of(tiny_qwen3(1)), transfer_dir, 1):
+        engine.update_weights(manifest)
+    engine.commit_update(1)
+    engine.resume_memory()
+    info = engine.info()
+    assert info["released"] == [] and info["version"] == 1
+    for mode in info["pause_modes"]:
+        engine.pause(mode)
+        assert engine.info()["pause_mode"] == mode and engine.info()["is_paused"]
+    engine.resume()
+    assert engine.info()["pause_mode"] is None
+    (sample,) = engine.generate([request((1, 2), (1,), 3, top_p=0.9, top_k=20, min_p=0.01, min_new_tokens=2)], 30)[0]
+    assert sample.version_spans == (VersionSpan(1, 0, 3),) and sample.num_retractions == 0
 
 
 @pytest.mark.dist

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from rollout_tools import digests_of, tiny_qwen3, weights_of, with_entry, write_buckets
+from safetensors.torch import load_file, save_file
 
-from rlhf_megatron.resharding.manifest import BucketManifest
+from rlhf_megatron.resharding.manifest import BucketManifest, TensorEntry
+from rlhf_megatron.rollout.local.memory import give_back, resident_bytes
 from rlhf_megatron.rollout.local.weights import WeightReceiver
 
 SENT = weights_of(tiny_qwen3(11))
@@ -162,16 +165,100 @@ def test_one_tensor_with_two_contents_is_refused(receiver: WeightReceiver, tmp_p
 
 
 def test_release_and_resume(receiver: WeightReceiver, tmp_path: Path) -> None:
-    receiver.release()
-    assert all(p.numel() == 0 for p in receiver._parameters.values())
-    assert receiver.stale_reason == "its memory is released"
+    parameters = list(receiver._parameters.values())
+    whole = sum(parameter.numel() * 4 for parameter in parameters)
+    assert receiver.num_bytes == whole
+    for _ in range(2):
+        receiver.release()
+        assert [parameter.untyped_storage().nbytes() for parameter in parameters] == [0] * len(parameters)
+        assert receiver.num_bytes == 0 and receiver.is_released
+        assert "its memory is released (weights)" in str(receiver.stale_reason)
     with pytest.raises(ValueError, match="resume_memory must come before"):
         receiver.begin(1, full_resync=False)
+    with pytest.raises(ValueError, match="nothing to digest"):
+        receiver.digests()
     receiver.resume()
+    assert receiver.num_bytes == whole and not receiver.is_released
     assert "have not been sent again" in str(receiver.stale_reason)
     receiver.begin(1, full_resync=False)
+    receiver.resume()  # they are there: nothing is wiped
     for manifest in write_buckets(SENT, tmp_path, 1):
         receiver.load(manifest)
+    receiver.commit(1)
+    assert receiver.digests() == digests_of(SENT)
+
+
+def test_a_release_ends_the_open_sync(receiver: WeightReceiver, tmp_path: Path) -> None:
+    receiver.begin(1, full_resync=False)
+    receiver.release()
+    receiver.resume()
+    with pytest.raises(ValueError, match="open sync is None"):
+        receiver.load(write_buckets(SENT, tmp_path, 1)[0])
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the kernel does not tell resident memory")
+def test_released_memory_goes_back_to_the_kernel(tmp_path: Path) -> None:
+    """Tensors of 256 KiB: a process keeps such pieces when they are freed, unless it is told to give them back."""
+    module = torch.nn.ModuleList(torch.nn.Linear(256, 256, bias=False) for _ in range(400))
+    receiver = WeightReceiver(module, tmp_path, is_loaded=True)
+    give_back(torch.device("cpu"))
+    before = resident_bytes()
+    receiver.release()
+    give_back(torch.device("cpu"))
+    assert before - resident_bytes() > 0.9 * 400 * 256 * 256 * 4
+
+
+def behind(manifest: BucketManifest, directory: Path, offset: int, tail: bytes) -> BucketManifest:
+    """The bucket, `offset` bytes into its file."""
+    path = directory / manifest.file
+    path.write_bytes(os.urandom(offset) + path.read_bytes() + tail)
+    return replace(manifest, file_offset=offset)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("offset", [8, 13, 4096, 4097, 70_002])
+def test_a_bucket_behind_other_bytes_of_its_file(tmp_path: Path, offset: int, dtype: torch.dtype) -> None:
+    receiver = WeightReceiver(tiny_qwen3(10).to(dtype), tmp_path, is_loaded=True)
+    sent = {name: tensor.to(dtype) for name, tensor in SENT.items()}
+    receiver.begin(1, full_resync=False)
+    for manifest in write_buckets(sent, tmp_path, 1):
+        receiver.load(behind(manifest, tmp_path, offset, tail=b"more"))
+    receiver.commit(1)
+    assert receiver.digests() == digests_of(sent)
+
+
+def test_a_file_that_ends_before_the_bucket_does(receiver: WeightReceiver, tmp_path: Path) -> None:
+    receiver.begin(1, full_resync=False)
+    manifest = behind(write_buckets(SENT, tmp_path, 1)[0], tmp_path, 100, tail=b"")
+    with pytest.raises(ValueError, match=rf"manifest says {manifest.num_bytes} behind the first 101"):
+        receiver.load(replace(manifest, file_offset=101))
+    receiver.begin(1, full_resync=False)
+    with pytest.raises(ValueError, match="behind the first"):
+        receiver.load(replace(manifest, file_offset=1 << 70))
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_buckets_of_a_safetensors_file(receiver: WeightReceiver, tmp_path: Path, padding: int) -> None:
+    """Two buckets in one file, as another program wrote it; with `padding` its tensors lie at odd places."""
+    path = tmp_path / "model.safetensors"
+    save_file({name: tensor.clone() for name, tensor in SENT.items()}, path)
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    text = raw[8 : 8 + length] + b" " * padding
+    path.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+    places = sorted((*header[name]["data_offsets"], name) for name in SENT)
+    assert load_file(path).keys() == SENT.keys()
+    receiver.begin(1, full_resync=False)
+    for bucket, part in enumerate((places[:5], places[5:])):
+        first = part[0][0]
+        digests = digests_of(SENT)
+        entries = tuple(
+            TensorEntry(name, "float32", tuple(SENT[name].shape), start - first, digests[name])
+            for start, _, name in part
+        )
+        offset, size = 8 + len(text) + first, part[-1][1] - first
+        receiver.load(BucketManifest(1, "actor dp0 pp0 tp0", bucket, path.name, size, entries, offset))
     receiver.commit(1)
     assert receiver.digests() == digests_of(SENT)
 

@@ -70,7 +70,8 @@ class LocalEngine:
         self._http.get("/health", timeout_s)
 
     def info(self) -> dict[str, Any]:
-        """What the server says of itself: kind, dtype, device, limits, capabilities, version, stale, stale_reason."""
+        """What the server says of itself: kind, dtype, device, limits, capabilities, version, stale, stale_reason,
+        pause_mode, released parts, memory."""
         return self._http.get("/info", self._admin_timeout_s)
 
     def version(self) -> int | None:

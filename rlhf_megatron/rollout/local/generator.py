@@ -4,70 +4,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from rlhf_megatron.rollout.engine import UNSYNCED, FinishReason, GeneratedSample, GenerateRequest, SamplingParams
+from rlhf_megatron.rollout.engine import UNSYNCED, FinishReason, GeneratedSample, GenerateRequest
 from rlhf_megatron.rollout.local.attention import Decode
+from rlhf_megatron.rollout.local.member import Group, Member, Prefilled
+from rlhf_megatron.rollout.local.memory import storage_bytes
 from rlhf_megatron.rollout.local.model import LocalModel
-from rlhf_megatron.rollout.local.sampling import sample
+from rlhf_megatron.rollout.local.sampling import RowSampling, check_params
 from rlhf_megatron.rollout.local.slots import Slots, padded_columns
 
 _PREFILL_TOKENS = 8192  # padded prompt tokens of one forward pass, unless one prompt alone is longer
 _LOOKAHEAD_TOKENS = 1024  # prompts are read ahead of free rows, so that passes are not tiny: so many tokens ...
 _LOOKAHEAD_GROUPS = 64  # ... and groups, whose logits are kept
-
-
-@dataclass(eq=False)
-class Member:
-    """A sample on its way."""
-
-    prompt_ids: tuple[int, ...]
-    seed: int
-    params: SamplingParams
-    token_ids: list[int] = field(default_factory=list)  # response; brought up to date when it leaves its row
-    log_probs: list[float] = field(default_factory=list)
-    finish_reason: FinishReason | None = None  # None: not finished
-    policy_version: int = UNSYNCED  # set by the generator at the first token
-
-    @property
-    def context(self) -> list[int]:
-        return [*self.prompt_ids, *self.token_ids]
-
-    @property
-    def limit(self) -> int:
-        """Tokens, prompt included, at which it ends."""
-        return len(self.prompt_ids) + self.params.max_new_tokens
-
-    def result(self) -> GeneratedSample:
-        """Raises FloatingPointError when the model gave no finite log-prob."""
-        assert self.finish_reason is not None, "the sample has not finished"
-        if not all(value > float("-inf") for value in self.log_probs):
-            raise FloatingPointError("the model's logits are not finite: a sampled token has no finite log-prob.")
-        return GeneratedSample(tuple(self.token_ids), tuple(self.log_probs), self.finish_reason, self.policy_version)
-
-
-@dataclass(eq=False)
-class _Group:
-    """Samples that share all tokens so far and wait for a row."""
-
-    context: list[int]
-    waiting: deque[Member]
-
-
-@dataclass(eq=False)
-class _Prefilled:
-    """Groups whose contexts were read in one pass: kept until their last samples have joined."""
-
-    groups: deque[tuple[int, _Group]]  # (row of the tensors below, group)
-    keys_values: Tensor  # [2, layers, rows, columns, heads, head size]
-    logits: Tensor  # [rows, V], of the last position
-
-    @property
-    def num_tokens(self) -> int:
-        return self.keys_values.shape[2] * self.keys_values.shape[3]
 
 
 class Generator:
@@ -77,13 +28,13 @@ class Generator:
         self.model = model
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.policy_version = UNSYNCED  # stamped on samples when their first token is drawn
-        self._waiting: deque[_Group] = deque()
-        self._prefilled: deque[_Prefilled] = deque()
+        self.policy_version = UNSYNCED  # of the weights that stand; `set_version` changes it
+        self.is_released = False  # the cache is not there, and nothing can run
+        self._waiting: deque[Group] = deque()
+        self._prefilled: deque[Prefilled] = deque()
         self._rows: list[Member] = []
         self._slots = Slots(model, 0, 0)
-        self._temperatures: Tensor | None = None  # of the running rows; None: all 1
-        self._greedy: Tensor | None = None  # of the running rows; None: none is
+        self._sampling = RowSampling(None, None, None, None)  # of the running rows
 
     def check(self, request: GenerateRequest) -> None:
         """Raises ValueError naming what this engine cannot do."""
@@ -101,14 +52,13 @@ class Generator:
             raise ValueError(f"prompt_ids must lie in [0, {self.model.vocab_size}), the model's vocabulary.")
         if min(request.seeds) < 0 or max(request.seeds) >= 1 << 63:
             raise ValueError("seeds must lie in [0, 2^63).")
-        if not 0 <= params.temperature < float("inf"):
-            raise ValueError(f"temperature ({params.temperature}) must be finite and 0 (greedy) or above.")
+        check_params(params, self.model.vocab_size)
 
     def add(self, request: GenerateRequest) -> list[Member]:
         """Queue a group. Each member is handed out by `step` when it has finished."""
         self.check(request)
         members = [Member(request.prompt_ids, seed, request.params) for seed in request.seeds]
-        self._waiting.append(_Group(list(request.prompt_ids), deque(members)))
+        self._waiting.append(Group(list(request.prompt_ids), deque(members)))
         return members
 
     @property
@@ -118,6 +68,7 @@ class Generator:
     @torch.inference_mode()
     def step(self) -> list[Member]:
         """Let waiting samples join, give each running one a token; returns those that finished."""
+        assert not self.is_released, "the cache is released"
         finished = self._admit()
         if self._rows:
             finished += self._decode()
@@ -142,14 +93,33 @@ class Generator:
     def retract(self) -> None:
         """Put all samples back into the queue with the tokens they have; the cache is read anew when they go on."""
         running = self._leave(list(range(len(self._rows))), [None] * len(self._rows))
-        restarted = [_Group(member.context, deque([member])) for member in running]
-        self._waiting = deque([*restarted, *self._queued_groups()])
-        self._prefilled.clear()
+        for member in running:
+            member.num_retractions += 1
+        self._forget_prefilled()
+        self._waiting.extendleft(Group(member.context, deque([member])) for member in reversed(running))
 
-    def release_memory(self) -> None:
-        """`retract`, and free the cache."""
+    def set_version(self, version: int) -> None:
+        """The weights are others now. Running samples go on with the keys and values that they have; what was read for
+        samples without a token is read anew."""
+        self.policy_version = version
+        for row, member in enumerate(self._rows):
+            member.draws_from(version, int(self._slots.host_ages[row]) + 1 - len(member.prompt_ids))
+        self._forget_prefilled()
+
+    def release_cache(self) -> None:
+        """`retract`, and free the cache. Nothing runs until `resume_cache`."""
         self.retract()
         self._slots = Slots(self.model, 0, 0)
+        self.is_released = True
+
+    def resume_cache(self) -> None:
+        """Undo `release_cache`; the memory is taken as samples join."""
+        self.is_released = False
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of keys and values. Any thread may ask: copying a deque is one step of the interpreter."""
+        return storage_bytes([self._slots.cache, *(batch.keys_values for batch in self._prefilled.copy())])
 
     def reset(self) -> None:
         """Forget the sizes to which earlier samples have made the cache grow."""
@@ -163,8 +133,14 @@ class Generator:
             self.step()
         return [[member.result() for member in group] for group in groups]
 
-    def _queued_groups(self) -> list[_Group]:
+    def _queued_groups(self) -> list[Group]:
         return [group for batch in self._prefilled for _, group in batch.groups] + list(self._waiting)
+
+    def _forget_prefilled(self) -> None:
+        self._waiting = deque(self._queued_groups())
+        self._prefilled.clear()
+        for group in self._waiting:
+            group.is_used = False
 
     def _drop_empty_groups(self) -> None:
         self._waiting = deque(group for group in self._waiting if group.waiting)
@@ -184,7 +160,6 @@ class Generator:
                 break
             self._join(batch, picked)
             first = len(self._rows) - len(picked)
-            self._refresh_sampling()
             sources = torch.tensor([source for source, _ in picked], device=self.model.device)
             finished += self._record(first, batch.logits[sources])
             self._drop_empty_groups()
@@ -193,7 +168,7 @@ class Generator:
     def _prefill(self) -> None:
         """Read the contexts of the next groups in one pass."""
         free = self.max_num_seqs - len(self._rows)
-        chosen: list[_Group] = []
+        chosen: list[Group] = []
         longest = num_samples = num_tokens = 0
         while self._waiting and len(chosen) < self.max_num_seqs:
             group = self._waiting[0]
@@ -210,9 +185,9 @@ class Generator:
         padded = [group.context + [0] * (longest - len(group.context)) for group in chosen]
         lengths = torch.tensor([len(group.context) for group in chosen], device=device)
         logits, keys_values = self.model.prefill(torch.tensor(padded, device=device), lengths)
-        self._prefilled.append(_Prefilled(deque(enumerate(chosen)), keys_values, logits))
+        self._prefilled.append(Prefilled(deque(enumerate(chosen)), keys_values, logits))
 
-    def _pick(self, batch: _Prefilled) -> list[tuple[int, Member]]:
+    def _pick(self, batch: Prefilled) -> list[tuple[int, Member]]:
         """The waiting samples of `batch` that get a row now, in order, with their prefilled row."""
         num_running = len(self._rows)
         columns = int(self._slots.host_limits[:num_running].max()) if num_running else 0
@@ -224,10 +199,10 @@ class Generator:
                 num_rows = num_running + len(picked) + 1
                 if num_rows > 1 and num_rows * columns + held > self.max_num_batched_tokens:
                     return picked
-                picked.append((source, group.waiting.popleft()))
+                picked.append((source, group.next()))
         return picked
 
-    def _join(self, batch: _Prefilled, picked: list[tuple[int, Member]]) -> None:
+    def _join(self, batch: Prefilled, picked: list[tuple[int, Member]]) -> None:
         members = [member for _, member in picked]
         first = len(self._rows)
         ages = [len(member.context) for member in members]
@@ -241,13 +216,12 @@ class Generator:
             prompt_lengths=[len(member.prompt_ids) for member in members],
             limits=[member.limit for member in members],
             seeds=[member.seed for member in members],
-            temperatures=[member.params.temperature for member in members],
             stop_ids=[member.params.stop_token_ids for member in members],
         )
         for member in members:
-            if not member.token_ids:
-                member.policy_version = self.policy_version
+            member.draws_from(self.policy_version, len(member.token_ids))
         self._rows += members
+        self._refresh_sampling()
 
     def _reserve(self, num_rows: int, num_columns: int, num_stop_ids: int = 0) -> None:
         """Grow the slots, by half at least, within the token budget."""
@@ -265,14 +239,9 @@ class Generator:
         self._slots = slots.resized(used, num_rows, num_columns, max(num_stop_ids, slots.num_stop_ids))
 
     def _refresh_sampling(self) -> None:
-        """After rows came or went: the tensors that `sample` takes, or None where they would change nothing."""
-        temperatures = [member.params.temperature for member in self._rows]
-        self._greedy = self._temperatures = None
-        rows = self._slots.temperatures[: len(self._rows)]
-        if any(value == 0 for value in temperatures):
-            self._greedy = rows == 0
-        if any(value not in (0, 1) for value in temperatures):
-            self._temperatures = torch.where(rows == 0, 1.0, rows)
+        """After rows came, went or moved."""
+        params = [member.params for member in self._rows]
+        self._sampling = RowSampling.of(params, self.model.vocab_size, self.model.device)
 
     def _decode(self) -> list[Member]:
         num_rows = len(self._rows)
@@ -295,13 +264,8 @@ class Generator:
         slots.ages[span] += 1
         slots.host_ages[span] += 1
         rows, ages = slots.row_numbers[span], slots.ages[span]
-        tokens, log_probs = sample(
-            logits,
-            None if self._temperatures is None else self._temperatures[span],
-            None if self._greedy is None else self._greedy[span],
-            slots.seeds[span],
-            ages - slots.prompt_lengths[span],
-        )
+        num_drawn = ages - slots.prompt_lengths[span]
+        tokens, log_probs = self._sampling.sample(span, logits, slots.stop_ids[span], slots.seeds[span], num_drawn)
         slots.tokens[rows, ages] = tokens
         slots.log_probs[rows, ages] = log_probs
         is_full = slots.host_ages[span] + 1 >= slots.host_limits[span]
@@ -310,9 +274,7 @@ class Generator:
         if len(ended) == 0:
             return []
         reasons: list[FinishReason] = ["stop" if is_stop[row] else "length" for row in ended]
-        left = self._leave([first + int(row) for row in ended], reasons)
-        self._refresh_sampling()
-        return left
+        return self._leave([first + int(row) for row in ended], reasons)
 
     def _leave(self, rows: list[int], reasons: Sequence[FinishReason | None]) -> list[Member]:
         """Take rows out: their samples get their tokens, and the last running rows move into the gaps."""
@@ -338,4 +300,5 @@ class Generator:
             for source, target in zip(sources, targets, strict=True):
                 self._rows[target] = self._rows[source]
         del self._rows[num_left:]
+        self._refresh_sampling()
         return left

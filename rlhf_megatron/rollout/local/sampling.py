@@ -3,14 +3,25 @@
 One uniform number a token and the inverse of the cumulative distribution: what a sample draws depends on its own seed,
 never on its neighbours in the batch.
 
-Legend: N rows, V vocabulary, K blocks, W block width.
+What top-k, top-p and min-p leave out, in which order, and of what distribution the returned log-probs are, is as in
+SGLang's `pytorch` sampling backend (sglang/srt/layers/sampler.py, 0.5.21), which returns log(softmax(logits /
+temperature)) of all tokens: the cuts are made on a sorted copy. Its min_new_tokens (sampling/penaltylib) comes before:
+it adds -inf to the logits of stop tokens, so these log-probs are without them.
+
+Legend: N rows, V vocabulary, K blocks, W block width, S stop tokens.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from rlhf_megatron.rollout.engine import SamplingParams
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX1 = 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -61,10 +72,62 @@ def draw(probs_NV: Tensor, uniforms_N: Tensor) -> Tensor:
     return (block_N1 * _BLOCK_WIDTH + _invert(inside_NW, target_N1)).squeeze(-1)
 
 
+@dataclass(frozen=True)
+class Cuts:
+    """Which tokens rows leave out of the draw. A row that leaves out none keeps its probabilities to the bit."""
+
+    top_k_N: Tensor  # int64; V: off
+    top_p_N: Tensor  # float64; inf: off, since a sum that ends a little above 1 must not cut
+    min_p_N: Tensor  # float32; 0: off
+
+    @staticmethod
+    def of(params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> Cuts | None:
+        """None where no row leaves anything out."""
+        if all(p.top_k == -1 and p.top_p == 1 and p.min_p == 0 for p in params):
+            return None
+        top_k = [vocab_size if p.top_k == -1 else min(p.top_k, vocab_size) for p in params]
+        top_p = [math.inf if p.top_p == 1 else p.top_p for p in params]
+        return Cuts(
+            torch.tensor(top_k, device=device),
+            torch.tensor(top_p, dtype=torch.float64, device=device),
+            torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
+        )
+
+    def __getitem__(self, rows: slice) -> Cuts:
+        return Cuts(self.top_k_N[rows], self.top_p_N[rows], self.min_p_N[rows])
+
+    def apply(self, probs_NV: Tensor) -> Tensor:
+        """The probabilities with zeros where a token is left out; not rescaled.
+
+        In order of probability (equal ones: the lower id first) a token stays when fewer than top_k stand before it,
+        their sum over the whole vocabulary is at most top_p, and it has at least min_p times the largest probability.
+        The most likely one always stays. SGLang sums in float32, so sets may differ where a sum meets top_p to 1e-6.
+        """
+        sorted_NV, order_NV = probs_NV.sort(stable=True, dim=-1, descending=True)
+        before_NV = sorted_NV.cumsum(-1, dtype=torch.float64) - sorted_NV
+        rank_V = torch.arange(probs_NV.shape[-1], device=probs_NV.device)
+        keep_NV = (rank_V < self.top_k_N.unsqueeze(-1)) & (before_NV <= self.top_p_N.unsqueeze(-1))
+        keep_NV &= sorted_NV >= sorted_NV[:, :1] * self.min_p_N.unsqueeze(-1)
+        return probs_NV.masked_fill(torch.zeros_like(keep_NV).scatter_(-1, order_NV, ~keep_NV), 0.0)
+
+
+def without_stops(logits_NV: Tensor, stop_ids_NS: Tensor, is_early_N: Tensor) -> Tensor:
+    """The logits with -inf at the stop tokens (-1: none) of rows that are too short to end."""
+    num_rows, vocab = logits_NV.shape
+    index_NS = torch.where((stop_ids_NS < 0) | ~is_early_N.unsqueeze(-1), vocab, stop_ids_NS)
+    is_out_NV = torch.zeros(num_rows, vocab + 1, dtype=torch.bool, device=logits_NV.device)
+    return logits_NV.masked_fill(is_out_NV.scatter_(-1, index_NS, True)[:, :vocab], float("-inf"))
+
+
 def sample(
-    logits_NV: Tensor, temperatures_N: Tensor | None, greedy_N: Tensor | None, seeds_N: Tensor, positions_N: Tensor
+    logits_NV: Tensor,
+    temperatures_N: Tensor | None,
+    greedy_N: Tensor | None,
+    seeds_N: Tensor,
+    positions_N: Tensor,
+    cuts: Cuts | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Tokens [N] int64 and their log-probs [N] float32 under softmax(logits / temperature).
+    """Tokens [N] int64 and their log-probs [N] float32 under softmax(logits / temperature), `cuts` or not.
 
     `temperatures_N`: float32 above 0; None: all are 1. `greedy_N`: bool, rows that take the most likely token; None:
     no row does. Greedy rows have temperature 1 in `temperatures_N`.
@@ -73,7 +136,68 @@ def sample(
     if temperatures_N is not None:
         scaled_NV = scaled_NV / temperatures_N.unsqueeze(-1)
     log_probs_NV = scaled_NV.log_softmax(-1)
-    tokens_N = draw(log_probs_NV.exp(), uniforms(seeds_N, positions_N))
+    probs_NV = log_probs_NV.exp()
+    if cuts is not None:
+        probs_NV = cuts.apply(probs_NV)
+    tokens_N = draw(probs_NV, uniforms(seeds_N, positions_N))
     if greedy_N is not None:
         tokens_N = torch.where(greedy_N, logits_NV.argmax(-1), tokens_N)
     return tokens_N, log_probs_NV.gather(1, tokens_N.unsqueeze(-1)).squeeze(-1)
+
+
+@dataclass(frozen=True)
+class RowSampling:
+    """How the running rows sample. None: no row would change anything by it."""
+
+    temperatures_N: Tensor | None  # float32; 1 where greedy
+    greedy_N: Tensor | None  # bool
+    min_new_tokens_N: Tensor | None
+    cuts: Cuts | None
+
+    @staticmethod
+    def of(params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> RowSampling:
+        temperatures = [p.temperature for p in params]
+        greedy = scaled = min_new_tokens = None
+        if 0 in temperatures:
+            greedy = torch.tensor([t == 0 for t in temperatures], device=device)
+        if any(t not in (0, 1) for t in temperatures):
+            scaled = torch.tensor([t or 1.0 for t in temperatures], dtype=torch.float32, device=device)
+        if any(p.min_new_tokens for p in params):
+            min_new_tokens = torch.tensor([p.min_new_tokens for p in params], device=device)
+        return RowSampling(scaled, greedy, min_new_tokens, Cuts.of(params, vocab_size, device))
+
+    def sample(
+        self, rows: slice, logits_NV: Tensor, stop_ids_NS: Tensor, seeds_N: Tensor, positions_N: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`sample` for some of the rows, whose tensors are given; `positions_N`: tokens that each has drawn."""
+        if self.min_new_tokens_N is not None:
+            logits_NV = without_stops(logits_NV, stop_ids_NS, positions_N < self.min_new_tokens_N[rows])
+        return sample(
+            logits_NV,
+            None if self.temperatures_N is None else self.temperatures_N[rows],
+            None if self.greedy_N is None else self.greedy_N[rows],
+            seeds_N,
+            positions_N,
+            None if self.cuts is None else self.cuts[rows],
+        )
+
+
+def check_params(params: SamplingParams, vocab_size: int) -> None:
+    """Raises ValueError naming the value and the rule."""
+    if not 0 <= params.temperature < math.inf:
+        raise ValueError(f"temperature ({params.temperature}) must be finite and 0 (greedy) or above.")
+    if not 0 < params.top_p <= 1:
+        raise ValueError(f"top_p ({params.top_p}) must be above 0 and at most 1 (off).")
+    if params.top_k != -1 and params.top_k < 1:
+        raise ValueError(f"top_k ({params.top_k}) must be at least 1, or -1 (off).")
+    if not 0 <= params.min_p <= 1:
+        raise ValueError(f"min_p ({params.min_p}) must be from 0 (off) to 1.")
+    if not 0 <= params.min_new_tokens <= params.max_new_tokens:
+        raise ValueError(
+            f"min_new_tokens ({params.min_new_tokens}) must be from 0 to max_new_tokens ({params.max_new_tokens})."
+        )
+    stops = set(params.stop_token_ids)
+    if stops and (min(stops) < 0 or max(stops) >= vocab_size):
+        raise ValueError(f"stop_token_ids must lie in [0, {vocab_size}), the model's vocabulary.")
+    if params.min_new_tokens and len(stops) == vocab_size:
+        raise ValueError("min_new_tokens leaves nothing to draw: every token is in stop_token_ids.")

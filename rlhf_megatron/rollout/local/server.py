@@ -3,7 +3,8 @@
     python -m rlhf_megatron.rollout.local.server --model DIR --port 0 --ready-file F --token-file T --transfer-dir D
 
 Every verb but GET /health needs the bearer token of --token-file. Answers are JSON; an error is {"error": "..."} with
-400 (the request is wrong), 401 (token), 403 (a web page sent it), 413 (too large), 503 (STALE, shutting down) or 500.
+400 (the request is wrong), 401 (token), 403 (a web page sent it), 413 (too large), 503 (STALE, memory released,
+shutting down) or 500.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from rlhf_megatron.parallel.device import memory
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.rollout.engine import MEMORY_PARTS, MemoryPart, PauseMode
 from rlhf_megatron.rollout.local import wire
-from rlhf_megatron.rollout.local.service import DecodeService, StaleError
+from rlhf_megatron.rollout.local.memory import resident_bytes
+from rlhf_megatron.rollout.local.service import DecodeService, ReleasedError, StaleError
 
 logger = logging.getLogger("rlhf_megatron.local_engine")
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -81,6 +84,8 @@ def _guard(token: str, is_loopback: bool) -> Any:
             return _error(400, str(error))
         except StaleError as error:
             return _error(503, f"STALE: {error}")
+        except ReleasedError as error:
+            return _error(503, str(error))
         except Exception as error:
             logger.exception("%s failed", request.path)
             return _error(500, f"{type(error).__name__}: {error}")
@@ -197,12 +202,21 @@ class Handlers:
         return await self._call(lambda: None)
 
     async def info(self, request: web.Request) -> web.Response:
-        weights = self.service.weights
+        weights, generator = self.service.weights, self.service.generator
+        released = {"weights": weights.is_released, "kv_cache": generator.is_released}
         state = {
             "version": None if weights.stale_reason else weights.version,
             "stale": weights.stale_reason is not None,
             "stale_reason": weights.stale_reason,
-            "is_paused": self.service.is_paused,
+            "is_paused": self.service.pause_mode is not None,
+            "pause_mode": self.service.pause_mode,
+            "released": [part for part in MEMORY_PARTS if released[part]],
+            "memory": {
+                "weights_bytes": weights.num_bytes,
+                "kv_cache_bytes": generator.cache_bytes,
+                "resident_bytes": resident_bytes(),
+                "device_bytes": memory(generator.model.device).reserved,
+            },
         }
         return web.json_response({**self.description, **state})
 
@@ -272,6 +286,8 @@ def _build(args: argparse.Namespace) -> tuple[DecodeService, dict[str, Any]]:
         "max_positions": model.max_positions,
         "vocab_size": model.vocab_size,
         "capabilities": ["abort", "pause", "digests", "release_memory", "seeds"],
+        "pause_modes": get_args(PauseMode),
+        "memory_parts": MEMORY_PARTS,
     }
     return DecodeService(generator, weights, is_closed=args.deterministic), description
 

@@ -16,7 +16,9 @@ from typing import Any
 
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.rollout.engine import MEMORY_PARTS, GeneratedSample, GenerateRequest, MemoryPart, PauseMode
-from rlhf_megatron.rollout.local.generator import Generator, Member
+from rlhf_megatron.rollout.local.generator import Generator
+from rlhf_megatron.rollout.local.member import Member
+from rlhf_megatron.rollout.local.memory import give_back
 from rlhf_megatron.rollout.local.weights import WeightReceiver
 
 logger = logging.getLogger(__name__)
@@ -24,6 +26,10 @@ logger = logging.getLogger(__name__)
 
 class StaleError(RuntimeError):
     """The weights are not fit to serve. The message says why."""
+
+
+class ReleasedError(RuntimeError):
+    """There is no memory for a key-value cache. The weights are fit."""
 
 
 class _Job:
@@ -43,8 +49,9 @@ class DecodeService:
         self.generator = generator
         self.weights = weights
         self.is_closed = is_closed
-        self.is_paused = False
+        self.pause_mode: PauseMode | None = None  # None: not paused
         self._queue: deque[_Job] = deque()  # closed: those that wait for their turn
+        self._held: deque[_Job] = deque()  # came during the pause
         self._inbox: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._condition = threading.Condition()
         self._is_closing = False
@@ -79,11 +86,19 @@ class DecodeService:
     def _submit(self, job: _Job) -> None:
         if self.weights.stale_reason is not None:
             raise StaleError(self.weights.stale_reason)
+        if self.generator.is_released:
+            raise ReleasedError("its memory is released (kv_cache); resume_memory must come before it serves")
         for request in job.requests:
             self.generator.check(request)
         if not job.unfinished:
             job.future.set_result([])
-        elif self.is_closed:
+        elif self.pause_mode is not None:
+            self._held.append(job)
+        else:
+            self._enqueue(job)
+
+    def _enqueue(self, job: _Job) -> None:
+        if self.is_closed:
             self._queue.append(job)
         else:
             self._admit(job)
@@ -101,56 +116,78 @@ class DecodeService:
 
     def drop(self, job: _Job) -> None:
         """The client is gone: take the rest of its samples out."""
-        if job in self._queue:
-            self._queue.remove(job)
+        for queue in (self._queue, self._held):
+            if job in queue:
+                queue.remove(job)
         members = [member for group in job.groups for member in group if id(member) in self._jobs]
         self._deliver(self.generator.abort(members))
 
     def abort(self) -> None:
+        """End all samples, also of requests that came during a pause."""
+        self._queue += self._held
+        self._held.clear()
+        self._abort_admitted()
+
+    def _abort_admitted(self) -> None:
         while self._queue:
             self._admit(self._queue.popleft())
         self._deliver(self.generator.abort())
 
     def pause(self, mode: PauseMode = "retract") -> None:
-        """See `Engine.pause`. Of a paused engine: what waits in it is treated as `mode` says."""
-        self.is_paused = True
+        """See `Engine.pause`. Of a paused engine: what waits since the pause began is treated as the new mode says;
+        requests that came during the pause go on waiting in any mode."""
+        self.pause_mode = mode
         if mode == "abort":
-            self.abort()
-        elif mode == "retract":
-            self.generator.retract()
+            self._abort_admitted()
+        else:
+            self._leave_cache()
 
     def resume(self) -> None:
-        self.is_paused = False
+        self.pause_mode = None
+        while self._held:
+            self._enqueue(self._held.popleft())
+
+    def _leave_cache(self) -> None:
+        """What runs gives its cache up, unless it was paused to keep it."""
+        if self.pause_mode != "in_place":
+            self.generator.retract()
 
     def begin_update(self, version: int, full_resync: bool) -> None:
+        """What was paused in place goes on with a cache of the old weights: that is what this mode asks for."""
         self.weights.begin(version, full_resync)
-        self.generator.retract()
+        self._leave_cache()
 
     def update_weights(self, manifest: BucketManifest) -> None:
         with _FailsWaiting(self):
             self.weights.load(manifest)
 
     def commit_update(self, version: int) -> None:
+        is_first = self.weights.is_open  # not one whose answer was lost
         with _FailsWaiting(self):
             self.weights.commit(version)
-        if self.weights.version is not None:
-            self.generator.policy_version = self.weights.version
+        if is_first:
+            self.generator.set_version(version)
 
     def release_memory(self, parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
+        """What runs waits until it can go on: with the cache back, and weights that a full sync has brought."""
         if "weights" in parts:
+            self._leave_cache()
             self.weights.release()
-            self._fail_all(StaleError(self.weights.stale_reason))
         if "kv_cache" in parts:
-            self.generator.release_memory()
+            self.generator.release_cache()
+        give_back(self.generator.model.device)
 
     def resume_memory(self, parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
         if "weights" in parts:
             self.weights.resume()
+        if "kv_cache" in parts:
+            self.generator.resume_cache()
 
     def _fail_all(self, error: Exception) -> None:
-        jobs = {id(job): job for job in (*self._jobs.values(), *self._queue)}
+        jobs = {id(job): job for job in (*self._jobs.values(), *self._queue, *self._held)}
         self._jobs.clear()
         self._queue.clear()
+        self._held.clear()
         self.generator.abort()
         for job in jobs.values():
             job.future.set_exception(error)
@@ -196,19 +233,21 @@ class DecodeService:
                 future.set_exception(StaleError("the engine is shutting down"))
 
     def _can_decode(self) -> bool:
-        has_work = self.generator.has_work or bool(self._queue)
-        return not self.is_paused and self.weights.stale_reason is None and has_work
+        is_fit = self.weights.stale_reason is None and not self.generator.is_released
+        return is_fit and self.pause_mode is None and (self.generator.has_work or bool(self._queue))
 
 
 class _FailsWaiting:
-    """When the block raises, requests that wait for its end fail with the reason."""
+    """When the open sync fails in the block, requests that wait for its end fail with the reason. An error of a bucket
+    or commit that belongs to no open sync is its caller's alone."""
 
     def __init__(self, service: DecodeService) -> None:
         self.service = service
+        self.was_open = service.weights.is_open
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None:
+        if error is not None and self.was_open and not self.service.weights.is_open:
             self.service._fail_all(StaleError(self.service.weights.stale_reason or str(error)))

@@ -31,7 +31,6 @@ class Slots:
         self.log_probs = torch.zeros(num_rows, num_columns + 1, dtype=torch.float32, device=device)
         self.integers = torch.zeros(3, num_rows, dtype=torch.int64, device=device)
         self.ages, self.prompt_lengths, self.seeds = self.integers  # views
-        self.temperatures = torch.ones(num_rows, dtype=torch.float32, device=device)  # 0: greedy
         self.stop_ids = torch.full((num_rows, num_stop_ids), -1, dtype=torch.int64, device=device)
         self.row_numbers = torch.arange(num_rows, device=device)
         self.column_numbers = torch.arange(num_columns, device=device)
@@ -61,7 +60,6 @@ class Slots:
         new.tokens[used, : columns + 1] = self.tokens[used, : columns + 1]
         new.log_probs[used, : columns + 1] = self.log_probs[used, : columns + 1]
         new.integers[:, used] = self.integers[:, used]
-        new.temperatures[used] = self.temperatures[used]
         new.stop_ids[used, : self.num_stop_ids] = self.stop_ids[used]
         new.host_ages[used] = self.host_ages[used]
         new.host_limits[used] = self.host_limits[used]
@@ -77,7 +75,6 @@ class Slots:
         prompt_lengths: Sequence[int],
         limits: Sequence[int],
         seeds: Sequence[int],
-        temperatures: Sequence[float],
         stop_ids: Sequence[tuple[int, ...]],
     ) -> None:
         """Fill rows `first` and on. Row k gets row `sources[k]` of `keys_values` [2, layers, N, P, Hk, D]."""
@@ -87,7 +84,6 @@ class Slots:
         index = torch.tensor(sources, device=device)
         self.cache[:, :, rows, :columns] = keys_values[:, :, :, :columns].index_select(2, index)
         self.integers[:, rows] = torch.tensor([ages, prompt_lengths, seeds], device=device)
-        self.temperatures[rows] = torch.tensor(temperatures, dtype=torch.float32, device=device)
         padded = [[*ids, *[-1] * (self.num_stop_ids - len(ids))] for ids in stop_ids]
         self.stop_ids[rows] = torch.tensor(padded, device=device)
         self.host_ages[rows] = ages
@@ -102,7 +98,6 @@ class Slots:
         self.tokens[target, : num_columns + 1] = self.tokens[source, : num_columns + 1]
         self.log_probs[target, : num_columns + 1] = self.log_probs[source, : num_columns + 1]
         self.integers[:, target] = self.integers[:, source]
-        self.temperatures[target] = self.temperatures[source]
         self.stop_ids[target] = self.stop_ids[source]
         for column in (self.host_ages, self.host_limits, self.host_joined):
             column[targets] = column[sources]

@@ -16,14 +16,16 @@ from torch import Tensor
 
 from rlhf_megatron.resharding.digest import as_hex, digest
 from rlhf_megatron.resharding.manifest import DTYPE_BYTES, BucketManifest, TensorEntry
+from rlhf_megatron.rollout.local.memory import storage_bytes
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def open_bucket(directory: Path, manifest: BucketManifest) -> Tensor:
-    """[num_bytes] uint8, mapped from the bucket's file (privately: writing to it changes nothing outside).
+    """[num_bytes] uint8, mapped from the bucket's place in its file (privately: writing to it changes nothing outside).
 
-    Raises ValueError when the file is not a plain file of `num_bytes` or more in `directory` that is this user's own.
+    Raises ValueError when the file is not a plain file in `directory` that is this user's own, or ends before the
+    bucket does.
     """
     place = f"bucket {manifest.bucket} of {manifest.sender}, file {manifest.file!r} in {directory}"
     try:
@@ -38,12 +40,20 @@ def open_bucket(directory: Path, manifest: BucketManifest) -> Tensor:
         info = os.fstat(file)
         if not stat.S_ISREG(info.st_mode) or info.st_uid != os.getuid():
             raise ValueError(f"{place}: it must be a plain file of the user that runs the engine.")
-        if info.st_size < manifest.num_bytes:
-            raise ValueError(f"{place}: it has {info.st_size} bytes, the manifest says {manifest.num_bytes}.")
+        if info.st_size < manifest.file_offset + manifest.num_bytes:
+            behind = f" behind the first {manifest.file_offset}" if manifest.file_offset else ""
+            raise ValueError(f"{place}: it has {info.st_size} bytes, the manifest says {manifest.num_bytes}{behind}.")
         if manifest.num_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        mapped = mmap.mmap(file, manifest.num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        return torch.frombuffer(mapped, dtype=torch.uint8)
+        skipped = manifest.file_offset % mmap.ALLOCATIONGRANULARITY  # a mapping starts where a page does
+        mapped = mmap.mmap(
+            file,
+            skipped + manifest.num_bytes,
+            flags=mmap.MAP_PRIVATE,
+            prot=mmap.PROT_READ | mmap.PROT_WRITE,
+            offset=manifest.file_offset - skipped,
+        )
+        return torch.frombuffer(mapped, dtype=torch.uint8)[skipped:]
     finally:
         os.close(file)
 
@@ -62,7 +72,7 @@ class WeightReceiver:
         self._shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
         self._open_version: int | None = None  # of the transaction
         self._received: dict[str, str] = {}  # name -> digest
-        self._is_released = False
+        self.is_released = False
 
     def begin(self, version: int, full_resync: bool) -> None:
         """Raises ValueError when `version` is not above the one that stands, or memory is released."""
@@ -72,8 +82,8 @@ class WeightReceiver:
                 f"version {version} must be above {lowest} (versions only rise); full_resync allows the same version"
                 " again."
             )
-        if self._is_released:
-            raise ValueError("memory is released; resume_memory must come before a weight sync.")
+        if self.is_released:
+            raise ValueError("the weights' memory is released; resume_memory must come before a weight sync.")
         self._open_version = version
         self._received = {}
         self.stale_reason = f"a weight sync to version {version} is under way"
@@ -111,7 +121,10 @@ class WeightReceiver:
             )
         if entry.offset % DTYPE_BYTES[entry.dtype]:
             raise ValueError(f"{where}: offset {entry.offset} is not a multiple of {DTYPE_BYTES[entry.dtype]} bytes.")
-        part = bucket[entry.offset : entry.offset + entry.num_bytes].view(parameter.dtype).view(entry.shape)
+        part = bucket[entry.offset : entry.offset + entry.num_bytes]
+        if part.storage_offset() % DTYPE_BYTES[entry.dtype]:
+            part = part.clone()  # its place in the file is no multiple of its elements' size, as a view needs
+        part = part.view(parameter.dtype).view(entry.shape)
         found = as_hex(digest(part))
         if found != entry.digest:
             raise ValueError(f"{where}: digest {found} of the bytes received, {entry.digest} in the manifest.")
@@ -139,23 +152,33 @@ class WeightReceiver:
 
     def digests(self) -> dict[str, str]:
         """Of what stands in the model. Raises ValueError while memory is released."""
-        if self._is_released:
-            raise ValueError("memory is released; there are no weights to digest.")
+        if self.is_released:
+            raise ValueError("the weights' memory is released; there is nothing to digest.")
         return {name: as_hex(digest(parameter)) for name, parameter in self._parameters.items()}
+
+    @property
+    def is_open(self) -> bool:
+        """Between `begin` and the commit or the failure."""
+        return self._open_version is not None
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the parameters."""
+        return storage_bytes(self._parameters.values())
 
     def release(self) -> None:
         """Free the parameters' memory."""
         for parameter in self._parameters.values():
             parameter.data = parameter.data.new_empty(0)
         self._open_version = None
-        self._is_released = True
-        self.stale_reason = "its memory is released"
+        self.is_released = True
+        self.stale_reason = "its memory is released (weights); resume_memory and a full weight sync must come first"
 
     def resume(self) -> None:
         """Allocate the parameters again; they are zero until the next sync."""
-        if not self._is_released:
+        if not self.is_released:
             return
         for name, parameter in self._parameters.items():
             parameter.data = parameter.data.new_zeros(self._shapes[name])
-        self._is_released = False
-        self.stale_reason = "its memory was released and the weights have not been sent again"
+        self.is_released = False
+        self.stale_reason = "its weights were released and have not been sent again"
