@@ -92,10 +92,18 @@ class Engine:
     def update_weights_from_tensor(self, request: dict[str, Any]) -> str:
         pairs = pickle.loads(base64.b64decode(request["serialized_named_tensors"][0]))
         order = json.loads(bytes(pairs[0][1].tolist()))
-        names = [entry.name for entry in BucketManifest.from_json(order["digest"]).tensors]
+        manifest = BucketManifest.from_json(order["digest"])
+        names = [entry.name for entry in manifest.tensors]
         receipt = {
+            "rank": 0,
+            "size": 1,
             "error": None,
-            "digests": {name: as_hex(digest(self.standing[name])) for name in names},
+            "bucket": str(manifest),
+            "names": names,
+            "tensors": {entry.name: (entry.shape, entry.dtype, entry.digest) for entry in manifest.tensors},
+            "parts": {n: [(0, 0, len(self.standing[n]), as_hex(digest(self.standing[n])))] for n in names},
+            "unlike": {},
+            "stands_as": {},
             "num_bytes_read": 0,
             "num_bytes_standing": sum(self.standing[name].nbytes for name in names),
         }

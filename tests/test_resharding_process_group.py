@@ -101,7 +101,8 @@ def couriers(
 def receipts(directory: Path, name: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for path in directory.glob(f"receipt-{name}-*.0"):
-        found |= json.loads(path.read_text())["digests"]
+        receipt = json.loads(path.read_text())
+        found |= {name: parts[0][3] for name, parts in receipt["parts"].items()}
     return found
 
 

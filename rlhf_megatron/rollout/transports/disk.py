@@ -30,7 +30,7 @@ class DiskCourier:
     def deliver(self, manifest: BucketManifest, bucket: Tensor) -> Traffic:
         if not self._address.has_loader:
             return Traffic(tensor_bytes(manifest) * self._address.tp_size, tensor_bytes(manifest))
-        return traffic_of(self._verbs.order({"manifest": manifest.to_json()}, str(manifest)))
+        return traffic_of(self._verbs.load(manifest))
 
     def close(self) -> None:
         self._verbs.close()

@@ -124,7 +124,7 @@ class ProcessGroupCourier:
         )
         needed = tensor_bytes(manifest)
         if self._address.has_loader:
-            needed = bytes_standing(self._verbs.order({"digest": manifest.to_json()}, str(manifest)))
+            needed = bytes_standing(self._verbs.digest(manifest))
         return Traffic(tensor_bytes(manifest) * self._address.tp_size, needed)
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.resharding.process_group import UpdateGroup
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError
 from rlhf_megatron.rollout.http import HttpClient
+from rlhf_megatron.rollout.receipts import check
 from rlhf_megatron.rollout.sglang_server.loader import LOAD_FORMAT
 
 TIMEOUT_S = 600.0
@@ -48,6 +49,19 @@ class SGLangVerbs:
         body = {"serialized_named_tensors": payloads, "load_format": LOAD_FORMAT, "flush_cache": False}
         self._post(_TENSOR, body, what)
         return [self._receipt(name, rank, what) for rank in range(self.address.tp_size)]
+
+    def load(self, manifest: BucketManifest, bucket: Tensor | None = None) -> list[dict[str, Any]]:
+        """Have the run's loader load a bucket, from its file or from `bucket`; the ranks' receipts, checked."""
+        order = manifest.to_json()
+        found = self.order({"manifest": order}, str(manifest), bucket)
+        check(self.address.name, manifest, found, lambda: self.order({"compare": order}, str(manifest), bucket))
+        return found
+
+    def digest(self, manifest: BucketManifest) -> list[dict[str, Any]]:
+        """Of a bucket that was loaded another way; the ranks' receipts, checked."""
+        found = self.order({"digest": manifest.to_json()}, str(manifest))
+        check(self.address.name, manifest, found)
+        return found
 
     def load_by_value(self, manifest: BucketManifest, bucket: Tensor) -> None:
         """A bucket inside the request, for servers without the run's loader."""

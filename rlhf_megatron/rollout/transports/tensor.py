@@ -40,7 +40,7 @@ class TensorCourier:
             self._verbs.load_by_value(manifest, bucket)
             return Traffic(tensor_bytes(manifest) * self._address.tp_size, tensor_bytes(manifest))
         shared = bucket if bucket.device.type != "cpu" else None
-        return traffic_of(self._verbs.order({"manifest": manifest.to_json()}, str(manifest), shared))
+        return traffic_of(self._verbs.load(manifest, shared))
 
     def close(self) -> None:
         self._verbs.close()
