@@ -45,6 +45,8 @@ def machine_of(config: RunConfig) -> Machine:
 def check_engines(config: RunConfig) -> None:
     """Nothing is started or changed. Raises ValueError: no environment for servers, or running ones that do not fit."""
     rollout = config.rollout
+    if rollout.router == "sglang":
+        check_router(rollout.sglang.python, rollout.sglang.env)
     if rollout.endpoints:
         try:
             look_at_all(_attached(config), _expected(config))
