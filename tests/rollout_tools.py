@@ -65,15 +65,53 @@ def request(
     return GenerateRequest(prompt, seeds, SamplingParams(max_new_tokens, temperature, **params))
 
 
+def reference_rows(
+    model: PreTrainedModel, prompt: tuple[int, ...], response: tuple[int, ...], temperature: float = 1.0
+) -> Tensor:
+    """[len(response), vocabulary] log_softmax(logits / temperature) of transformers' own forward pass, before each
+    token of the response."""
+    ids = torch.tensor([[*prompt, *response]])
+    with torch.no_grad():
+        rows = (model(ids).logits[0].float() / temperature).log_softmax(-1)
+    return rows[len(prompt) - 1 : -1]
+
+
 def reference_log_probs(
     model: PreTrainedModel, prompt: tuple[int, ...], response: tuple[int, ...], temperature: float = 1.0
 ) -> Tensor:
-    """log p of each response token under softmax(logits / temperature) of transformers' own forward pass."""
+    """log p of each response token under softmax(logits / temperature)."""
+    return picked(reference_rows(model, prompt, response, temperature), response)
+
+
+def reference_rows_over(
+    old: PreTrainedModel, new: PreTrainedModel, prompt: tuple[int, ...], response: tuple[int, ...], num_old: int
+) -> Tensor:
+    """Rows before the tokens from `num_old` on, where the weights changed after `num_old` tokens and keys and values
+    stayed: the last of these tokens is the first that the new model reads."""
     ids = torch.tensor([[*prompt, *response]])
+    num_read = len(prompt) + num_old - 1
     with torch.no_grad():
-        log_probs = (model(ids).logits[0].float() / temperature).log_softmax(-1)
-    index = torch.arange(len(prompt) - 1, ids.shape[1] - 1)
-    return log_probs[index, ids[0, len(prompt) :]]
+        cache = old(ids[:, :num_read], use_cache=True).past_key_values
+        return new(ids[:, num_read:], past_key_values=cache).logits[0].float().log_softmax(-1)[:-1]
+
+
+def picked(rows: Tensor, tokens: Sequence[int]) -> Tensor:
+    """The entry of each token in its row."""
+    return rows.gather(1, torch.tensor(tokens, dtype=torch.long)[:, None])[:, 0]
+
+
+def kept(row: Tensor, top_k: int = -1, top_p: float = 1.0, min_p: float = 0.0) -> set[int]:
+    """Tokens that may be drawn from a row of log-probs: among the `top_k` likeliest, those before them having at most
+    `top_p` together, and at least `min_p` times as likely as the likeliest. Each rule looks at the whole row."""
+    order = row.argsort(descending=True).tolist()
+    probs = row.exp().double()
+    found, before = set(), 0.0
+    for rank, token in enumerate(order):
+        p = float(probs[token])
+        if (top_k < 0 or rank < top_k) and before <= top_p and p >= min_p * float(probs[order[0]]):
+            found.add(token)
+        before += p
+    return found
 
 
 def reference_greedy(model: PreTrainedModel, prompt: tuple[int, ...], max_new_tokens: int) -> tuple[int, ...]:

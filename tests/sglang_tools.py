@@ -19,6 +19,7 @@ CPU_ARGUMENTS: dict[str, object] = {
     "max_running_requests": 16,
     "grammar_backend": "none",
     "enable_deterministic_inference": True,
+    "sleep_on_idle": True,  # or it keeps a core busy
 }
 CPU_ENV = {
     "SGLANG_USE_CPU_ENGINE": "1",

@@ -18,6 +18,7 @@ from rlhf_megatron.rollout.engine import (
     VersionSpan,
 )
 
+_TOP_P_OF_ONE = 1e-6  # below the probability of the likeliest token of any vocabulary
 _NOT_A_NUMBER = "NaN happened"  # SGLang's words; it ends such a sample with a stop token that nobody drew
 
 
@@ -34,12 +35,14 @@ def generate_body(requests: Sequence[GenerateRequest], version: int | None) -> d
 
 def _sampling(params: SamplingParams, seed: int) -> dict[str, Any]:
     """`sampling_seed` counts only on servers started with --enable-deterministic-inference. `min_new_tokens` is left
-    out: it is refused before."""
+    out: it is refused before. A batch of nothing but `top_k` 1 gets log-probs of temperature 1 from SGLang, so that cut
+    is made with `top_p`."""
+    is_single = params.top_k == 1 and params.temperature > 0
     return {
         "max_new_tokens": params.max_new_tokens,
         "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k,
+        "top_p": _TOP_P_OF_ONE if is_single else params.top_p,
+        "top_k": -1 if is_single else params.top_k,
         "min_p": params.min_p,
         "stop_token_ids": list(params.stop_token_ids),
         "sampling_seed": seed,

@@ -1,0 +1,182 @@
+"""Engines for the conformance suite. One server of a kind serves all files of the suite; it ends with its last test."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from rollout_tools import tiny_qwen2, tiny_qwen3, weights_of, write_buckets
+from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, needs_sglang, sglang_python
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlhf_megatron.rollout.engine import Engine, EngineError, GeneratedSample, GenerateRequest
+from rlhf_megatron.rollout.local_client import LocalEngine
+from rlhf_megatron.rollout.process import start_local_engines
+from rlhf_megatron.rollout.sglang_client import SGLangEngine
+from rlhf_megatron.rollout.sglang_process import start_sglang_engines
+
+PROMPT = (1, 2, 3, 4)
+LONG = 200  # tokens of a response that takes a while
+VOCAB = 32
+END = 9  # the end-of-sequence token of the second model's configuration
+WAIT_S = 60.0
+T = TypeVar("T")
+_MIDWAY_TRIES = 12
+
+
+@dataclass
+class Server:
+    kind: str
+    engine: Engine
+    transfer_dir: Path
+    version: int  # of the last sync
+
+
+Starter = Callable[[Path, Path], Iterator[Server]]
+
+
+def start_local(model: Path, folder: Path) -> Iterator[Server]:
+    transfer = folder / "transfer"
+    transfer.mkdir()
+    with start_local_engines(model, 1, folder, transfer_dir=transfer, startup_timeout_s=120) as servers:
+        yield Server("local", LocalEngine(servers.addresses[0]), transfer, -1)
+
+
+def start_sglang(model: Path, folder: Path, **arguments: object) -> Iterator[Server]:
+    transfer = folder / "transfer"
+    transfer.mkdir()
+    with start_sglang_engines(
+        model,
+        1,
+        folder,
+        python=str(sglang_python()),
+        transfer_dir=transfer,
+        dtype="float32",
+        arguments={**CPU_ARGUMENTS, "load_format": "auto", "context_length": 256, **arguments},
+        env=CPU_ENV,
+        startup_timeout_s=STARTUP_S,
+    ) as servers:
+        yield Server("sglang", SGLangEngine(servers.addresses[0], transfer), transfer, -1)
+
+
+# On a CPU stock SGLang has no prefix cache while seeds count: the second server has the one and not the other.
+STARTERS: dict[str, Starter] = {"local": start_local, "sglang": start_sglang}
+UNSEEDED: dict[str, Starter] = {
+    "local": start_local,
+    "sglang": partial(start_sglang, enable_deterministic_inference=False),
+}
+ENGINES = [
+    pytest.param("local", marks=pytest.mark.dist),
+    pytest.param("sglang", marks=[pytest.mark.dist, pytest.mark.sglang, needs_sglang]),
+]
+LONG_ENGINES = [
+    ENGINES[0],
+    pytest.param("sglang", marks=[pytest.mark.dist, pytest.mark.sglang, pytest.mark.long, needs_sglang]),
+]
+
+_running: dict[tuple[str, str], tuple[Iterator[Server], Server]] = {}
+
+
+def first_model() -> PreTrainedModel:
+    return tiny_qwen3(1)
+
+
+def second_model() -> PreTrainedModel:
+    model = tiny_qwen2(1)
+    model.config.eos_token_id = model.generation_config.eos_token_id = END
+    return model
+
+
+def use_server(request: pytest.FixtureRequest, factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The server of tiny_qwen3(1): seeds count."""
+    return _use(request, factory, STARTERS, first_model)
+
+
+def use_unseeded_server(request: pytest.FixtureRequest, factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The server of `second_model`."""
+    return _use(request, factory, UNSEEDED, second_model)
+
+
+def _use(
+    request: pytest.FixtureRequest,
+    factory: pytest.TempPathFactory,
+    starters: Mapping[str, Starter],
+    model: Callable[[], PreTrainedModel],
+) -> Iterator[Server]:
+    key = (str(request.fixturename), request.param)
+    if key not in _running:
+        folder = factory.mktemp("conformance")
+        model().save_pretrained(folder / "model")
+        iterator = starters[request.param](folder / "model", folder)
+        _running[key] = (iterator, next(iterator))
+    yield _running[key][1]
+    if not _is_used_later(request.session.items, str(request.node.path), key):
+        iterator, server = _running.pop(key)
+        server.engine.close()
+        next(iterator, None)
+
+
+def _is_used_later(items: list[pytest.Item], path: str, key: tuple[str, str]) -> bool:
+    """By a file after this one. Files of the suite alone are looked at: others have fixtures of the same names."""
+    files = list(dict.fromkeys(str(item.path) for item in items))
+    later = {file for file in files[files.index(path) + 1 :] if Path(file).name.startswith("test_engine_conformance")}
+    return any(
+        str(item.path) in later and hasattr(item, "callspec") and item.callspec.params.get(key[0]) == key[1]
+        for item in items
+    )
+
+
+def sync(server: Server, model: PreTrainedModel) -> None:
+    sync_weights(server, weights_of(model))
+
+
+def sync_weights(server: Server, weights: Mapping[str, Tensor]) -> None:
+    server.version += 1
+    server.engine.begin_update(server.version)
+    for manifest in write_buckets(weights, server.transfer_dir, server.version):
+        server.engine.update_weights(manifest)
+    server.engine.commit_update(server.version)
+
+
+class Call:
+    """One request that runs in a thread. `group` is empty where the engine refused, and `error` says why."""
+
+    def __init__(self, engine: Engine, request: GenerateRequest) -> None:
+        self.group: list[GeneratedSample] = []
+        self.error = ""
+        self._thread = threading.Thread(target=self._run, args=(engine, request), daemon=True)
+        self._thread.start()
+
+    def _run(self, engine: Engine, request: GenerateRequest) -> None:
+        try:
+            (self.group,) = engine.generate([request], WAIT_S)
+        except EngineError as error:
+            self.error = str(error)
+
+    def runs_after(self, seconds: float) -> bool:
+        self._thread.join(seconds)
+        return self._thread.is_alive()
+
+    def samples(self) -> list[GeneratedSample]:
+        """Wait for them."""
+        assert not self.runs_after(WAIT_S), "no answer"
+        assert not self.error, self.error
+        return self.group
+
+
+def midway(attempt: Callable[[float], tuple[int, T]]) -> T:
+    """The result of the first attempt that met a response in its middle. `attempt(delay)` says where it met it after
+    `delay` seconds (-1: before its first token, 0: midway, 1: after its end): nothing tells how far an engine is."""
+    delay = 0.1
+    for _ in range(_MIDWAY_TRIES):
+        place, result = attempt(delay)
+        if place == 0:
+            return result
+        delay *= 0.6 if place > 0 else 1.7
+    pytest.fail("no delay met the response in its middle")
