@@ -109,10 +109,11 @@ class AttachedEngine(SGLangEngine):
             raise EngineError(f"{self.address.name}: another run may have used {self.address.url} meanwhile.")
         return groups
 
-    def begin_update(self, version: int, full_resync: bool = False) -> None:
+    def commit_update(self, version: int) -> None:
+        """Digests and receipts have told what stands in it: from here on nobody else may have had it."""
+        super().commit_update(version)
         if self._lease is not None:
             self._epoch = self._lease.current()
-        super().begin_update(version, full_resync)
 
     def version(self) -> int | None:
         return super().version() if self._is_held() else None

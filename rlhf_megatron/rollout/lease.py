@@ -31,7 +31,7 @@ class Lease:
         self.epoch = 0
         self._http = http
         self._seconds = seconds
-        self._renewed = 0.0  # when the last renewal that succeeded was sent
+        self._renewed = 0.0  # when the last session that was opened was asked for
         self._changed = threading.Condition()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
@@ -81,13 +81,14 @@ class Lease:
                 self._close(slot, _VERDICT_S)
 
     def _keep(self) -> None:
-        """In its thread. Asked within `seconds` of the last renewal, the other session stood all the time: no other run
-        had the server, also where it answers late."""
+        """In its thread. A session that was asked for within `seconds` of the other one came while that one stood, or
+        before whoever asked later: no other run had both, also where the server answers late."""
         turn, pause = 0, self._seconds / 6
         while not self._stopped.wait(pause):
-            sent, is_renewed = _now(), False
+            sent, is_renewed = 0.0, False
             with contextlib.suppress(EngineError):
                 self._close(SLOTS[turn])
+                sent = _now()
                 is_renewed = self._open(SLOTS[turn])
             pause = self._seconds / 6 if is_renewed else _RETRY_S
             if is_renewed:

@@ -32,7 +32,8 @@ def shell_command(
     }
     return "\n".join(
         [
-            f"(umask 077; {shlex.quote(installed.python)} -c 'import secrets; print(secrets.token_hex(32))' > {KEY_FILE}",
+            f"(umask 077; {shlex.quote(installed.python)} -c 'import secrets; print(secrets.token_hex(32))' \\",
+            f" > {KEY_FILE}",
             f' printf "api-key: %s\\nadmin-api-key: %s\\n" "$(cat {KEY_FILE})" "$(cat {KEY_FILE})" > {SETTINGS_FILE})',
             f'{INIT_METHOD}="file://$(mktemp -u)" \\',
             *(f"{line} \\" for line in _assignments(variables)),

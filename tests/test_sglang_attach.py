@@ -1,0 +1,315 @@
+"""Running servers that a run attaches to: what is looked at, the lease, keys. Small servers say what SGLang says."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_megatron.rollout.attach import addresses_of, look_at_all, read_key, same_place
+from rlhf_megatron.rollout.attached_server import Expected, is_loopback, look
+from rlhf_megatron.rollout.engine import EngineAddress, EngineError
+from rlhf_megatron.rollout.http import HttpClient
+from rlhf_megatron.rollout.lease import SLOTS, Lease
+from rlhf_megatron.rollout.sglang_server.loader import LOAD_FORMAT
+
+CONFIG = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 32, "hidden_size": 64}
+INFO: dict[str, Any] = {
+    "version": "0.5.21",
+    "tp_size": 2,
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "custom_weight_loader": [LOAD_FORMAT],
+    "enable_deterministic_inference": True,
+    "device": "cuda",
+    "max_total_num_tokens": 4096,
+    "context_length": None,
+    "dp_size": 1,
+    "pp_size": 1,
+}
+MODEL: dict[str, Any] = {"model_path": "/nowhere", "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+PATHS: dict[str, Any] = {"paths": {"/open_session": {}, "/close_session": {}}}
+Answer = Callable[[str, str, Any, str], tuple[int, Any]]
+
+
+@contextmanager
+def served(answer: Answer) -> Iterator[str]:
+    """The URL of a server that answers as `answer(method, path, body, key)` says: status, and JSON or text."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def reply(self) -> None:
+            size = int(self.headers.get("Content-Length") or 0)
+            body = json.loads(self.rfile.read(size)) if size else None
+            key = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
+            status, value = answer(self.command, self.path, body, key)
+            data = value.encode() if isinstance(value, str) else json.dumps(value).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "text/html" if isinstance(value, str) else "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_GET = do_POST = reply
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def sglang(info: Mapping[str, Any], model: Mapping[str, Any], key: str = "") -> Answer:
+    answers = {"/server_info": info, "/model_info": model, "/openapi.json": PATHS}
+
+    def answer(method: str, path: str, body: Any, given: str) -> tuple[int, Any]:
+        return (200, answers[path]) if given == key else (401, {"error": "Unauthorized"})
+
+    return answer
+
+
+@pytest.fixture
+def expected(tmp_path: Path) -> Expected:
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours" / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "ours" / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0}}}))
+    return Expected(tmp_path / "ours", tmp_path / "ours", "float32", num_tokens=100)
+
+
+def at(url: str, key: str = "") -> EngineAddress:
+    return addresses_of([url], key, "")[0]
+
+
+def test_a_server_that_fits(expected: Expected) -> None:
+    with served(sglang(INFO, MODEL)) as url:
+        found = look(at(url), expected)
+    assert (found.problems, found.warnings) == ((), ())
+    assert (found.tp_size, found.lists_loader, found.has_sessions, found.dtype) == (2, True, True, "float32")
+
+
+@pytest.mark.parametrize(
+    "info, words",
+    [
+        ({"version": "0.5.20"}, r"sglang in the server is 0.5.20, but 0.5.21 or newer is needed .*upgrade it"),
+        ({"dtype": "half"}, r"its weights are float16, but rollout.dtype .* is float32; start it with --dtype float32"),
+        ({"dp_size": 2}, r"its dp-size is 2: .*; use rollout.num_engines \(or more endpoints\) and dp-size 1"),
+        ({"pp_size": 2}, r"its pp-size is 2: "),
+        ({"speculative_algorithm": "EAGLE"}, r"its speculative-algorithm is 'EAGLE': .* without speculative decoding"),
+        ({"enable_lora": True}, r"its enable-lora is True: .*; start it without LoRA"),
+        ({"quantization": "fp8"}, r"its quantization is 'fp8': .*; start it without quantization"),
+        ({"max_total_num_tokens": 99}, r"has room for 99 tokens, the longest sample has 100 "),
+        ({"context_length": 64}, r"its --context-length is 64, the longest sample has 100 tokens"),
+    ],
+)
+def test_what_stands_against_a_server(info: dict[str, Any], words: str, expected: Expected) -> None:
+    with served(sglang({**INFO, **info}, MODEL)) as url, pytest.raises(EngineError) as caught:
+        look_at_all([at(url)], expected)
+    assert re.match(rf"rollout.endpoints \({url}\): .*{words}", str(caught.value))
+
+
+def test_everything_that_is_wrong_is_told_at_once(expected: Expected) -> None:
+    answer = sglang({**INFO, "dp_size": 2, "dtype": "bfloat16"}, MODEL)
+    with served(answer) as url, pytest.raises(EngineError) as caught:
+        look_at_all([at(url), at("http://127.0.0.1:9")], expected)
+    first, second, third = str(caught.value).splitlines()
+    assert ("dp-size" in first, "bfloat16" in second, "no connection" in third) == (True, True, True)
+
+
+def test_another_model(expected: Expected, tmp_path: Path) -> None:
+    other = {**MODEL, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "config.json").write_text(json.dumps({**CONFIG, "hidden_size": 128, "torch_dtype": "bfloat16"}))
+    for model, words in (
+        (other, "LlamaForCausalLM instead of Qwen3ForCausalLM; start it with that model"),
+        ({**MODEL, "model_type": "qwen3_moe"}, "model_type qwen3_moe instead of qwen3"),
+        ({**MODEL, "model_path": str(theirs)}, "hidden_size 128 instead of 64; start it with that model"),
+    ):
+        with served(sglang(INFO, model)) as url:
+            (problem,) = look(at(url), expected).problems
+        assert problem.startswith(f"it serves another model than model.path ({expected.model_path}): ")
+        assert problem.endswith(words + ("" if "start it" in words else "; start it with that model"))
+
+
+def test_another_tokenizer(expected: Expected, tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    tokenizer = theirs / "tokenizer.json"
+    info = {**INFO, "skip_tokenizer_init": False, "tokenizer_path": str(theirs)}
+    for vocabulary, count in (({"a": 0}, 0), ({"b": 0}, 1)):
+        tokenizer.write_text(json.dumps({"model": {"vocab": vocabulary}}))
+        with served(sglang(info, MODEL)) as url:
+            problems = look(at(url), expected).problems
+        assert len(problems) == count
+    assert f"another tokenizer ({theirs}) than the run ({expected.tokenizer_path}); start it with" in problems[0]
+    with served(sglang({**info, "skip_tokenizer_init": True}, MODEL)) as url:
+        assert look(at(url), expected).problems == ()
+
+
+def test_a_deterministic_run_wants_deterministic_servers(expected: Expected) -> None:
+    info = {**INFO, "enable_deterministic_inference": False}
+    strict = replace(expected, is_deterministic=True)
+    with served(sglang(info, MODEL)) as url:
+        assert "ignores the seed of a sample" in look(at(url), expected).warnings[0]
+        assert look(at(url), strict).problems == (
+            "trainer.deterministic is set; start it with --enable-deterministic-inference",
+        )
+    with served(sglang({**INFO, "device": "cpu"}, MODEL)) as url:
+        assert "which SGLang has not on a CPU" in look(at(url), strict).problems[0]
+
+
+@pytest.mark.parametrize(
+    "status, value, words",
+    [
+        (404, "<html>no such page</html>", r"is not an SGLang server \(engine0 .* answered 404: <html>no such page"),
+        (200, "<html>hello</html>", r"is not an SGLang server: its /server_info says <html>hello</html>; correct the"),
+        (200, {"status": "ok"}, r"is not an SGLang server: its /server_info says {'status': 'ok'}; .*a router is not"),
+        (500, "broken", r"is not an SGLang server \(.* answered 500: broken\); correct the address"),
+    ],
+)
+def test_an_endpoint_that_is_not_sglang(status: int, value: Any, words: str, expected: Expected) -> None:
+    with served(lambda *_: (status, value)) as url, pytest.raises(EngineError) as caught:
+        look_at_all([at(url)], expected)
+    assert re.match(f"rollout.endpoints: {url} {words}", str(caught.value))
+
+
+def test_nobody_at_the_endpoint(expected: Expected) -> None:
+    with pytest.raises(EngineError, match=r"rollout.endpoints: .*no connection .*Start the server first, or correct"):
+        look_at_all([at("http://127.0.0.1:9")], expected)
+
+
+def test_a_key_that_is_refused(expected: Expected) -> None:
+    with served(sglang(INFO, MODEL, key="right")) as url:
+        assert look(at(url, "right"), expected).problems == ()
+        for key in ("", "wrong"):
+            with pytest.raises(EngineError, match=f"{url} refuses the key; .*rollout.sglang.api_key_file") as caught:
+                look_at_all([at(url, key)], expected)
+            assert "wrong" not in str(caught.value)
+
+
+def test_the_addresses_of_endpoints() -> None:
+    first, second = addresses_of(["http://a:1/", "https://b"], "api", "admin")
+    assert (first.name, first.kind, first.url, first.token, first.api_key) == (
+        *("engine0", "sglang", "http://a:1"),
+        *("admin", "api"),
+    )
+    assert (second.name, second.url) == ("engine1", "https://b")
+    assert (at("http://a", "api").token, at("http://a", "api").api_key) == ("api", "")
+    assert "api" not in repr(first) and "admin" not in repr(first)
+    assert same_place("http://localhost:80") == same_place("http://127.0.0.1") != same_place("https://127.0.0.1")
+    assert [is_loopback(url) for url in ("http://127.0.0.9:1", "http://[::1]:1", "http://localhost", "http://a")] == [
+        *(True, True, True),
+        False,
+    ]
+
+
+def test_keys_over_the_network_are_warned_of(expected: Expected, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_megatron.rollout.attached_server.is_loopback", lambda url: False)
+    with served(sglang(INFO, MODEL, key="right")) as url:
+        assert look(at(url, "right"), expected).warnings == (
+            "its keys go over the network in clear, since the address begins with http; use https.",
+        )
+    with served(sglang(INFO, MODEL)) as url:
+        assert look(at(url), expected).warnings == ()
+
+
+def test_a_key_lies_in_a_private_file(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_text("s3cret\n")
+    path.chmod(0o600)
+    assert read_key(str(path), "setting") == "s3cret"
+    assert read_key(None, "setting") == ""
+    path.chmod(0o640)
+    with pytest.raises(ValueError, match=rf"setting \({path}\) must belong to you and have mode 0600; run chmod 600"):
+        read_key(str(path), "setting")
+    path.chmod(0o600)
+    for text in ("", "two words", "two\nlines"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"must hold the key, one line of it, and nothing else"):
+            read_key(str(path), "setting")
+    with pytest.raises(ValueError, match=r"cannot be read: No such file or directory; correct the path"):
+        read_key(str(tmp_path / "gone"), "setting")
+
+
+class Sessions:
+    """Opens sessions as SGLang does: once a name, for a time."""
+
+    def __init__(self) -> None:
+        self.open: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, method: str, path: str, body: Any, key: str) -> tuple[int, Any]:
+        with self._lock:
+            self.open = {name: end for name, end in self.open.items() if end > time.monotonic()}
+            name = body["session_id"]
+            if path == "/close_session":
+                self.open.pop(name, None)
+                return 200, None
+            if name in self.open:
+                words = "Failed to open the session. Check if a session with the same id is still open."
+                return 400, {"error": {"message": words}}
+            self.open[name] = time.monotonic() + body["timeout"]
+            return 200, name
+
+
+def lease_of(url: str, seconds: float) -> Lease:
+    return Lease(HttpClient(at(url)), seconds)
+
+
+def test_two_runs_do_not_share_a_server() -> None:
+    sessions = Sessions()
+    with served(sessions) as url:
+        first, second = lease_of(url, 1.5), lease_of(url, 1.5)
+        first.acquire(time.monotonic())
+        waits: list[float] = []
+        with pytest.raises(EngineError, match=rf"{url} is in use by another run; stop that run, or give this one"):
+            second.acquire(time.monotonic() + 3.0, lambda: waits.append(time.monotonic()))
+        assert len(waits) >= 3, "it waited for longer than the lease lasts, which was renewed"
+        assert first.current() == 1
+        first.release()
+        assert not sessions.open
+        second.acquire(time.monotonic())
+        assert sessions.open.keys() == set(SLOTS)
+        second.release()
+        second.release()
+
+
+def test_a_lease_of_a_run_that_was_killed_ends_by_itself() -> None:
+    sessions = Sessions()
+    with served(sessions) as url:
+        killed = lease_of(url, 1.0)
+        killed.acquire(time.monotonic())
+        killed._stopped.set()  # nobody renews it any more
+        start = time.monotonic()
+        heir = lease_of(url, 1.0)
+        heir.acquire(start + 20.0)
+        assert 0.5 < time.monotonic() - start < 10.0
+        heir.release()
+
+
+def test_who_was_away_for_too_long_has_a_new_lease() -> None:
+    """As after SIGSTOP: another run can have been there."""
+    sessions = Sessions()
+    with served(sessions) as url:
+        lease = lease_of(url, 3.0)
+        lease.acquire(time.monotonic())
+        assert lease.current() == 1
+        with sessions._lock:
+            time.sleep(1.0)  # the server answers late
+        assert lease.current() == 1
+        lease._renewed -= 5.0  # the last session was asked for long ago
+        assert lease.current() == 2
+        lease.release()
