@@ -39,7 +39,7 @@ from rlhf_megatron.rollout.lease import LEASE_S, Lease
 from rlhf_megatron.rollout.process import Progress, ServerProcess
 from rlhf_megatron.rollout.sglang_client import SGLangEngine
 from rlhf_megatron.rollout.sglang_limits import limits_of
-from rlhf_megatron.rollout.transports.sglang_verbs import SGLangVerbs
+from rlhf_megatron.rollout.sglang_verbs import SGLangVerbs
 
 logger = logging.getLogger(__name__)
 
