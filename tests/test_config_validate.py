@@ -61,6 +61,7 @@ def test_the_base_of_these_tests_is_valid(run_file: Path) -> None:
         (["rollout.top_p=0.9"], "rollout.top_p (0.9) must be 1.0 (off)"),
         (["rollout.top_k=50"], "rollout.top_k (50) must be -1 (off)"),
         (["rollout.min_p=0.1"], "rollout.min_p (0.1) must be 0.0 (off)"),
+        (["rollout.engine=sglang", "rollout.sglang.args={enable-deterministic-inference: true}", "rollout.val_kwargs={temperature: 1.0, min_p: 0.1}"], "rollout.val_kwargs.min_p (0.1) is a draw that SGLang has not where seeds count (rollout.sglang.args.enable_deterministic_inference); use top_p and set min_p to 0, or give up the seeds."),
         (["rollout.val_kwargs.n=4"], "rollout.val_kwargs.n (4) must be 1 at temperature 0"),
         (["trainer.nnodes=2", "actor.megatron.pipeline_model_parallel_size=2"], "actor.megatron.pipeline_model_parallel_size (2) over trainer.nnodes (2) puts stages on machines"),
         (["rollout.stop=[a,a]"], "rollout.stop (['a', 'a']) must be distinct, non-empty strings."),

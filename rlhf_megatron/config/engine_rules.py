@@ -14,6 +14,7 @@ def engines(loaded: Loaded) -> Iterator[Problem]:
     c = loaded.config
     yield from _senders(c)
     yield from _of_sglang_only(c)
+    yield from _draws(c)
     if (
         c.rollout.endpoints
         and loaded.is_set("rollout.num_engines")
@@ -51,6 +52,21 @@ def _of_sglang_only(c: RunConfig) -> Iterator[Problem]:
                 " remove it.",
                 (f"rollout.{name}", "rollout.engine"),
             )
+
+
+def _draws(c: RunConfig) -> Iterator[Problem]:
+    """A server that has not this draw would end in the first evaluation."""
+    min_p, argument = c.rollout.val_kwargs.min_p, "enable_deterministic_inference"
+    if c.rollout.engine != "sglang" or min_p == 0 or c.rollout.val_kwargs.temperature == 0:
+        return
+    is_set = {name.replace("-", "_"): value for name, value in c.rollout.sglang.args.items()}.get(argument, False)
+    if is_set or c.trainer.deterministic:
+        key = f"rollout.sglang.args.{argument}" if is_set else "trainer.deterministic"
+        yield Problem(
+            f"rollout.val_kwargs.min_p ({min_p:g}) is a draw that SGLang has not where seeds count ({key}); use"
+            " top_p and set min_p to 0, or give up the seeds.",
+            ("rollout.val_kwargs.min_p", key),
+        )
 
 
 def _senders(c: RunConfig) -> Iterator[Problem]:

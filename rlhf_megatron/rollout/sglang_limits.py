@@ -45,7 +45,7 @@ class Limits:
                 f"min_new_tokens is {params.min_new_tokens}: SGLang bars stop tokens with the tokenizer, which a server"
                 " that takes token ids does not load. Leave it at 0, or use the local engine."
             )
-        if params.min_p > 0 and self.is_deterministic:
+        if params.min_p > 0 and params.temperature > 0 and self.is_deterministic:
             return (
                 f"min_p is {params.min_p:g}: SGLang has no seeded draw with min_p. Start it without"
                 " enable_deterministic_inference, or set min_p to 0."

@@ -37,13 +37,14 @@ def _sampling(params: SamplingParams, seed: int) -> dict[str, Any]:
     """`sampling_seed` counts only on servers started with --enable-deterministic-inference. `min_new_tokens` is left
     out: it is refused before. A batch of nothing but `top_k` 1 gets log-probs of temperature 1 from SGLang, so that cut
     is made with `top_p`."""
-    is_single = params.top_k == 1 and params.temperature > 0
+    is_greedy = params.temperature == 0
+    is_single = params.top_k == 1 and not is_greedy
     return {
         "max_new_tokens": params.max_new_tokens,
         "temperature": params.temperature,
         "top_p": _TOP_P_OF_ONE if is_single else params.top_p,
         "top_k": -1 if is_single else params.top_k,
-        "min_p": params.min_p,
+        "min_p": 0.0 if is_greedy else params.min_p,
         "stop_token_ids": list(params.stop_token_ids),
         "sampling_seed": seed,
         "skip_special_tokens": False,
@@ -140,14 +141,16 @@ def _spans(meta: dict[str, Any], num_tokens: int) -> tuple[VersionSpan, ...]:
     if not isinstance(raw, list):
         raise ValueError(f"meta_info.weight_versions is {repr(raw)[:200]}.")
     spans: list[VersionSpan] = []
+    end = 0
     for index, entry in enumerate(raw):
         if not isinstance(entry, dict) or any(type(entry.get(name)) is not int for name in ("start", "end")):
             raise ValueError(f"meta_info.weight_versions[{index}] is {repr(entry)[:200]}.")
-        span = VersionSpan(_version(entry.get("version")), entry["start"], min(entry["end"], num_tokens))
-        if span.start != (spans[-1].end if spans else 0):
-            raise ValueError(f"meta_info.weight_versions is {repr(raw)[:200]}: token {span.start} does not follow on.")
-        if span.end > span.start:
-            spans.append(span)
+        start, cut = entry["start"], min(entry["end"], num_tokens)
+        if start != end:
+            raise ValueError(f"meta_info.weight_versions is {repr(raw)[:200]}: token {start} does not follow on.")
+        if cut > start:
+            spans.append(VersionSpan(_version(entry.get("version")), start, cut))
+        end = entry["end"]
     if spans and spans[-1].end != num_tokens:
         raise ValueError(f"meta_info.weight_versions ends at token {spans[-1].end} of {num_tokens}.")
     return tuple(spans)

@@ -1,0 +1,241 @@
+"""Answers of stock SGLang and what is made of them, and requests that are refused before they are sent."""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollout_tools import request
+
+from rlhf_megatron.rollout.engine import (
+    UNSYNCED,
+    EngineAddress,
+    EngineError,
+    EngineRequestError,
+    GeneratedSample,
+    VersionSpan,
+)
+from rlhf_megatron.rollout.gate import Gate
+from rlhf_megatron.rollout.sglang_client import SGLangEngine
+from rlhf_megatron.rollout.sglang_limits import Limits
+from rlhf_megatron.rollout.sglang_samples import generate_body, groups_of
+
+PROMPT = (1, 2)
+ANSWER: dict[str, Any] = {  # as SGLang 0.5.21 sent it
+    "output_ids": [4, 13, 7],
+    "meta_info": {
+        "id": "3686d784",
+        "finish_reason": {"type": "stop", "matched": 7},
+        "prompt_tokens": 2,
+        "weight_version": "6",
+        "num_retractions": 1,
+        "output_token_logprobs": [[-1.5, 4, None], [-0.25, 13, None], [-0.5, 7, None]],
+        "completion_tokens": 3,
+        "cached_tokens": 1,
+        "weight_versions": [{"version": "5", "start": 0, "end": 2}, {"version": "6", "start": 2, "end": 3}],
+    },
+}
+
+
+def sample_of(**meta: Any) -> GeneratedSample:
+    """Of the answer with these changes in its meta_info; None: the field is not there."""
+    answer = copy.deepcopy(ANSWER)
+    for name, value in meta.items():
+        if value is None:
+            del answer["meta_info"][name]
+        else:
+            answer["meta_info"][name] = value
+    return groups_of([answer], [request(PROMPT, (1,), 8)])[0][0]
+
+
+def test_a_sample_keeps_what_the_server_tells() -> None:
+    assert sample_of() == GeneratedSample(
+        (4, 13, 7), (-1.5, -0.25, -0.5), "stop", 5, (VersionSpan(5, 0, 2), VersionSpan(6, 2, 3)), 1, 1
+    )
+    plain = sample_of(weight_versions=None, cached_tokens=None, num_retractions=None)
+    assert plain == GeneratedSample((4, 13, 7), (-1.5, -0.25, -0.5), "stop", 6)
+    unsynced = sample_of(weight_versions=[{"version": "default", "start": 0, "end": 3}])
+    assert (unsynced.policy_version, unsynced.version_spans) == (UNSYNCED, (VersionSpan(UNSYNCED, 0, 3),))
+
+
+def test_an_aborted_sample_has_the_tokens_that_came() -> None:
+    aborted = {"finish_reason": {"type": "abort", "message": "Abort in waiting queue"}, "completion_tokens": 2}
+    assert sample_of(**aborted).version_spans == (VersionSpan(5, 0, 2), VersionSpan(6, 2, 3))
+    part = sample_of(**aborted, output_token_logprobs=[[-1.5, 4, None]])
+    assert (part.token_ids, part.finish_reason, part.version_spans) == ((4,), "abort", (VersionSpan(5, 0, 1),))
+    none = sample_of(**aborted, output_token_logprobs=None)
+    assert (none.token_ids, none.log_probs, none.policy_version, none.version_spans) == ((), (), 6, ())
+
+
+LOG_PROBS = "output_token_logprobs"
+MALFORMED: list[tuple[dict[str, Any], str]] = [
+    ({"finish_reason": None}, r"meta_info\.finish_reason is missing"),
+    ({"finish_reason": "stop"}, r"meta_info\.finish_reason is 'stop'"),
+    ({"finish_reason": {"type": "tired"}}, r"finish_reason\.type is 'tired', not stop, length or abort"),
+    ({"finish_reason": {"type": "stop", "matched": "NaN happened"}}, "not a number"),
+    ({LOG_PROBS: None}, r"meta_info\.output_token_logprobs is missing"),
+    ({LOG_PROBS: ANSWER["meta_info"][LOG_PROBS][:2]}, "2 entries, completion_tokens is 3"),
+    ({LOG_PROBS: [[-1.5, 4, None], [None, 13, None], [-0.5, 7, None]]}, r"logprobs\[1\]: .* token 13 is None"),
+    ({LOG_PROBS: [[float("nan"), 4, None]] * 3}, r"\[0\]: the log-prob of token 4 is nan"),
+    ({LOG_PROBS: [[-1.5, "4", None]] * 3}, r"output_token_logprobs\[0\] is \[-1\.5, '4', None\]"),
+    ({LOG_PROBS: [[-1.5, 4, None], [-0.25, 14, None], [-0.5, 7, None]]}, "name different tokens"),
+    ({"completion_tokens": None}, "completion_tokens is None"),
+    ({"cached_tokens": -1}, r"meta_info\.cached_tokens is -1"),
+    ({"num_retractions": "1"}, r"meta_info\.num_retractions is '1'"),
+    ({"weight_versions": [{"version": "5", "start": 1, "end": 3}]}, "token 1 does not follow on"),
+    ({"weight_versions": [{"version": "5", "start": 0, "end": 2}]}, "ends at token 2 of 3"),
+    ({"weight_versions": [{"version": "5", "start": 0}]}, r"weight_versions\[0\] is"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), MALFORMED, ids=range(len(MALFORMED)))
+def test_what_is_wrong_with_an_answer_is_named(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=f"sample 0 of 1: .*{words}"):
+        sample_of(**changes)
+
+
+def test_numbers_of_samples() -> None:
+    asked = [request(PROMPT, (1, 2), 8), request(PROMPT, (3,), 8)]
+    assert [len(group) for group in groups_of([ANSWER] * 3, asked)] == [2, 1]
+    with pytest.raises(ValueError, match="2 samples for 3 asked for"):
+        groups_of([ANSWER] * 2, asked)
+    with pytest.raises(ValueError, match="'no' for 3 asked for"):
+        groups_of("no", asked)
+    with pytest.raises(ValueError, match=r"sample 1 of 3: meta_info is missing"):
+        groups_of([ANSWER, {"output_ids": []}, ANSWER], asked)
+
+
+def test_a_request_has_an_entry_and_a_seed_a_sample() -> None:
+    body = generate_body([request(PROMPT, (7, 8), 4, 0.5, top_p=0.9, top_k=5, stop_token_ids=(3,))], 12)
+    assert body["input_ids"] == [[1, 2], [1, 2]] and body["extra_key"] == "version 12"
+    first, second = body["sampling_params"]
+    assert (first.pop("sampling_seed"), second.pop("sampling_seed")) == (7, 8) and first == second
+    assert {name: first[name] for name in ("max_new_tokens", "temperature", "top_p", "top_k", "min_p")} == {
+        "max_new_tokens": 4,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 5,
+        "min_p": 0.0,
+    }
+    assert first["stop_token_ids"] == [3]
+
+
+REFUSED = [
+    ({"prompt": ()}, "the prompt is empty"),
+    ({"prompt": (1, 32)}, r"token 32 .* \(0 \.\. 31\)"),
+    ({"prompt": (-1, 3)}, "token -1 "),
+    ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+    ({"min_new_tokens": 2}, "min_new_tokens is 2"),
+    ({"min_p": 0.1}, r"min_p is 0\.1.*enable_deterministic_inference"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), REFUSED, ids=range(len(REFUSED)))
+def test_what_would_end_the_server_is_refused(changes: dict[str, Any], words: str) -> None:
+    asked = {"prompt": PROMPT, "seeds": (1,), "max_new_tokens": 4, **changes}
+    with pytest.raises(EngineRequestError, match=f"engine0: .*{words}"):
+        Limits(32, True).check([request(**asked)], "engine0")
+
+
+def test_what_a_server_can_do_is_not_refused() -> None:
+    Limits(32, False).check([request((0, 31), (1,), 1, min_p=0.1)], "engine0")
+    Limits(None, True).check([request((99,), (1,), 1)], "engine0")
+    Limits(32, True).check([request((1,), (1,), 1, 0.0, min_p=0.1)], "engine0")  # greedy: nothing to cut
+
+
+class Recorder(BaseHTTPRequestHandler):
+    """Answers as a server does that has nothing to say, and keeps who asked with which key."""
+
+    keys: dict[str, str]
+
+    def do_GET(self) -> None:
+        self.keys[self.path] = self.headers.get("Authorization", "")
+        length = int(self.headers.get("Content-Length", 0))
+        body = json.loads(self.rfile.read(length) or "{}")
+        is_question = "token_ids_logprob" in body
+        text = json.dumps([ANSWER] if self.path == "/generate" and not is_question else {}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    do_POST = do_GET
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def recorder() -> Iterator[tuple[str, dict[str, str]]]:
+    keys: dict[str, str] = {}
+    server = HTTPServer(("127.0.0.1", 0), type("R", (Recorder,), {"keys": keys}))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", keys
+    server.shutdown()
+    server.server_close()
+    thread.join(10)
+
+
+def test_each_verb_takes_its_key(recorder: tuple[str, dict[str, str]], tmp_path: Path) -> None:
+    """SGLang refuses the admin key where its other key is asked for, and the other way round."""
+    url, keys = recorder
+    engine = SGLangEngine(EngineAddress("engine0", "sglang", url, "admin", api_key="api"), tmp_path)
+    engine.generate([request(PROMPT, (1,), 8)], 10)
+    engine.health(10)
+    engine.pause()
+    engine.health(10)
+    engine.release_memory(["kv_cache"])
+    engine.close()
+    of_api = {"/generate", "/server_info", "/health_generate"}
+    assert {path: key for path, key in keys.items() if path in of_api} == dict.fromkeys(of_api, "Bearer api")
+    of_admin = {"/pause_generation", "/release_memory_occupation"}
+    assert {path: key for path, key in keys.items() if path not in of_api} == dict.fromkeys(of_admin, "Bearer admin")
+
+
+@pytest.mark.parametrize(("token", "expected"), [("admin", "Bearer admin"), ("", "")])
+def test_one_key_or_none(recorder: tuple[str, dict[str, str]], tmp_path: Path, token: str, expected: str) -> None:
+    url, keys = recorder
+    engine = SGLangEngine(EngineAddress("engine0", "sglang", url, token), tmp_path)
+    engine.generate([request(PROMPT, (1,), 8)], 10)
+    engine.abort()
+    engine.close()
+    assert keys == dict.fromkeys(("/server_info", "/generate", "/abort_request"), expected)
+
+
+def test_a_wrong_answer_names_the_engine(recorder: tuple[str, dict[str, str]], tmp_path: Path) -> None:
+    engine = SGLangEngine(EngineAddress("engine0", "sglang", recorder[0], "key"), tmp_path)
+    with pytest.raises(EngineError, match=r"^engine0 \(http://127.0.0.1:\d+/generate\): 1 samples for 2 asked for"):
+        engine.generate([request(PROMPT, (1, 2), 8)], 10)
+    engine.close()
+
+
+def test_the_gate() -> None:
+    gate = Gate()
+    with gate.passing(0.1) as is_running:
+        assert is_running and not gate.wait_until_empty(0.01)
+    assert gate.wait_until_empty(0.01)
+    gate.close()
+    with pytest.raises(TimeoutError), gate.passing(0.01):
+        pass
+    seen: list[bool] = []
+
+    def call() -> None:
+        with gate.passing(10) as is_running:
+            seen.append(is_running)
+
+    for let_through, expected in ((gate.abort, False), (gate.open, True)):
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join(0.05)
+        assert thread.is_alive()
+        let_through()
+        thread.join(10)
+        assert seen.pop() is expected and gate.wait_until_empty(0.01)
