@@ -92,20 +92,20 @@ class Engine:
     def update_weights_from_tensor(self, request: dict[str, Any]) -> str:
         pairs = pickle.loads(base64.b64decode(request["serialized_named_tensors"][0]))
         order = json.loads(bytes(pairs[0][1].tolist()))
-        manifest = BucketManifest.from_json(order["digest"])
-        names = [entry.name for entry in manifest.tensors]
+        entries = BucketManifest.from_json(order["digest"]).tensors
+        standing = {entry.name: self.standing[entry.name] for entry in entries}
         receipt = {
             "rank": 0,
             "size": 1,
             "error": None,
-            "bucket": str(manifest),
-            "names": names,
-            "tensors": {entry.name: (entry.shape, entry.dtype, entry.digest) for entry in manifest.tensors},
-            "parts": {n: [(0, 0, len(self.standing[n]), as_hex(digest(self.standing[n])))] for n in names},
+            "bucket": "a bucket",
+            "names": list(standing),
+            "tensors": {entry.name: (entry.shape, entry.dtype, entry.digest) for entry in entries},
+            "parts": {name: [(0, 0, t.shape[0], as_hex(digest(t)))] for name, t in standing.items()},
             "unlike": {},
             "stands_as": {},
-            "num_bytes_read": 0,
-            "num_bytes_standing": sum(self.standing[name].nbytes for name in names),
+            "num_bytes_read": sum(tensor.nbytes for tensor in standing.values()),
+            "num_bytes_standing": sum(tensor.nbytes for tensor in standing.values()),
         }
         (self.directory / f"{order['receipt']}.0").write_text(json.dumps(receipt))
         return "receipt"

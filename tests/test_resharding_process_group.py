@@ -99,10 +99,10 @@ def couriers(
 
 
 def receipts(directory: Path, name: str) -> dict[str, str]:
+    """What stands in an engine of one rank: a digest for each tensor."""
     found: dict[str, str] = {}
     for path in directory.glob(f"receipt-{name}-*.0"):
-        receipt = json.loads(path.read_text())
-        found |= {name: parts[0][3] for name, parts in receipt["parts"].items()}
+        found |= {tensor: parts[0][3] for tensor, parts in json.loads(path.read_text())["parts"].items()}
     return found
 
 
@@ -188,7 +188,7 @@ def deliver_with_a_fault(
         for manifest, raw in buckets:
             delivery(manifest, raw)
     assert list(delivery.failures) == ["engine0"], delivery.failures
-    assert re.match(f"engine0, bucket 1 of {kind} .*{words}", delivery.failures["engine0"], re.DOTALL)
+    assert re.match(f"engine0, bucket 1 of {kind}: .*{words}", delivery.failures["engine0"], re.DOTALL)
     assert time.monotonic() - begin < limit_s
     expect(engines[0], directory, buckets[0][0])
     expect(engines[1], directory, *[manifest for manifest, _ in buckets])
@@ -215,6 +215,21 @@ def test_an_engine_that_fails_in_a_bucket_is_left_out_and_the_next_sync_mends_it
             delivery(manifest, raw)
     assert delivery.failures == {}
     expect(pair[0], folder, *[manifest for manifest, _ in buckets])
+    groups.close()
+
+
+def test_a_flipped_bit_is_seen_in_the_receipt(pair: list[Started], folder: Path) -> None:
+    groups = Groups()
+    manifest, raw = a_bucket("flipped", 0)
+    damaged = raw.clone()
+    damaged[7 * 4 + 1] ^= 16
+    with Delivery("process_group", couriers(pair[:1], folder, groups)) as delivery:
+        delivery.choose_medium()
+        delivery(manifest, damaged)
+        delivery(*a_bucket("flipped", 1))  # it is left out: nothing of this comes
+    words = "engine0, bucket 0 of flipped: 1 of 2 tensors do not stand in it as they were sent: tensor 'flipped.0.0': "
+    assert delivery.failures["engine0"].startswith(words + "digest ")
+    assert not any("flipped.1" in name for name in receipts(folder, "engine0"))
     groups.close()
 
 

@@ -6,16 +6,10 @@ that the server's loader confirmed as complete, the engine is STALE, stays pause
 
 from __future__ import annotations
 
-import base64
-import json
 import logging
-import pickle
 import time
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
-
-import torch
 
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.rollout import receipts
@@ -35,7 +29,7 @@ from rlhf_megatron.rollout.gate import Gate
 from rlhf_megatron.rollout.http import HttpClient
 from rlhf_megatron.rollout.sglang_limits import Limits, limits_of
 from rlhf_megatron.rollout.sglang_samples import generate_body, groups_of
-from rlhf_megatron.rollout.sglang_server.loader import LOAD_FORMAT
+from rlhf_megatron.rollout.sglang_verbs import SGLangVerbs
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +58,7 @@ class SGLangEngine:
     def __init__(self, address: EngineAddress, transfer_dir: Path) -> None:
         self.address = address
         self.transfer_dir = transfer_dir
+        self._verbs = SGLangVerbs(address, transfer_dir)
         self._http = HttpClient(address)  # verbs that take the admin key
         self._serving = HttpClient(address, address.api_key or address.token)  # the others
         self._version: int | None = None  # that is served
@@ -146,10 +141,8 @@ class SGLangEngine:
         self._remove_receipts()
 
     def update_weights(self, manifest: BucketManifest) -> None:
-        what, order = f"bucket {manifest.bucket} of {manifest.sender}", manifest.to_json()
-        found = self._order({"manifest": order}, what)
         try:
-            receipts.check(self.address.name, manifest, found, lambda: self._order({"compare": order}, what))
+            self._verbs.load(manifest)
         except EngineError as error:
             self._has_failed(error)
             raise
@@ -160,7 +153,7 @@ class SGLangEngine:
         if version != self._pending:
             reason = "" if self._stale_reason is None else f" ({self._stale_reason})"
             raise EngineError(f"{self.address.name}: no sync to version {version} is open{reason}.")
-        self._order({"receipts": self._receipt_prefix}, f"commit of version {version}")
+        self._order({"receipts": self._verbs.receipt_prefix}, f"commit of version {version}")
         self._digests = self._read_digests()
         self._http.post("/end_weight_update", {}, ADMIN_TIMEOUT_S)
         body = {"new_version": str(version), "abort_all_requests": False}
@@ -203,12 +196,9 @@ class SGLangEngine:
         return self._version
 
     def close(self) -> None:
+        self._verbs.close()
         self._http.close()
         self._serving.close()
-
-    @property
-    def _receipt_prefix(self) -> str:
-        return f"receipt-{self.address.name}-"
 
     def _require_fit(self) -> None:
         if self._stale_reason is not None:
@@ -256,32 +246,10 @@ class SGLangEngine:
             self._halted = None
             self._gate.open()
 
-    def _order(self, order: dict[str, str], what: str) -> list[receipts.Receipt]:
-        """Have the loader in every rank of the server carry out an order: the ranks' receipts. Raises EngineError with
-        what it said."""
-        receipt = self._receipt_prefix + uuid.uuid4().hex
-        text = json.dumps({**order, "receipt": receipt, "directory": self.transfer_dir.name}).encode()
-        tensor = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        # The server's own wire format is a pickle of (name, tensor) pairs; this one holds the order and no weights.
-        payload = base64.b64encode(pickle.dumps([("order", tensor)])).decode()
-        body = {
-            "serialized_named_tensors": [payload] * self.address.tp_size,
-            "load_format": LOAD_FORMAT,
-            "flush_cache": False,
-        }
+    def _order(self, order: dict[str, str], what: str) -> None:
+        """Have the loader in every rank of the server carry out an order. Raises EngineError with what it said."""
         try:
-            answer = self._http.post("/update_weights_from_tensor", body, ADMIN_TIMEOUT_S)
-            if not answer.get("success", False):
-                raise EngineError(f"{self.address.name}, {what}: {answer.get('message', answer)}")
-            found: list[receipts.Receipt] = []
-            for rank in range(self.address.tp_size):
-                path = self.transfer_dir / f"{receipt}.{rank}"
-                if not path.exists():
-                    raise EngineError(f"{self.address.name}, {what}: tp rank {rank} wrote no receipt.")
-                found.append(json.loads(path.read_text()))
-                if said := found[-1]["error"]:
-                    raise EngineError(f"{self.address.name} tp rank {rank}, {what}: {said} The engine is STALE.")
-            return found
+            self._verbs.order(order, what)
         except EngineError as error:
             self._has_failed(error)
             raise
@@ -292,7 +260,7 @@ class SGLangEngine:
             self._version, self._pending = None, None
 
     def _read_digests(self) -> dict[str, str] | None:
-        found = receipts.standing_of(receipts.read_all(self.transfer_dir, self._receipt_prefix))
+        found = receipts.standing_of(receipts.read_all(self.transfer_dir, self._verbs.receipt_prefix))
         if found.unlike:
             name, why = next(iter(found.unlike.items()))
             logger.warning(
@@ -303,5 +271,5 @@ class SGLangEngine:
         return found.digests | found.faults
 
     def _remove_receipts(self) -> None:
-        for path in self.transfer_dir.glob(f"{self._receipt_prefix}*"):
+        for path in self.transfer_dir.glob(f"{self._verbs.receipt_prefix}*"):
             path.unlink(missing_ok=True)

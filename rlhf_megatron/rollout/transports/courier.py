@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.resharding.transport import Medium
+from rlhf_megatron.rollout.receipts import Receipt
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,12 @@ def tensor_bytes(manifest: BucketManifest) -> int:
     return sum(entry.num_bytes for entry in manifest.tensors)
 
 
-def bytes_standing(receipts: Sequence[dict[str, Any]]) -> int:
-    """Of a bucket's tensors, in all ranks that wrote these receipts."""
-    return sum(receipt.get("num_bytes_standing", 0) for receipt in receipts)
+def traffic_of(receipts: Sequence[Receipt]) -> Traffic:
+    """Of a bucket that the ranks which wrote these receipts have taken."""
+    moved = sum(receipt["num_bytes_read"] for receipt in receipts)
+    return Traffic(moved, sum(receipt["num_bytes_standing"] for receipt in receipts))
 
 
-def traffic_of(receipts: Sequence[dict[str, Any]]) -> Traffic:
-    """Of a bucket that every rank read by itself."""
-    return Traffic(sum(receipt.get("num_bytes_read", 0) for receipt in receipts), bytes_standing(receipts))
+def unseen_traffic(manifest: BucketManifest, num_ranks: int) -> Traffic:
+    """Of ranks that write no receipts: all of it goes to each, and stands in them once at least."""
+    return Traffic(tensor_bytes(manifest) * num_ranks, tensor_bytes(manifest))

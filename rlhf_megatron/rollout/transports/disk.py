@@ -10,8 +10,8 @@ from torch import Tensor
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.resharding.transport import Medium
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError
-from rlhf_megatron.rollout.transports.courier import Traffic, tensor_bytes, traffic_of
-from rlhf_megatron.rollout.transports.sglang_verbs import SGLangVerbs
+from rlhf_megatron.rollout.sglang_verbs import SGLangVerbs
+from rlhf_megatron.rollout.transports.courier import Traffic, traffic_of, unseen_traffic
 
 
 class DiskCourier:
@@ -29,7 +29,7 @@ class DiskCourier:
 
     def deliver(self, manifest: BucketManifest, bucket: Tensor) -> Traffic:
         if not self._address.has_loader:
-            return Traffic(tensor_bytes(manifest) * self._address.tp_size, tensor_bytes(manifest))
+            return unseen_traffic(manifest, self._address.tp_size)
         return traffic_of(self._verbs.load(manifest))
 
     def close(self) -> None:

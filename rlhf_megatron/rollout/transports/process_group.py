@@ -23,8 +23,8 @@ from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.resharding.process_group import UpdateGroup
 from rlhf_megatron.resharding.transport import Medium
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError, EngineTimeoutError
-from rlhf_megatron.rollout.transports.courier import Traffic, bytes_standing, tensor_bytes
-from rlhf_megatron.rollout.transports.sglang_verbs import TIMEOUT_S, SGLangVerbs
+from rlhf_megatron.rollout.sglang_verbs import TIMEOUT_S, SGLangVerbs
+from rlhf_megatron.rollout.transports.courier import Traffic, traffic_of, unseen_traffic
 
 logger = logging.getLogger(__name__)
 
@@ -117,15 +117,14 @@ class ProcessGroupCourier:
         group = self._groups.find(self._address)
         assert group is not None, "open comes before deliver"
         self._together(
-            str(manifest),
+            f"bucket {manifest.bucket} of {manifest.sender}",
             lambda: self._verbs.receive(manifest, group.name),
             lambda: group.broadcast(bucket, self._timeout_s),
             self._timeout_s,
         )
-        needed = tensor_bytes(manifest)
         if self._address.has_loader:
-            needed = bytes_standing(self._verbs.digest(manifest))
-        return Traffic(tensor_bytes(manifest) * self._address.tp_size, needed)
+            return traffic_of(self._verbs.digest(manifest))
+        return unseen_traffic(manifest, self._address.tp_size)
 
     def close(self) -> None:
         """The group stays for the next sync."""

@@ -11,8 +11,8 @@ from rlhf_megatron.parallel.device_sharing import can_share, device_id
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.resharding.transport import Medium
 from rlhf_megatron.rollout.engine import EngineAddress
-from rlhf_megatron.rollout.transports.courier import Traffic, tensor_bytes, traffic_of
-from rlhf_megatron.rollout.transports.sglang_verbs import SGLangVerbs
+from rlhf_megatron.rollout.sglang_verbs import SGLangVerbs
+from rlhf_megatron.rollout.transports.courier import Traffic, traffic_of, unseen_traffic
 
 
 class TensorCourier:
@@ -38,7 +38,7 @@ class TensorCourier:
     def deliver(self, manifest: BucketManifest, bucket: Tensor) -> Traffic:
         if not self._address.has_loader:
             self._verbs.load_by_value(manifest, bucket)
-            return Traffic(tensor_bytes(manifest) * self._address.tp_size, tensor_bytes(manifest))
+            return unseen_traffic(manifest, self._address.tp_size)
         shared = bucket if bucket.device.type != "cpu" else None
         return traffic_of(self._verbs.load(manifest, shared))
 

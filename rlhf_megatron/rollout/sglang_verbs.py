@@ -1,4 +1,4 @@
-"""What a sender asks of a stock SGLang server."""
+"""What is asked of a stock SGLang server in a weight sync: by senders, and by the controller at its end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.resharding.process_group import UpdateGroup
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError
 from rlhf_megatron.rollout.http import HttpClient
-from rlhf_megatron.rollout.receipts import check
+from rlhf_megatron.rollout.receipts import Receipt, check
 from rlhf_megatron.rollout.sglang_server.loader import LOAD_FORMAT
 
 TIMEOUT_S = 600.0
@@ -31,15 +31,30 @@ class SGLangVerbs:
         """`timeout_s`: deadline of each call."""
         self.address = address
         self.timeout_s = timeout_s
+        self.receipt_prefix = f"receipt-{address.name}-"
         self._transfer_dir = transfer_dir
         self._http = HttpClient(address)
 
-    def order(self, order: dict[str, Any], what: str, bucket: Tensor | None = None) -> list[dict[str, Any]]:
+    def load(self, manifest: BucketManifest, bucket: Tensor | None = None) -> list[Receipt]:
+        """Have every rank read a bucket, from its file or from `bucket`, device memory, and load it. Raises EngineError
+        too where it does not stand as it was sent."""
+        order, what = manifest.to_json(), _words(manifest)
+        receipts = self.order({"manifest": order}, what, bucket)
+        check(self.address.name, manifest, receipts, lambda: self.order({"compare": order}, what, bucket))
+        return receipts
+
+    def digest(self, manifest: BucketManifest) -> list[Receipt]:
+        """The same for a bucket that the ranks have loaded from somewhere else."""
+        receipts = self.order({"digest": manifest.to_json()}, _words(manifest))
+        check(self.address.name, manifest, receipts)
+        return receipts
+
+    def order(self, order: dict[str, Any], what: str, bucket: Tensor | None = None) -> list[Receipt]:
         """Have the run's loader carry out an order in every rank; returns the ranks' receipts.
 
         `bucket`: device memory that goes with it.
         """
-        name = f"receipt-{self.address.name}-{uuid.uuid4().hex}"
+        name = self.receipt_prefix + uuid.uuid4().hex
         text = json.dumps({**order, "receipt": name, "directory": self._transfer_dir.name}).encode()
         tensors = [("order", torch.frombuffer(bytearray(text), dtype=torch.uint8))]
         if bucket is not None:
@@ -50,25 +65,12 @@ class SGLangVerbs:
         self._post(_TENSOR, body, what)
         return [self._receipt(name, rank, what) for rank in range(self.address.tp_size)]
 
-    def load(self, manifest: BucketManifest, bucket: Tensor | None = None) -> list[dict[str, Any]]:
-        """Have the run's loader load a bucket, from its file or from `bucket`; the ranks' receipts, checked."""
-        order = manifest.to_json()
-        found = self.order({"manifest": order}, str(manifest), bucket)
-        check(self.address.name, manifest, found, lambda: self.order({"compare": order}, str(manifest), bucket))
-        return found
-
-    def digest(self, manifest: BucketManifest) -> list[dict[str, Any]]:
-        """Of a bucket that was loaded another way; the ranks' receipts, checked."""
-        found = self.order({"digest": manifest.to_json()}, str(manifest))
-        check(self.address.name, manifest, found)
-        return found
-
     def load_by_value(self, manifest: BucketManifest, bucket: Tensor) -> None:
         """A bucket inside the request, for servers without the run's loader."""
         pairs = [(entry.name, _part(bucket, entry).cpu().clone()) for entry in manifest.tensors]
         payload = base64.b64encode(pickle.dumps(pairs)).decode()
         body = {"serialized_named_tensors": [payload] * self.address.tp_size, "flush_cache": False}
-        self._post(_TENSOR, body, str(manifest))
+        self._post(_TENSOR, body, _words(manifest))
 
     def load_directory(self, directory: Path) -> None:
         """A whole model directory, which the server can read."""
@@ -101,7 +103,7 @@ class SGLangVerbs:
             "load_format": "flattened_bucket",
             "flush_cache": False,
         }
-        self._post("/update_weights_from_distributed", body, str(manifest))
+        self._post("/update_weights_from_distributed", body, _words(manifest))
 
     def close(self) -> None:
         self._http.close()
@@ -112,14 +114,18 @@ class SGLangVerbs:
             said = answer.get("message", answer) if isinstance(answer, dict) else answer
             raise EngineError(f"{self.address.name}, {what}: {said}")
 
-    def _receipt(self, name: str, rank: int, what: str) -> dict[str, Any]:
+    def _receipt(self, name: str, rank: int, what: str) -> Receipt:
         path = self._transfer_dir / f"{name}.{rank}"
         if not path.exists():
             raise EngineError(f"{self.address.name}, {what}: tp rank {rank} wrote no receipt.")
-        receipt: dict[str, Any] = json.loads(path.read_text())
+        receipt: Receipt = json.loads(path.read_text())
         if receipt["error"]:
             raise EngineError(f"{self.address.name} tp rank {rank}, {what}: {receipt['error']} The engine is STALE.")
         return receipt
+
+
+def _words(manifest: BucketManifest) -> str:
+    return f"bucket {manifest.bucket} of {manifest.sender}"
 
 
 def _part(bucket: Tensor, entry: Any) -> Tensor:
