@@ -89,14 +89,21 @@ def when(point: str) -> str:
     return f"nth={_NTH[point]}" if point in _NTH else f"step={STEP}"
 
 
+def needed_by(point: str) -> dict[str, Any]:
+    """Settings without which nobody passes there. A colocated run gives the bits of one that is not."""
+    return {"rollout.colocated": True} if point.startswith("turns.") else {}
+
+
 def kills() -> Iterator[Case]:
     """kill -9 of every kind of process at every point it passes."""
     for point in POINTS:
-        yield Case(f"inline/kill/{point}", "inline", f"kill@{point}:{when(point)}", first_exit=(KILLED,))
+        plan, settings = f"kill@{point}:{when(point)}", needed_by(point)
+        yield Case(f"inline/kill/{point}", "inline", plan, first_exit=(KILLED,), settings=settings)
     for point in POINTS:
         for who in who_passes(point):
             codes = (FAILED,) if who == "rank1" else None  # rank 0 hands on the controller's code
-            yield Case(f"tp2/kill_{who}/{point}", "tp2", f"kill@{point}:who={who},{when(point)}", first_exit=codes)
+            plan, settings = f"kill@{point}:who={who},{when(point)}", needed_by(point)
+            yield Case(f"tp2/kill_{who}/{point}", "tp2", plan, first_exit=codes, settings=settings)
     for point, who, moment in (
         ("rollout.mid_generate", "controller", None),
         ("actor.before_optimizer_step", "rank3", None),

@@ -224,10 +224,14 @@ class EngineFleet:
         self._on_all("abort", lambda engine: engine.abort())
 
     def release_memory(self, parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
-        self._on_all(f"release_memory {' '.join(parts)}", lambda engine: engine.release_memory(parts))
+        """On all engines that run, whether they serve or not. Those that are being started are waited for; one that
+        does not release its memory is killed, or it would keep it."""
+        self._supervisor.await_starts(self._version)
+        self._on_running(f"release_memory {' '.join(parts)}", lambda engine: engine.release_memory(parts))
 
     def resume_memory(self, parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
-        self._on_all(f"resume_memory {' '.join(parts)}", lambda engine: engine.resume_memory(parts))
+        """The same, to undo it."""
+        self._on_running(f"resume_memory {' '.join(parts)}", lambda engine: engine.resume_memory(parts))
 
     def health(self, timeout_s: float = _HEALTH_S) -> None:
         """Raises EngineError naming the engines that do not answer."""
@@ -302,6 +306,13 @@ class EngineFleet:
             except TimeoutError:
                 failures[member] = EngineError(f"{member.name} has not ended {what} within {deadline_s:g} s")
         return results, failures
+
+    def _on_running(self, what: str, verb: Callable[[Engine], object]) -> None:
+        """Engines that fail are down afterwards."""
+        running = self._supervisor.of(State.SERVING, State.CHECKED, State.STALE, State.SYNCING)
+        _, failures = self._each(what, verb, running)
+        for member, error in failures.items():
+            self._supervisor.down(member, str(error))
 
     def _on_all(self, what: str, verb: Callable[[Engine], T]) -> dict[str, T]:
         """Results by engine name. Raises one EngineError with what all said that failed."""

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _STALE_IN_A_ROW = 1  # an engine that is found with other weights more often, without a good answer between, is replaced
 _TOKEN = GenerateRequest((0,), (0,), SamplingParams(max_new_tokens=1))
+_START_S = 7200.0  # of a server, which `Servers.restart` limits itself
 _ENDING_S = 0.5  # a process that ends closes its connections a moment before
 
 
@@ -185,6 +186,14 @@ class Supervisor:
                 self._conclude(member, member.pending, version)
             if member.state is State.DOWN:
                 self._restart(member)
+
+    def await_starts(self, version: int | None) -> None:
+        """Until no server is being started any more; their launcher has a deadline for that. None is begun anew."""
+        for member in self.of(State.STARTING):
+            if member.pending is not None:
+                wait([member.pending], timeout=_START_S)
+                if member.pending.done():
+                    self._conclude(member, member.pending, version)
 
     def mend(self, version: int | None) -> None:
         """Bring engines to the current version. The hosts send weights for it, so they must be free."""

@@ -23,6 +23,7 @@ from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.show import as_yaml
 from rlhf_megatron.data import codec
 from rlhf_megatron.runtime.worker_group import WorkerGroup
+from rlhf_megatron.scheduler.colocation import NoTurns, Turns
 from rlhf_megatron.scheduler.desync import check_replicas
 from rlhf_megatron.scheduler.state import RunState
 from rlhf_megatron.scheduler.versions import versions
@@ -50,17 +51,26 @@ class _InFlight:
 
 
 class Checkpointer:
-    """`run_dir`: locked by this run. `note`: says a line to whoever watches the run.
+    """`run_dir`: locked by this run. `note`: says a line to whoever watches the run. `turns`: of trainer and engines,
+    where they share devices: a save needs the trainer's.
 
     `on_commit(step)` is called when a checkpoint has its name, from `save`, `poll` or `wait`.
     """
 
-    def __init__(self, config: RunConfig, group: WorkerGroup, run_dir: Path, note: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        group: WorkerGroup,
+        run_dir: Path,
+        note: Callable[[str], None],
+        turns: Turns | None = None,
+    ) -> None:
         self.store = CheckpointStore(run_dir / CHECKPOINTS, SETTLE_S if config.trainer.nnodes > 1 else 0.0)
         self.on_commit: Callable[[int], None] = lambda step: None
         self._config = config
         self._group = group
         self._note = note
+        self._turns = turns or NoTurns()
         self._roles = ("actor", "critic") if has_critic(config) else ("actor",)
         self._in_flight: _InFlight | None = None
         self._last: Found | None = None  # committed or restored here
@@ -78,6 +88,7 @@ class Checkpointer:
         self.wait()
         if self._last is not None and self._last.manifest.step == state.step:
             return
+        self._turns.to_trainer()
         if self._config.trainer.desync_freq:
             check_replicas(self._group, self._roles)
         began = time.monotonic()

@@ -23,6 +23,7 @@ from rlhf_megatron.runtime.worker_group import WorkerGroup
 from rlhf_megatron.scheduler.attempts import Attempts, RunClock
 from rlhf_megatron.scheduler.capsule import Capsules
 from rlhf_megatron.scheduler.checkpointer import Checkpointer
+from rlhf_megatron.scheduler.colocation import leave_devices, make_turns, refuse_probe
 from rlhf_megatron.scheduler.engine_faults import register_engine_faults
 from rlhf_megatron.scheduler.engines import MIB, engine_dtype, make_fleet, start_engines, transfer_bytes
 from rlhf_megatron.scheduler.guard import StageGuard
@@ -75,21 +76,25 @@ def train(
         tracker = stack.enter_context(_tracker(config, run_dir, tokenizer, start, attempts))
         tracker.note(description(config, sets))
         watchdog = stack.enter_context(StageWatchdog(trainer.stage_timeout_s, trainer.stage_timeouts_s, run_dir))
+        hosts = _hosts(stack, config, connect_group, tracker) if config.rollout.colocated else None
         fleet, transfer_dir = _engines(stack, config, run_dir, tracker, stop)
-        group = TracedGroup(connect_group(), tracker.trace)
-        stack.callback(group.close)
+        group = hosts or _hosts(stack, config, connect_group, tracker)
         watchdog.look_at(group, fleet.calls)
+        turns = make_turns(config, group, fleet)
         scorer = stack.enter_context(make_scorer(config.reward, run_dir / REWARD_LOG))
         bucket_bytes = config.rollout.update_weights_bucket_megabytes * MIB
-        probe = make_probe(config, group, [item.prompt_ids for item in sets.train])
-        weight_sync = WeightSync(group, fleet, transfer_dir, bucket_bytes, engine_dtype(config), probe=probe)
+        prompts = [item.prompt_ids for item in sets.train]
+        probe = refuse_probe if config.rollout.colocated else make_probe(config, group, prompts)
+        weight_sync = WeightSync(
+            group, fleet, transfer_dir, bucket_bytes, engine_dtype(config), probe=probe, turns=turns
+        )
         recorder = Recorder(run_dir / "record") if is_recorded else None
         journal = Journal(run_dir / "journal", settings_digest(flat(as_yaml(config)))) if trainer.save_freq else None
         skips = Skips(trainer, Capsules(run_dir, config, tracker.note), tracker.note)
         stages = Stages(
-            config, group, fleet, data, plugins, weight_sync, recorder, scorer, journal, tracker.clock.add, skips
+            config, group, fleet, data, plugins, weight_sync, recorder, scorer, journal, tracker.clock.add, skips, turns
         )
-        checkpointer = Checkpointer(config, group, run_dir, tracker.note)
+        checkpointer = Checkpointer(config, group, run_dir, tracker.note, turns)
         state = (
             _resumed(start, stages, checkpointer, tracker) if start else _warmed_up(config, stages, tracker, sets, stop)
         )
@@ -129,6 +134,17 @@ def _tracker(
     return tracker
 
 
+def _hosts(
+    stack: ExitStack, config: RunConfig, connect_group: Callable[[], WorkerGroup], tracker: Tracker
+) -> TracedGroup:
+    """They end with `stack`. Colocated ones have left their devices to the engines, which start after them."""
+    group = TracedGroup(connect_group(), tracker.trace)
+    stack.callback(group.close)
+    if config.rollout.colocated:
+        leave_devices(config, group)
+    return group
+
+
 def _engines(
     stack: ExitStack, config: RunConfig, run_dir: Path, tracker: Tracker, stop: StopRequest
 ) -> tuple[EngineFleet, Path]:
@@ -138,7 +154,8 @@ def _engines(
         tracker.waiting(f"{name} starts ({seconds:.0f} s) {line[-80:]}")
 
     transfer = stack.enter_context(make_transfer_dir(config.rollout.transfer_dir, transfer_bytes(config)))
-    servers = stack.enter_context(start_engines(config, run_dir, transfer.path, report))
+    servers = start_engines(config, run_dir, transfer.path, report)
+    stack.enter_context(servers)
     register_engine_faults(servers)
     fleet = make_fleet(config, servers, run_dir, transfer.path, stop.check)
     stack.callback(fleet.close)

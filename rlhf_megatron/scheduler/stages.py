@@ -29,6 +29,7 @@ from rlhf_megatron.runtime.worker_group import WorkerGroup
 from rlhf_megatron.scheduler.advantages import AdvantageStage
 from rlhf_megatron.scheduler.annotate import annotate
 from rlhf_megatron.scheduler.batch_metrics import response_lengths
+from rlhf_megatron.scheduler.colocation import NoTurns, Turns
 from rlhf_megatron.scheduler.desync import check_replicas
 from rlhf_megatron.scheduler.evaluation import EvaluationResult, EvaluationSet, evaluate, first_items
 from rlhf_megatron.scheduler.finite import bad_columns
@@ -71,8 +72,12 @@ class Stages:
         journal: Journal | None = None,
         on_regained: Callable[[float], None] = lambda seconds: None,
         skips: Skips | None = None,
+        turns: Turns | None = None,
     ) -> None:
-        """`on_regained`: told the seconds that a former process spent on what the journal gave back."""
+        """`on_regained`: told the seconds that a former process spent on what the journal gave back.
+
+        `turns`: of trainer and engines, where they share devices.
+        """
         self.config = config
         self.group = group
         self.fleet = fleet
@@ -86,6 +91,7 @@ class Stages:
         self.mismatch = MismatchCheck(config.checks, config.model.dtype, config.rollout.dtype)
         self.advantage_stage = AdvantageStage(config.algorithm, plugins)
         self.skips = skips or Skips(config.trainer)
+        self.turns = turns or NoTurns()
         self._step_metrics: dict[str, float] = {}
         self._step_began = 0.0
         self._is_policy_new = True  # the engines have not got it
@@ -109,6 +115,7 @@ class Stages:
                 self.journal.append(step, first, groups)
 
         assert self.fleet is not None
+        self.turns.to_engines()
         groups = self.fleet.generate(requests, on_groups, known)
         faults.reach("rollout.after_generate")
         return collect(prompts, groups, self.data.tokenizer)
@@ -136,6 +143,7 @@ class Stages:
             return scored
         if self.recorder:
             self.recorder.write(step, scored)
+        self.turns.to_trainer()
         annotated = annotate(self.group, self.config, self.plugins, scored)
         assert annotated.old_log_probs is not None
         self._step_metrics |= self.mismatch(step, scored, annotated.old_log_probs)
@@ -156,6 +164,7 @@ class Stages:
         A batch with numbers that are not finite is not trained on. Raises NonFiniteNumbers, ReplicasDiffer.
         There is a critic where the batch has values. In the first `trainer.critic_warmup` steps it learns alone.
         """
+        self.turns.to_trainer()
         self._is_policy_new = step > self.config.trainer.critic_warmup
         updates = {}
         if batch.values is not None:
@@ -176,11 +185,13 @@ class Stages:
     def sync(self) -> dict[str, float]:
         """Trainer's weights to all engines, verified; the policy version goes up by one.
 
-        After a step that trained the critic only, nothing is sent and the version stays.
+        After a step that trained the critic only, nothing is sent and the version stays. Colocated engines get that
+        one again before they generate.
         """
         self._step_metrics |= (
             self.weight_sync() if self._is_policy_new else {"policy/version": float(self.weight_sync.version)}
         )
+        self._step_metrics |= self.turns.take_metrics()
         if self.fleet is not None:
             self._step_metrics |= self.fleet.take_counters()
         return self._step_metrics
@@ -201,6 +212,7 @@ class Stages:
 
         def generate(prompts: PromptBatch) -> Sequence[Sequence[GeneratedSample]]:
             assert self.fleet is not None
+            self.turns.to_engines()
             return self.fleet.generate(build_requests(prompts, sampling.n, params, self.config.trainer.seed, -1))
 
         sets = first_items(self.data.held_out, num_items)
@@ -208,6 +220,7 @@ class Stages:
 
     def save_hf(self, run_dir: Path) -> None:
         """Trained weights in Hugging Face layout: the policy's, and the critic's where there is one."""
+        self.turns.to_trainer()
         self.group.broadcast("host.save_hf", directory=run_dir / "hf").result()
         if self.plugins.needs_values:
             self.group.broadcast("critic.save_hf", directory=run_dir / "hf_critic").result()

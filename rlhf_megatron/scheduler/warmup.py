@@ -95,7 +95,9 @@ def warm_up_policy(
 
     def accuracy(num_items: int) -> EvaluationResult:
         stages.sync()
-        return stages.accuracy(num_items, SamplingConfig(temperature=1.0))
+        result = stages.accuracy(num_items, SamplingConfig(temperature=1.0))
+        stages.turns.to_trainer()
+        return result
 
     with tracker.productive():
         result = warm_up(

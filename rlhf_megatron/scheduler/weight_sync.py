@@ -17,6 +17,7 @@ from rlhf_megatron.rollout.engine import Engine, EngineError, WeightTransport
 from rlhf_megatron.rollout.fleet import EngineFleet
 from rlhf_megatron.rollout.transports.disk import load_directory
 from rlhf_megatron.runtime.worker_group import WorkerGroup
+from rlhf_megatron.scheduler.colocation import NoTurns, Turns
 
 NAMES_SHOWN = 5
 
@@ -44,9 +45,11 @@ class WeightSync:
         probe: Callable[[Engine], None] | None = None,
         transport: WeightTransport = "tensor",
         model_path: Path | None = None,
+        turns: Turns | None = None,
     ) -> None:
         """`probe` is called with an engine that serves and cannot tell digests. It raises EngineError. `model_path`:
-        the directory whose configuration and tokenizer go with files of weights (`transport` disk)."""
+        the directory whose configuration and tokenizer go with files of weights (`transport` disk). `turns`: of trainer
+        and engines, where they share devices."""
         assert transport != "disk" or model_path is not None, "files of weights need a configuration"
         self.group = group
         self.fleet = fleet
@@ -58,15 +61,26 @@ class WeightSync:
         self.transport = transport
         self.model_path = model_path
         self._sent: dict[str, str] | None = None  # digests of what `version` is
+        self.turns = turns or NoTurns()
+        self.turns.resend = self.again
         fleet.resync = self.resync
 
     def __call__(self) -> dict[str, float]:
         """Trainer's weights to all engines. Raises EngineError when none is left in which they stand as sent."""
+        return self._sync(self.version + 1)
+
+    def again(self) -> None:
+        """The same version once more, to engines that have released theirs. Raises EngineError as a sync does."""
+        self._sync(self.version, full_resync=True)
+
+    def _sync(self, version: int, full_resync: bool = False) -> dict[str, float]:
         start = time.monotonic()
-        version = self.version + 1
-        self.fleet.begin_update(version)
+        self.turns.before_stream()
+        self.fleet.begin_update(version, full_resync)
         faults.reach("sync.after_begin")
         sent = self._send(version, self.fleet.live)
+        if full_resync:
+            self._assert_unchanged(sent)
         for name, reason in sent.failures.items():
             self.fleet.set_aside(name, reason)
         standing_by_name = self.fleet.weight_digests()
@@ -75,6 +89,7 @@ class WeightSync:
                 verify(name, sent.digests, standing)
             except EngineError as error:
                 self.fleet.set_aside(name, str(error))
+        self.turns.after_stream()
         faults.reach("sync.before_commit")
         self.fleet.commit_update(version)
         faults.reach("sync.after_commit")
@@ -101,14 +116,19 @@ class WeightSync:
         failures: dict[str, str] = {}
         opened = _each(engines, lambda engine: engine.begin_update(self.version, full_resync=True), failures)
         if opened:
+            self.turns.before_stream()
             sent = self._send(self.version, opened)
-            assert self._sent in (None, sent.digests), f"the weights have changed since version {self.version} was sent"
+            self._assert_unchanged(sent)
             failures |= sent.failures
             self._sent = sent.digests
             standing = [engine for engine in opened if engine.address.name not in failures]
+            self.turns.after_stream()
             _each(standing, lambda engine: self._finish(engine, sent.digests), failures)
         if failures:
             raise EngineError("; ".join(failures.values()))
+
+    def _assert_unchanged(self, sent: _Sent) -> None:
+        assert self._sent in (None, sent.digests), f"the weights have changed since version {self.version} was sent"
 
     def _send(self, version: int, engines: Sequence[Engine]) -> _Sent:
         reports: list[SendReport] = self.group.broadcast(

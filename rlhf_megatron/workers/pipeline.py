@@ -61,8 +61,9 @@ def run_micro_batches(
         pg_collection=world.pg_collection,
         **pipeline,
     )
-    for chunk in chunks:
-        unwrap(chunk).set_input_tensor(None)  # what came from another stage would stay until the next pass
+    for model in map(unwrap, chunks):
+        megatron: Any = model
+        megatron.set_input_tensor(None)  # what came from another stage would stay until the next pass
     return collected
 
 
