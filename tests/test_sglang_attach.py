@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 
-from rlhf_megatron.rollout.attach import addresses_of, look_at_all, read_key, same_place
-from rlhf_megatron.rollout.attached_server import Expected, is_loopback, look
+from rlhf_megatron.config.engine_rules import endpoint_place, is_this_machine
+from rlhf_megatron.config.key_file import read_key
+from rlhf_megatron.rollout.attach import addresses_of, look_at_all
+from rlhf_megatron.rollout.attached_server import Expected, look
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError
 from rlhf_megatron.rollout.http import HttpClient
 from rlhf_megatron.rollout.lease import SLOTS, Lease
@@ -209,15 +211,18 @@ def test_the_addresses_of_endpoints() -> None:
     assert (second.name, second.url) == ("engine1", "https://b")
     assert (at("http://a", "api").token, at("http://a", "api").api_key) == ("api", "")
     assert "api" not in repr(first) and "admin" not in repr(first)
-    assert same_place("http://localhost:80") == same_place("http://127.0.0.1") != same_place("https://127.0.0.1")
-    assert [is_loopback(url) for url in ("http://127.0.0.9:1", "http://[::1]:1", "http://localhost", "http://a")] == [
-        *(True, True, True),
-        False,
-    ]
+
+
+def test_where_an_endpoint_is() -> None:
+    assert endpoint_place("http://localhost:80") == endpoint_place("http://127.0.0.1/") == ("127.0.0.1", 80)
+    assert endpoint_place("https://a.example") == ("a.example", 443)
+    for wrong in ("a:1", "ftp://a", "http://", "http://a/v1", "http://u:p@a", "http://a:b", "http://a?x", "http://[a"):
+        assert endpoint_place(wrong) is None
+    assert [is_this_machine(host) for host in ("127.0.0.9", "::1", "localhost", "a")] == [True, True, True, False]
 
 
 def test_keys_over_the_network_are_warned_of(expected: Expected, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_megatron.rollout.attached_server.is_loopback", lambda url: False)
+    monkeypatch.setattr("rlhf_megatron.rollout.attached_server.is_this_machine", lambda host: False)
     with served(sglang(INFO, MODEL, key="right")) as url:
         assert look(at(url, "right"), expected).warnings == (
             "its keys go over the network in clear, since the address begins with http; use https.",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 from rlhf_megatron.config.errors import Problem
 from rlhf_megatron.config.provenance import Loaded
@@ -15,6 +17,8 @@ def engines(loaded: Loaded) -> Iterator[Problem]:
     yield from _senders(c)
     yield from _of_sglang_only(c)
     yield from _draws(c)
+    yield from _attached(c)
+    yield from _of_router(c)
     if (
         c.rollout.endpoints
         and loaded.is_set("rollout.num_engines")
@@ -36,6 +40,82 @@ def engines(loaded: Loaded) -> Iterator[Problem]:
             " memory on the same values; remove it or set model.dtype: float32.",
             ("rollout.dtype", "model.dtype"),
         )
+
+
+def idle_settings(c: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str, str]]:
+    """See `ignored`: (whether they are idle, the settings, the switch that decides, how to make them act)."""
+    is_attached, has_router = bool(c.rollout.endpoints), c.rollout.router == "sglang"
+    keys = ("rollout.sglang.api_key_file", "rollout.sglang.admin_api_key_file")
+    yield not is_attached, keys, "rollout.endpoints", "name the servers that want these keys there"
+    fix = "start the servers with them"
+    yield is_attached, ("rollout.sglang.args",), "rollout.endpoints", fix
+    keys = ("rollout.sglang.python", "rollout.sglang.env")
+    yield is_attached and not has_router, keys, "rollout.endpoints", fix
+    fix = "let the run start the servers"
+    yield is_attached and not has_router, ("rollout.max_engine_restarts",), "rollout.endpoints", fix
+
+
+def _attached(c: RunConfig) -> Iterator[Problem]:
+    """Of servers that the run does not start."""
+    key, seen = "rollout.endpoints", dict[tuple[str, int], str]()
+    for url in c.rollout.endpoints:
+        place = endpoint_place(url)
+        if place is None:
+            yield Problem(
+                f"{key} ({url}) must be http://HOST:PORT or https://HOST:PORT and nothing more; correct it.", (key,)
+            )
+        elif place in seen:
+            yield Problem(f"{key} ({url}) is the same server as {seen[place]}; name each once.", (key,))
+        else:
+            seen[place] = url
+            if c.rollout.weight_transport == "tensor" and not is_this_machine(place[0]):
+                yield Problem(
+                    f"{key} ({url}) is on another machine, which rollout.weight_transport (tensor) does not reach; use"
+                    " process_group or disk, or write 127.0.0.1 if it is this machine.",
+                    (key, "rollout.weight_transport"),
+                )
+    if c.rollout.endpoints and c.rollout.colocated:
+        yield Problem(
+            "rollout.colocated (true) needs servers that the run starts on its own devices, but rollout.endpoints names"
+            " running ones; remove either.",
+            ("rollout.colocated", key),
+        )
+    name = "RLHF_MEGATRON_TRANSFER_DIR"
+    if name in c.rollout.sglang.env:
+        yield Problem(
+            f"rollout.sglang.env.{name} is set by the run; set rollout.transfer_dir.", (f"rollout.sglang.env.{name}",)
+        )
+
+
+def _of_router(c: RunConfig) -> Iterator[Problem]:
+    num_engines = len(c.rollout.endpoints) or c.rollout.num_engines
+    if c.rollout.router == "sglang" and num_engines == 1:
+        yield Problem(
+            "rollout.router (sglang) has nothing to choose with one engine; remove it, or set rollout.num_engines or"
+            " rollout.endpoints to more.",
+            ("rollout.router", "rollout.num_engines", "rollout.endpoints"),
+        )
+
+
+def endpoint_place(url: str) -> tuple[str, int] | None:
+    """(host, port), the same for one server however it is written; None where that is no plain address of a server."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        return None
+    is_plain = parts.path in ("", "/") and not (parts.query or parts.fragment or parts.username or parts.password)
+    if parts.scheme not in ("http", "https") or not host or not is_plain:
+        return None
+    return "127.0.0.1" if is_this_machine(host) else host, port or (443 if parts.scheme == "https" else 80)
+
+
+def is_this_machine(host: str) -> bool:
+    """By the address alone."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _of_sglang_only(c: RunConfig) -> Iterator[Problem]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.config.errors import Problem
+from rlhf_megatron.config.key_file import read_key
 from rlhf_megatron.config.model_rules import critic_model_problems, model_problems
 from rlhf_megatron.config.rules import has_critic, needs_reference
 from rlhf_megatron.config.schema import DataConfig, RunConfig
@@ -32,6 +33,17 @@ def file_problems(config: RunConfig) -> Iterator[Problem]:
     if config.rollout.transfer_dir is not None and not Path(config.rollout.transfer_dir).is_dir():
         key = "rollout.transfer_dir"
         yield Problem(f"{key} ({config.rollout.transfer_dir}) must be a directory; make it or remove the key.", (key,))
+    if config.rollout.endpoints:
+        yield from _keys(config)
+
+
+def _keys(config: RunConfig) -> Iterator[Problem]:
+    for name in ("api_key_file", "admin_api_key_file"):
+        key = f"rollout.sglang.{name}"
+        try:
+            read_key(getattr(config.rollout.sglang, name), key)
+        except ValueError as error:
+            yield Problem(str(error), (key,))
 
 
 def _model_dir(key: str, path: str, with_weights: bool) -> Generator[Problem, None, dict[str, Any] | None]:

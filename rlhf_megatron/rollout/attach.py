@@ -8,8 +8,6 @@ put right by the next run that takes it.
 from __future__ import annotations
 
 import logging
-import os
-import stat
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-from urllib.parse import urlsplit
 
 from rlhf_megatron.rollout.attached_server import (
     Expected,
@@ -47,25 +44,6 @@ UNFINISHED = "unfinished"  # weight version of a server that was left in the mid
 _TAKE_S = LEASE_S + 30.0  # so long may the lease of a run that was killed stand
 _VERB_S = 60.0
 _GIVE_BACK_S = 30.0
-
-
-def read_key(path: str | None, setting: str) -> str:
-    """The key in that file; "" without one. `setting`: for messages. Raises ValueError: no such file, readable by
-    others, or not one line."""
-    if path is None:
-        return ""
-    try:
-        with open(path, encoding="utf-8") as file:
-            info = os.fstat(file.fileno())
-            if stat.S_IMODE(info.st_mode) & 0o077 or info.st_uid != os.getuid():
-                raise ValueError(f"{setting} ({path}) must belong to you and have mode 0600; run chmod 600 {path}.")
-            key = file.read(4096).strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ValueError(f"{setting} ({path}) cannot be read: {reason}; correct the path.") from error
-    if not key or not key.isascii() or not key.isprintable() or " " in key:
-        raise ValueError(f"{setting} ({path}) must hold the key, one line of it, and nothing else.")
-    return key
 
 
 def addresses_of(endpoints: Sequence[str], api_key: str, admin_key: str) -> list[EngineAddress]:
@@ -303,13 +281,3 @@ def _give_back(taken: _Taken) -> None:
         http.close()
         if taken.lease is not None:
             taken.lease.release()
-
-
-def same_place(url: str) -> tuple[str, int]:
-    """Equal for endpoints that are one server."""
-    parts = urlsplit(url)
-    host = (parts.hostname or "").lower()
-    return (
-        "127.0.0.1" if host in ("localhost", "::1") else host,
-        parts.port or (443 if parts.scheme == "https" else 80),
-    )

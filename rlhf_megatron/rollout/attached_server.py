@@ -6,7 +6,6 @@ Only looks; what it asks changes nothing on the server.
 
 from __future__ import annotations
 
-import ipaddress
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from rlhf_megatron.config.engine_rules import is_this_machine
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError, EngineRequestError, EngineTimeoutError
 from rlhf_megatron.rollout.http import HttpClient
 from rlhf_megatron.rollout.sglang_server.loader import LOAD_FORMAT
@@ -57,15 +57,6 @@ class Found:
     problems: tuple[str, ...] = field(default=())
 
 
-def is_loopback(url: str) -> bool:
-    """Whether what is sent there stays on this machine, by the address alone."""
-    host = urlsplit(url).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def look(address: EngineAddress, expected: Expected) -> Found:
     """Ask the server and compare. Raises EngineError where it is none, or does not let the run in; what does not fit is
     in `problems`."""
@@ -92,7 +83,11 @@ def look(address: EngineAddress, expected: Expected) -> Found:
             "it ignores the seed of a sample, since it was started without --enable-deterministic-inference: samples of"
             " a group differ, but a run does not repeat."
         )
-    if address.url.startswith("http:") and not is_loopback(address.url) and (address.token or address.api_key):
+    if (
+        address.url.startswith("http:")
+        and not is_this_machine(urlsplit(address.url).hostname or "")
+        and (address.token or address.api_key)
+    ):
         warnings.append("its keys go over the network in clear, since the address begins with http; use https.")
     loaders = info.get("custom_weight_loader") or []
     return Found(

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from rlhf_megatron.config.key_file import read_key
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.parallel.device import has_accelerator, num_devices
-from rlhf_megatron.rollout.attach import AttachedEngines, addresses_of, look_at_all, read_key
+from rlhf_megatron.rollout.attach import AttachedEngines, addresses_of, look_at_all
 from rlhf_megatron.rollout.attached_server import Expected
 from rlhf_megatron.rollout.balancer import Balancer
 from rlhf_megatron.rollout.clients import connect
