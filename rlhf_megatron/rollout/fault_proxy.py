@@ -183,7 +183,8 @@ class FaultProxy:
         return web.Response(status=answer.status, body=answer.body, headers={"Content-Type": answer.content_type})
 
     async def _pass(self, request: web.Request, body: bytes) -> _Answer:
-        headers = {name: value for name, value in request.headers.items() if name.lower() in _PASSED_ON}
+        # sglang-router sends two keys, the engine's first; servers read the first
+        headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
         url = self.target.url + request.path_qs
         async with self._session.request(request.method, url, data=body or None, headers=headers) as response:
             content_type = response.headers.get("Content-Type", "application/octet-stream")

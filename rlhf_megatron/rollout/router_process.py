@@ -96,7 +96,11 @@ class RouterProcess:
         self.address = EngineAddress("router", "sglang", f"http://127.0.0.1:{port}", token)
         path = write_private(self.folder / "router.args", "\n".join(arguments(port, metrics_port, token)))
         search_path = [self.env.get("PYTHONPATH", ""), str(PACKAGE_ROOT)]
-        env = {**self.env, "PYTHONPATH": ":".join(part for part in search_path if part)}
+        env = {
+            "HF_ENDPOINT": "http://127.0.0.1:9",  # or it looks on the network for a tokenizer that nobody needs
+            **self.env,
+            "PYTHONPATH": ":".join(part for part in search_path if part),
+        }
         command = [self.python, "-m", "rlhf_megatron.rollout.sglang_server.router", str(path)]
         return ServerProcess("router", command, log, env, token)
 
