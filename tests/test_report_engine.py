@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from rlhf_megatron.report.engine import as_bytes, engine_facts
+from rlhf_megatron.report.engine import as_bytes, engine_facts, memory_rows
 from rlhf_megatron.report.files import read_run
-from tests.report_samples import step_row, write_run_dir
+from rlhf_megatron.report.page import run_page
+from tests.report_samples import Page, step_row, write_run_dir
 
 
 def told(path: Path, *rows: dict[str, Any]) -> dict[str, str]:
@@ -48,6 +49,27 @@ def test_trouble_and_bytes(tmp_path: Path) -> None:
     loud = told(tmp_path / "loud", {**row(1), **counters}, bad)
     assert loud["Trouble"] == "2 failures, 40 prompts asked for again"
     assert loud["Bytes moved / needed"] == "1.50 (3 MB / 2 MB)"
+
+
+def test_memory_by_phase_is_the_most_of_any_step(tmp_path: Path) -> None:
+    first = {
+        "memory/training_device_bytes": 4e9,
+        "memory/generation_device_bytes": 0.0,
+        "memory/sync_engine_bytes": 1e9,
+    }
+    rows = [{**row(1), **first}, {**row(2), "memory/training_device_bytes": 5.5e9}]
+    run = read_run(write_run_dir(tmp_path / "a", rows))
+    assert memory_rows(run) == (
+        ["phase", "trainer on its device", "engine"],
+        [["training", "5.5 GB", "–"], ["sync", "–", "1 GB"], ["generation", "0 B", "–"]],
+    )
+    page = Page(run_page(run, []))
+    assert "Memory by phase" in page.text and "training 5.5 GB –" in page.text
+    assert [(s["label"], s["y"]) for s in page.series("memory_device")] == [
+        ("generation", [0.0]),
+        ("training", [4e9, 5.5e9]),
+    ]
+    assert memory_rows(read_run(write_run_dir(tmp_path / "b", [row(1)])))[1] == []
 
 
 def test_a_replay_had_no_engine(tmp_path: Path) -> None:

@@ -240,6 +240,12 @@ SECTIONS = (
                 },
                 from_zero=True,
             ),
+            Spec("turns", "Trainer and engines change places", ("timing_s/turns",), from_zero=True),
+            Spec("memory_device", "Trainer on its device", ("memory/<phase>_device_bytes",), from_zero=True),
+            Spec("memory_engine", "Engine", ("memory/<phase>_engine_bytes",), from_zero=True),
+            Spec("memory_offloaded", "Trainer in host memory", ("memory/<phase>_offloaded_bytes",), from_zero=True),
+            Spec("memory_used", "Device, all processes", ("memory/<phase>_used_bytes",), from_zero=True),
+            Spec("memory_host", "A rank's process in host memory", ("memory/<phase>_host_bytes",), from_zero=True),
         ),
     ),
     Section(

@@ -39,6 +39,31 @@ def engine_facts(run: RunFiles) -> list[Fact]:
     return [fact for fact in found if fact.value]
 
 
+PHASES = ("training", "sync", "generation")
+MEMORY = (  # of a phase: key, heading
+    ("device_bytes", "trainer on its device"),
+    ("offloaded_bytes", "trainer in host memory"),
+    ("engine_bytes", "engine"),
+    ("used_bytes", "device, all processes"),
+    ("host_bytes", "a rank's process in host memory"),
+)
+
+
+def memory_rows(run: RunFiles) -> tuple[list[str], list[list[str]]]:
+    """Headings, and a row a phase of a colocated run: the most that any step had. No rows where nothing was told."""
+    known = set(keys_of(run.steps))
+    columns = [(key, name) for key, name in MEMORY if any(f"memory/{phase}_{key}" in known for phase in PHASES)]
+    rows = []
+    for phase in PHASES:
+        cells = []
+        for key, _ in columns:
+            values = [row.metrics[name] for row in run.steps if (name := f"memory/{phase}_{key}") in row.metrics]
+            cells.append(as_bytes(max(values)) if values else "–")
+        if any(cell != "–" for cell in cells):
+            rows.append([phase, *cells])
+    return ["phase", *(name for _, name in columns)], rows
+
+
 def _sum(rows: Sequence[Row], key: str, weight: str = "") -> float:
     """Of the rows that have it, each times its `weight`."""
     return sum(row.metrics[key] * (row.metrics.get(weight, 0.0) if weight else 1) for row in rows if key in row.metrics)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from rlhf_megatron.report import html
 from rlhf_megatron.report.catalogue import SECTIONS, pattern
 from rlhf_megatron.report.charts import Chart, keys_of, other_charts, section_charts
-from rlhf_megatron.report.engine import engine_facts
+from rlhf_megatron.report.engine import engine_facts, memory_rows
 from rlhf_megatron.report.facts import Estimate, ends, setting
 from rlhf_megatron.report.files import MISMATCH, SAMPLES, TRACE
 from rlhf_megatron.report.mismatch import mismatch
@@ -153,9 +153,17 @@ def _time(run: RunFiles, payload: Payload) -> str:
 def _engine(run: RunFiles, payload: Payload) -> str:
     facts, charts = engine_facts(run), _charts(run, payload, "engine")
     if facts:
-        return f'<div class="card">{html.fact_list(facts)}</div>{charts}'
+        return f'<div class="card">{html.fact_list(facts)}</div>{_memory(run)}{charts}'
     why = "This run had no engine: it was trained on recorded samples." if run.steps else _no_steps(run)
     return html.missing(why) + charts
+
+
+def _memory(run: RunFiles) -> str:
+    headings, rows = memory_rows(run)
+    if not rows:
+        return ""
+    caption = "Memory by phase: the most that a rank, or an engine, had in any step."
+    return f'<div class="card">{html.table(caption, headings, rows, range(1, len(headings)))}</div>'
 
 
 def _samples(run: RunFiles, payload: Payload) -> str:
