@@ -1,0 +1,47 @@
+"""Each weight transport from each trainer layout to stock SGLang at tp-size 1 and 2: what arrives, and what moves.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.sync_matrix
+
+Runs tests/test_sync_matrix.py (real Megatron ranks, two real servers): after every sync the digests of what stands in
+the engine are those of what was exported, bit for bit, and its log-probs are those of transformers with the exported
+weights to 1e-4. Bytes moved are what the ranks of the engine read or were sent; bytes needed, what stands in them
+afterwards. Writes benchmarks/results/sync_matrix.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.common import ROOT, write_result
+
+TIMEOUT_S = 3600
+RESULTS = "RLHF_MEGATRON_SYNC_MATRIX"  # environment variable: file that the tests add a line to for each sync
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        lines = Path(folder, "rows.jsonl")
+        environment = {**os.environ, RESULTS: str(lines)}
+        command = [sys.executable, "-m", "pytest", "-q", "tests/test_sync_matrix.py"]
+        done = subprocess.run(command, cwd=ROOT, env=environment, timeout=TIMEOUT_S)
+        rows = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+    if done.returncode or not rows:
+        raise SystemExit(f"tests/test_sync_matrix.py ended with code {done.returncode} after {len(rows)} syncs.")
+    for row in rows:
+        print(
+            f"{row['transport']:>14}, trainer {row['trainer']:>12}, engine tp{row['engine_tp']}:"
+            f" moved {row['bytes_moved']}, needed {row['bytes_needed']} bytes,"
+            f" log-probs differ by {row['log_prob_max_abs_diff']:.1e}"
+        )
+    worst = max(row["log_prob_max_abs_diff"] for row in rows)
+    figures = {"dtype": "float32", "syncs": rows, "num_syncs": len(rows), "log_prob_max_abs_diff": worst}
+    print(write_result("sync_matrix", "python -m benchmarks.sync_matrix", figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""Every weight transport from every trainer layout to stock SGLang at tp-size 1 and 2: what stands is what was sent.
+
+Real Megatron ranks, real servers, the verbs and the transaction of a run. `python -m benchmarks.sync_matrix` runs it
+and keeps the bytes that moved.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dist_pool import DistPool
+from rollout_tools import reference_log_probs, request
+from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, needs_sglang, sglang_python
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rlhf_megatron.checkpoint.random_init import random_hf_tensors
+from rlhf_megatron.models.families.base import table_for
+from rlhf_megatron.resharding.digest import as_hex, digest
+from rlhf_megatron.resharding.plan import traffic_of_plan
+from rlhf_megatron.rollout.engine import WeightTransport
+from rlhf_megatron.rollout.fleet import EngineFleet
+from rlhf_megatron.rollout.sglang_client import SGLangEngine
+from rlhf_megatron.rollout.sglang_process import start_sglang_engines
+from rlhf_megatron.scheduler.weight_sync import WeightSync
+
+pytestmark = [pytest.mark.sglang, pytest.mark.long, pytest.mark.dist, needs_sglang]
+RESULTS = "RLHF_MEGATRON_SYNC_MATRIX"  # environment variable: file that gets a line for each sync
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 250,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+LAYOUTS = {
+    "tp2": {"tp": 2},
+    "pp2": {"pp": 2},
+    "pp2 vpp2": {"pp": 2, "vpp": 2},
+    "tp2 pp2 dp2": {"tp": 2, "pp": 2, "dp": 2},
+}
+TRANSPORTS: tuple[WeightTransport, ...] = ("tensor", "process_group", "disk")
+BUCKET_BYTES = 60_000  # several a stage; the embedding alone is larger
+REQUESTS = [request((1 + i, 2, 3 + i), (7 * i, 7 * i + 1), 12) for i in range(4)]
+TIMEOUT_S = 900.0  # ranks that are started on a busy machine
+
+
+def send(world: Any, seed: int, arguments: dict[str, Any]) -> Any:
+    """On every rank: the verb of a run, for a model of these weights."""
+    from rlhf_megatron.checkpoint.load_model import load_hf, local_shards
+    from rlhf_megatron.checkpoint.random_init import random_source
+    from rlhf_megatron.models.build import build_model
+    from rlhf_megatron.runtime.roles import HostRole
+
+    table = table_for(CONFIG, world.layout.tp)
+    model = build_model(CONFIG, world, torch.float32)
+    load_hf(model.chunks, table, random_source(CONFIG, seed), world.coordinates.tp, world.layout.tp)
+
+    class Actor:
+        def export(self) -> Any:
+            return local_shards(model.chunks, table)
+
+    role = HostRole(world, Actor(), None, Path())  # type: ignore[arg-type]
+    try:
+        return role.send_weights(**arguments)
+    finally:
+        role.close()
+
+
+@dataclass
+class Ranks:
+    """A WorkerGroup of warm processes that hold the weights of `seed`."""
+
+    pool: DistPool
+    axes: dict[str, int]
+    seed: int = 0
+
+    def broadcast(self, method: str, **arguments: Any) -> Future[list[Any]]:
+        assert method == "host.send_weights"
+        future: Future[list[Any]] = Future()
+        found = self.pool.run(send, timeout_s=TIMEOUT_S, seed=self.seed, arguments=arguments, **self.axes)
+        future.set_result(found)
+        return future
+
+
+@dataclass
+class Server:
+    engine: SGLangEngine
+    transfer: Path
+    model: Path
+    version: int = 0
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["engine-tp1", "engine-tp2"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Started once for all its syncs."""
+    folder = tmp_path_factory.mktemp("matrix")
+    model, transfer = folder / "model", folder / "transfer"
+    for path in (model, transfer):
+        path.mkdir()
+    (model / "config.json").write_text(json.dumps(CONFIG))
+    arguments = {**CPU_ARGUMENTS, "context_length": 256}
+    if request.param == 2:
+        arguments |= {"tp_size": 2}
+    with start_sglang_engines(
+        model,
+        1,
+        folder,
+        python=str(sglang_python()),
+        transfer_dir=transfer,
+        dtype="float32",
+        arguments=arguments,
+        env={**CPU_ENV, **({"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if request.param == 2 else {})},
+        startup_timeout_s=STARTUP_S,
+    ) as servers:
+        engine = SGLangEngine(servers.addresses[0], transfer)
+        assert engine.address.tp_size == request.param
+        yield Server(engine, transfer, model)
+        engine.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_stands_in_sglang_is_what_was_exported(
+    server: Server, dist_pool: DistPool, layout: str, transport: WeightTransport
+) -> None:
+    seed = 100 * server.engine.address.tp_size + server.version
+    ranks = Ranks(dist_pool, LAYOUTS[layout], seed)
+    fleet = EngineFleet([server.engine], 300.0, 1)
+    sync = WeightSync(
+        ranks,  # type: ignore[arg-type]
+        fleet,
+        server.transfer,
+        BUCKET_BYTES,
+        "float32",
+        server.version,
+        transport=transport,
+        model_path=server.model,
+    )
+    metrics = sync()
+    server.version = sync.version
+    assert [engine.address.name for engine in fleet.live] == ["engine0"]
+
+    exported = dict(random_hf_tensors(CONFIG, seed))  # what the ranks were given, made here anew
+    assert server.engine.weight_digests() == {name: as_hex(digest(tensor)) for name, tensor in exported.items()}
+    model = reference(server, transport, exported)
+    difference = largest_difference(fleet, model)
+    assert 0 < difference <= 1e-4
+
+    axes, tp_size = LAYOUTS[layout], server.engine.address.tp_size
+    planned = traffic_of_plan(table_for(CONFIG, axes.get("tp", 1)), transport, tp_size, "float32")
+    assert metrics["sync/num_bytes"] == sum(tensor.nbytes for tensor in exported.values())
+    assert (metrics["sync/bytes_moved"], metrics["sync/bytes_needed"]) == (planned.moved, planned.needed)
+    row = {
+        "transport": transport,
+        "trainer": layout,
+        "engine_tp": tp_size,
+        "num_bytes": int(metrics["sync/num_bytes"]),
+        "bytes_moved": int(metrics["sync/bytes_moved"]),
+        "bytes_needed": int(metrics["sync/bytes_needed"]),
+        "moved_over_needed": round(metrics["sync/bytes_moved"] / metrics["sync/bytes_needed"], 4),
+        "tensors_compared": len(exported),
+        "log_prob_max_abs_diff": difference,
+    }
+    if RESULTS in os.environ:
+        with open(os.environ[RESULTS], "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def reference(server: Server, transport: WeightTransport, exported: dict[str, torch.Tensor]) -> PreTrainedModel:
+    """transformers, with the exported weights: read from the files where there are some."""
+    if transport == "disk":
+        assert [path.name for path in server.transfer.glob("version-*")] == [f"version-{server.version}"]
+        return AutoModelForCausalLM.from_pretrained(
+            server.transfer / f"version-{server.version}", dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+    from transformers import Qwen3Config
+
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**CONFIG), attn_implementation="eager")
+    model.load_state_dict(exported)
+    return model.float().eval()
+
+
+def largest_difference(fleet: EngineFleet, model: PreTrainedModel) -> float:
+    """Between the engine's log-probs of what it samples and those of transformers."""
+    found = 0.0
+    for asked, group in zip(REQUESTS, fleet.generate(REQUESTS), strict=True):
+        for sample in group:
+            expected = reference_log_probs(model, asked.prompt_ids, sample.token_ids)
+            found = max(found, float((torch.tensor(sample.log_probs) - expected).abs().max()))
+    return found
