@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
 import torch
 from conformance_tools import (
+    LONG,
     LONG_ENGINES,
     PROMPT,
+    Call,
     Server,
     first_model,
     second_model,
@@ -20,6 +23,7 @@ from rollout_tools import (
     digests_of,
     reference_greedy,
     reference_log_probs,
+    reference_rows,
     request,
     tiny_qwen2,
     tiny_qwen3,
@@ -198,3 +202,29 @@ def test_a_sync_needs_no_key_value_cache(synced: Server) -> None:
             engine.resume_memory(["kv_cache"])
         assert_serves(synced, tiny_qwen3(seed))
         assert engine.weight_digests() == digests_of(weights_of(tiny_qwen3(seed)))
+
+
+def test_what_runs_waits_for_the_key_value_cache(synced: Server) -> None:
+    call = Call(synced.engine, request(PROMPT, (1,), LONG, 0.0))
+    time.sleep(0.05)
+    synced.engine.release_memory(["kv_cache"])
+    is_held = call.runs_after(0.3)
+    synced.engine.resume_memory(["kv_cache"])
+    (sample,) = call.samples()
+    assert is_held or sample.num_retractions == 0
+    assert sample.token_ids == reference_greedy(first_model(), PROMPT, LONG) and sample.finish_reason == "length"
+
+
+def test_what_runs_when_weights_are_released(synced: Server) -> None:
+    """It goes on after the next sync, and no token of it comes from weights that are undefined."""
+    call = Call(synced.engine, request(PROMPT, (1,), LONG, 0.0))
+    time.sleep(0.05)
+    synced.engine.release_memory()
+    is_held = call.runs_after(0.3)
+    synced.engine.resume_memory()
+    sync(synced, tiny_qwen3(5))
+    (sample,) = call.samples()
+    cut = sample.version_spans[0].end if sample.policy_version < synced.version else 0
+    assert cut < LONG or not is_held
+    rows = [reference_rows(model, PROMPT, sample.token_ids) for model in (first_model(), tiny_qwen3(5))]
+    assert sample.token_ids == tuple(torch.cat([rows[0][:cut], rows[1][cut:]]).argmax(-1).tolist())

@@ -18,6 +18,7 @@ from rlhf_megatron.rollout.engine import (
     EngineAddress,
     EngineError,
     EngineRequestError,
+    EngineTimeoutError,
     GeneratedSample,
     VersionSpan,
 )
@@ -208,6 +209,17 @@ def test_one_key_or_none(recorder: tuple[str, dict[str, str]], tmp_path: Path, t
     engine.abort()
     engine.close()
     assert keys == dict.fromkeys(("/server_info", "/generate", "/abort_request"), expected)
+
+
+def test_a_paused_server_is_asked_nothing(recorder: tuple[str, dict[str, str]], tmp_path: Path) -> None:
+    """Its answer would not come either, not even to what it can do."""
+    url, keys = recorder
+    engine = SGLangEngine(EngineAddress("engine0", "sglang", url, "key"), tmp_path)
+    engine.pause()
+    with pytest.raises(EngineTimeoutError, match=r"engine0 is paused: no answer within 0\.1 s"):
+        engine.generate([request(PROMPT, (1,), 8)], 0.1)
+    engine.close()
+    assert set(keys) == {"/pause_generation"}
 
 
 def test_a_wrong_answer_names_the_engine(recorder: tuple[str, dict[str, str]], tmp_path: Path) -> None:

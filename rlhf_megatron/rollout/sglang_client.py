@@ -89,14 +89,14 @@ class SGLangEngine:
         if not any(request.seeds for request in requests):
             return [[] for _ in requests]
         deadline = time.monotonic() + timeout_s
-        if self._limits is None:
-            self._limits = limits_of(self._serving, timeout_s)
-        self._limits.check(requests, self.address.name)
         try:
             with self._gate.passing(timeout_s) as is_running:
                 if not is_running:
                     aborted = GeneratedSample((), (), "abort", UNSYNCED if self._version is None else self._version)
                     return [[aborted for _ in request.seeds] for request in requests]
+                if self._limits is None:  # the server answers the question only while it decodes
+                    self._limits = limits_of(self._serving, max(0.0, deadline - time.monotonic()))
+                self._limits.check(requests, self.address.name)
                 left = max(0.0, deadline - time.monotonic())
                 answers = self._serving.post("/generate", generate_body(requests, self._version), left)
         except TimeoutError as error:
