@@ -59,7 +59,8 @@ def make_transfer_dir(parent: str | Path | None, num_bytes: int) -> TransferDir:
     found = ", ".join(f"{path} has {free} bytes free" for path, free in room.items()) or "not a writable directory"
     raise ValueError(
         f"weight buffers need {num_bytes} bytes in {' or '.join(map(str, candidates))}: {found}. Set"
-        " rollout.transfer_dir to a directory with room or lower rollout.update_weights_bucket_megabytes."
+        " rollout.transfer_dir to a directory with room; where rollout.weight_transport is tensor, or lower"
+        " rollout.update_weights_bucket_megabytes."
     )
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from pathlib import Path
 
+from rlhf_megatron.checkpoint.hf_reader import read_hf_config
 from rlhf_megatron.config.key_file import read_key
 from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.parallel.device import has_accelerator, num_devices
+from rlhf_megatron.resharding.manifest import DTYPE_BYTES
 from rlhf_megatron.rollout.attach import AttachedEngines, addresses_of, look_at_all
 from rlhf_megatron.rollout.attached_server import Expected
 from rlhf_megatron.rollout.balancer import Balancer
@@ -30,8 +34,20 @@ def engine_dtype(config: RunConfig) -> str:
     return config.rollout.dtype or config.model.dtype
 
 
+def transfer_parent(config: RunConfig, run_dir: Path) -> str | Path | None:
+    """Where the transfer directory is made; None: where `make_transfer_dir` finds room in memory."""
+    rollout = config.rollout
+    return rollout.transfer_dir or (run_dir if rollout.weight_transport == "disk" else None)
+
+
 def transfer_bytes(config: RunConfig) -> int:
-    """Room that the two buffers of every sender need, bytes."""
+    """Room that all senders need in the transfer directory, bytes: of each two buffers, or two versions of the weights;
+    for broadcasts, none."""
+    if config.rollout.weight_transport == "process_group":
+        return 0
+    if config.rollout.weight_transport == "disk":
+        numbers = sum(prod(hf.shape) for rule in table_for(read_hf_config(Path(config.model.path))) for hf in rule.hf)
+        return 2 * numbers * DTYPE_BYTES[engine_dtype(config)]
     num_senders = config.actor.megatron.pipeline_model_parallel_size
     return 2 * num_senders * config.rollout.update_weights_bucket_megabytes * MIB
 

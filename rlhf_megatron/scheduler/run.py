@@ -25,7 +25,14 @@ from rlhf_megatron.scheduler.capsule import Capsules
 from rlhf_megatron.scheduler.checkpointer import Checkpointer
 from rlhf_megatron.scheduler.colocation import leave_devices, make_turns, refuse_probe
 from rlhf_megatron.scheduler.engine_faults import register_engine_faults
-from rlhf_megatron.scheduler.engines import MIB, engine_dtype, make_fleet, start_engines, transfer_bytes
+from rlhf_megatron.scheduler.engines import (
+    MIB,
+    engine_dtype,
+    make_fleet,
+    start_engines,
+    transfer_bytes,
+    transfer_parent,
+)
 from rlhf_megatron.scheduler.guard import StageGuard
 from rlhf_megatron.scheduler.journal import Journal
 from rlhf_megatron.scheduler.keeper import Keeper
@@ -86,7 +93,15 @@ def train(
         prompts = [item.prompt_ids for item in sets.train]
         probe = refuse_probe if config.rollout.colocated else make_probe(config, group, prompts)
         weight_sync = WeightSync(
-            group, fleet, transfer_dir, bucket_bytes, engine_dtype(config), probe=probe, turns=turns
+            group,
+            fleet,
+            transfer_dir,
+            bucket_bytes,
+            engine_dtype(config),
+            probe=probe,
+            transport=config.rollout.weight_transport,
+            model_path=Path(config.model.path),
+            turns=turns,
         )
         recorder = Recorder(run_dir / "record") if is_recorded else None
         journal = Journal(run_dir / "journal", settings_digest(flat(as_yaml(config)))) if trainer.save_freq else None
@@ -153,7 +168,7 @@ def _engines(
     def report(name: str, seconds: float, line: str) -> None:
         tracker.waiting(f"{name} starts ({seconds:.0f} s) {line[-80:]}")
 
-    transfer = stack.enter_context(make_transfer_dir(config.rollout.transfer_dir, transfer_bytes(config)))
+    transfer = stack.enter_context(make_transfer_dir(transfer_parent(config, run_dir), transfer_bytes(config)))
     servers = start_engines(config, run_dir, transfer.path, report)
     stack.enter_context(servers)
     register_engine_faults(servers)
