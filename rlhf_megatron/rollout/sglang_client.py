@@ -153,7 +153,8 @@ class SGLangEngine:
         if version != self._pending:
             reason = "" if self._stale_reason is None else f" ({self._stale_reason})"
             raise EngineError(f"{self.address.name}: no sync to version {version} is open{reason}.")
-        self._order({"receipts": self._verbs.receipt_prefix}, f"commit of version {version}")
+        if self.address.has_loader:
+            self._order({"receipts": self._verbs.receipt_prefix}, f"commit of version {version}")
         self._digests = self._read_digests()
         self._http.post("/end_weight_update", {}, ADMIN_TIMEOUT_S)
         body = {"new_version": str(version), "abort_all_requests": False}
@@ -165,8 +166,8 @@ class SGLangEngine:
         self._settle()
 
     def weight_digests(self) -> dict[str, str] | None:
-        """From the receipts of the running sync, else of the last one; None where the engine quantises weights. A
-        tensor that does not stand whole has words in place of its digest."""
+        """From the receipts of the running sync, else of the last one; None without the run's loader, and where the
+        engine quantises weights. A tensor that does not stand whole has words in place of its digest."""
         return self._digests if self._pending is None else self._read_digests()
 
     def release_memory(self, parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
@@ -260,6 +261,8 @@ class SGLangEngine:
             self._version, self._pending = None, None
 
     def _read_digests(self) -> dict[str, str] | None:
+        if not self.address.has_loader:
+            return None
         found = receipts.standing_of(receipts.read_all(self.transfer_dir, self._verbs.receipt_prefix))
         if found.unlike:
             name, why = next(iter(found.unlike.items()))
