@@ -207,18 +207,17 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_request_that_cannot_be_is_refused(synced: tuple[Server, PreTrainedModel], case: str) -> None:
+def test_a_request_that_cannot_be_is_refused(server: Server, case: str) -> None:
     """With the reason, and so is a good one that comes with it; the engine lives on."""
-    engine = synced[0].engine
+    engine = server.engine
     prompt_ids, params, words = REFUSED[case]
     with pytest.raises(EngineRequestError, match=words):
         engine.generate([request(PROMPT, (1,), 4), request(prompt_ids, (1,), **params)], 60)  # type: ignore[arg-type]
     assert engine.generate([request(PROMPT, (1,), 4)], 60)[0][0].finish_reason == "length"
 
 
-def test_an_unknown_parameter_is_refused(synced: tuple[Server, PreTrainedModel]) -> None:
+def test_an_unknown_parameter_is_refused(server: Server) -> None:
     """By the server itself: no client of ours can send one."""
-    server = synced[0]
     bodies = {
         "local": {"requests": [{"prompt_ids": [1], "seeds": [1], "params": {"max_new_tokens": 4, "warmth": 1.0}}]},
         "sglang": {"input_ids": [[1]], "sampling_params": [{"max_new_tokens": 4, "warmth": 1.0}]},

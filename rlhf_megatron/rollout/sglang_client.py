@@ -100,8 +100,7 @@ class SGLangEngine:
                 left = max(0.0, deadline - time.monotonic())
                 answers = self._serving.post("/generate", generate_body(requests, self._version), left)
         except TimeoutError as error:
-            who = f"{self.address.name} is paused"
-            raise EngineTimeoutError(f"{who}: no answer within {timeout_s:g} s.") from error
+            raise EngineTimeoutError(f"{self.address.name} is paused: no answer within {timeout_s:g} s.") from error
         try:
             return groups_of(answers, requests)
         except ValueError as error:
