@@ -147,6 +147,22 @@ def engines() -> Iterator[Case]:
     )
 
 
+def colocated() -> Iterator[Case]:
+    """Trainer and engines take turns with the same devices; `kills` has the changes of turns. An engine dies in each of
+    them, also beside one that is generating; a stop comes in the engines' turn and in the trainer's."""
+    alone = {"rollout.colocated": True}
+    points = ("turns.before_restore", "turns.before_stream", "turns.after_stream", *ENGINE_POINTS)
+    for point in points:
+        plan = f"kill_engine@{point}:{when(point)}"
+        yield Case(f"tp2/colocated/kill_engine/{point}", "tp2", plan, first_exit=(0,), settings=alone)
+    plan = f"kill_engine@rollout.mid_generate:{when('rollout.mid_generate')}"
+    beside = alone | {"rollout.num_engines": 2}
+    yield Case("tp2/colocated/kill_engine_of_two/rollout.mid_generate", "tp2", plan, None, (0,), settings=beside)
+    for point in ("rollout.mid_generate", "loop.after_score", "update.after_mini_batch", "loop.step_ends"):
+        plan = f"term@{point}:{when(point)}"
+        yield Case(f"tp2/colocated/term/{point}", "tp2", plan, first_exit=(STOPPED_EXIT_CODE,), settings=alone)
+
+
 def hangs() -> Iterator[Case]:
     """A rank is stopped: the deadline of its stage names it, the run ends, and goes on when it is started again."""
     for point, stage in (("actor.before_optimizer_step", "update"), ("actor.before_log_probs", "annotate")):
@@ -202,7 +218,16 @@ def by_state() -> Iterator[Case]:
 
 def matrix() -> list[Case]:
     """All cases, the cheap layout first."""
-    cases = [*kills(), *early_and_often(), *engines(), *hangs(), *requests_to_stop(), *agents(), *by_state()]
+    cases = [
+        *kills(),
+        *early_and_often(),
+        *engines(),
+        *colocated(),
+        *hangs(),
+        *requests_to_stop(),
+        *agents(),
+        *by_state(),
+    ]
     names = [case.name for case in cases]
     assert len(set(names)) == len(names), "two cases have one name"
     order = ("inline", "tp2", "tp2_pp2")

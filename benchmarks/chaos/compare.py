@@ -10,7 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-NOT_COMPARED = ("timing_s/", "perf/", "sync/seconds", "checkpoint/")
+NOT_COMPARED = ("timing_s/", "perf/", "memory/", "sync/seconds", "checkpoint/")
 OF_ENGINE_FAULTS = ("rollout/engine_restarts", "rollout/engine_failures", "rollout/requests_reissued")
 STATE = ("kind", "step", "policy/version", "policy/lag", "rollout/num_samples", "actor/num_optimizer_steps", "actor/lr")
 SAMPLE_STATE = ("step", "prompt", "policy_version")
