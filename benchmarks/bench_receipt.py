@@ -6,25 +6,41 @@
 are parts of an arena that no cache holds, and all of it is digested or copied in one go, as when the weights of a model
 are; the target of the copy is mapped already. "cache": one tensor again and again, which for the small ones a cache
 holds, source and target: a copy is then up to three times as fast, the digest is not. The bar of 2 is on all but these.
+
+"columns": what one of 2 or 8 ranks of an engine holds of a tensor that is cut along its columns, digested at its place,
+against a plain digest of the same bytes. "rank": all that such a rank holds of a model, a third of it columns, against
+a plain digest of the whole model: what a receipt costs a rank beside what it would cost an engine of one rank.
 Writes benchmarks/results/receipt.json.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from benchmarks.common import ratios, significant, take_turns, write_result
+from benchmarks.common import Timings, ratios, significant, take_turns, write_result
 from rlhf_megatron.resharding.digest import digest
+from rlhf_megatron.resharding.digest_parts import digest_part
 
 MIB = 1 << 20
 SIZES_MIB = (1, 8, 64, 512)
 ARENA_MIB = 512
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 LAYER = [576 * 576, 192 * 576, 192 * 576, 576 * 576, 1536 * 576, 1536 * 576, 576 * 1536, 576, 576]
+COLUMNS = ((576, 1536), (896, 4864), (4096, 4096), (4096, 14336))  # down and output projections of models
+RANKS = (2, 8)
+PROJECTIONS = {
+    "q": (0, 1),
+    "k": (0, 1),
+    "o": (1, 1),
+    "gate": (0, 4),
+    "up": (0, 4),
+    "down": (1, 4),
+}  # axis, times hidden
+RANK_HIDDEN, RANK_LAYERS = 2048, 4
 MODEL = [49152 * 576, *(LAYER * 30), 576]  # numbers in the tensors of SmolLM2-135M
 
 
@@ -43,11 +59,45 @@ def measure(dtype: torch.dtype, sizes: Sequence[int], repetitions: int) -> dict[
             digest(source)
 
     timings = take_turns({"digest": take_digests, "copy": copy}, repetitions)
-    rates = {name: significant(sources.nbytes / min(run.wall_s) / 1e9) for name, run in timings.items()}
+    return _compared(timings, "digest", "copy", sources.nbytes)
+
+
+def measure_columns(dtype: torch.dtype, shape: tuple[int, int], num_ranks: int, repetitions: int) -> dict[str, Any]:
+    """The columns of the second rank, as it holds them, against a plain digest of as many bytes."""
+    count = shape[1] // num_ranks
+    times = max(1, 4 * MIB // (shape[0] * count * dtype.itemsize))
+    parts = torch.randn(times, shape[0], count, generator=torch.Generator().manual_seed(1)).to(dtype)
+    runs = {
+        "columns": lambda: [digest_part(part, shape, 1, count) for part in parts],
+        "plain": lambda: [digest(part) for part in parts],
+    }
+    return _compared(take_turns(runs, repetitions), "columns", "plain", parts.nbytes)
+
+
+def measure_rank(dtype: torch.dtype, num_ranks: int, repetitions: int) -> dict[str, Any]:
+    """All that the second rank holds of a model, against the whole model in one rank."""
+    held: list[tuple[torch.Tensor, tuple[int, int], int, int]] = []
+    whole: list[torch.Tensor] = []
+    for axis, times in list(PROJECTIONS.values()) * RANK_LAYERS:
+        long, hidden = times * RANK_HIDDEN, RANK_HIDDEN
+        tensor = torch.randn((hidden, long) if axis else (long, hidden)).to(dtype)
+        count = tensor.shape[axis] // num_ranks
+        part = tensor.narrow(axis, count, count).contiguous()
+        held.append((part, (tensor.shape[0], tensor.shape[1]), axis, count))
+        whole.append(tensor)
+    runs = {
+        "rank": lambda: [digest_part(part, shape, axis, start) for part, shape, axis, start in held],
+        "whole": lambda: [digest(tensor) for tensor in whole],
+    }
+    return _compared(take_turns(runs, repetitions), "rank", "whole", sum(tensor.nbytes for tensor in whole))
+
+
+def _compared(timings: Mapping[str, Timings], run: str, baseline: str, num_bytes: int) -> dict[str, Any]:
+    rates = {name: significant(num_bytes / min(found.wall_s) / 1e9) for name, found in timings.items()}
     return {
-        **{name: run.summary() for name, run in timings.items()},
+        **{name: found.summary() for name, found in timings.items()},
         "gigabytes_per_s": rates,
-        "ratio": ratios(timings["digest"], timings["copy"]),
+        "ratio": ratios(timings[run], timings[baseline]),
     }
 
 
@@ -70,6 +120,16 @@ def main() -> None:
             print(
                 f"digest, {case}: {rate['digest']:.1f} GB/s, a copy {rate['copy']:.1f} GB/s: {ratio:.2f} times a copy"
             )
+        for shape in COLUMNS:
+            for num_ranks in RANKS:
+                case = f"columns of {shape[0]} x {shape[1]} in {num_ranks} ranks, {name}"
+                runs[case] = row = measure_columns(dtype, shape, num_ranks, args.repetitions)
+                rate, ratio = row["gigabytes_per_s"]["columns"], row["ratio"]["cpu_min"]
+                print(f"digest, {case}: {rate:.1f} GB/s, {ratio:.2f} times a plain digest")
+        for num_ranks in RANKS:
+            case = f"rank of {num_ranks}, {name}"
+            runs[case] = row = measure_rank(dtype, num_ranks, args.repetitions)
+            print(f"digest, {case}: {row['ratio']['cpu_min']:.2f} times that of the whole model in one rank")
     command = f"python -m benchmarks.bench_receipt --repetitions {args.repetitions}"
     result = {"runs": runs, "ratio": {name: row["ratio"]["cpu_min"] for name, row in runs.items()}}
     print(write_result("receipt", command, result))
