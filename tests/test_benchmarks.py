@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import bench_grpo_step, common, gpu_check, quickstart_seeds, run_all
+from benchmarks import bench_engines, bench_grpo_step, common, gpu_check, quickstart_seeds, run_all
 
 
 def test_runs_take_turns_and_warm_ups_do_not_count() -> None:
@@ -54,6 +54,16 @@ def test_cpu_time_of_a_step_leaves_out_what_starting_costs() -> None:
     found = bench_grpo_step.cpu_summary({"ours_1": [10, 14, 18], "trl_1": [20, 28, 32], "trl_2": [5, 17, 17]}, 4)
     assert found["cpu_s_per_step"] == {"ours_1": 1.5, "trl_1": 2.5, "trl_2": 3.0}
     assert found["cpu_ratio"] == {"ours_1": 0.6}
+
+
+def test_engines_are_compared_by_the_median_of_tokens_per_second() -> None:
+    def repetitions(*seconds: float) -> list[bench_engines.Repetition]:
+        return [bench_engines.Repetition(value, 120, 400, 100) for value in seconds]
+
+    rows = {"local": bench_engines.row_of(repetitions(2, 4, 3)), "sglang": bench_engines.row_of(repetitions(1, 100, 2))}
+    assert rows["local"]["tokens_per_s"] == 40 and rows["local"]["cached_share"] == 0.25
+    assert bench_engines.ratios(rows) == {"sglang": 1.5}
+    assert bench_engines.ratios({"sglang": rows["sglang"]}) == {}
 
 
 def summary(seed: int, before: float, after: float) -> dict[str, object]:
