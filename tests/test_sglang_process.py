@@ -12,13 +12,15 @@ import time
 from pathlib import Path
 
 import pytest
-from sglang_tools import STARTUP_S
+from rollout_tools import tiny_qwen3
+from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, needs_sglang, sglang_python
 
 from rlhf_megatron.rollout.engine import EngineError
 from rlhf_megatron.rollout.process import EngineServers
 from rlhf_megatron.rollout.sglang_client import NEEDED
+from rlhf_megatron.rollout.sglang_errors import own_error
 from rlhf_megatron.rollout.sglang_network import Ports
-from rlhf_megatron.rollout.sglang_process import own_error, start_sglang_engines
+from rlhf_megatron.rollout.sglang_process import start_sglang_engines
 
 SERVER = """
 import http.server, json, sys, yaml
@@ -184,9 +186,59 @@ def test_error_lines_of_a_log() -> None:
             "bye",
         ]
     )
-    assert own_error(log).splitlines()[2:] == [
+    lines = own_error(log).splitlines()
+    assert lines[2:5] == [
         "[2026-01-01 00:00:00 TP0] RuntimeError: one",
         "torch.cuda.OutOfMemoryError: two",
         "launch_server.py: error: unrecognized arguments: --tq 1",
     ]
+    assert lines[5].startswith("What to do: a device, or the machine, is full: see what else uses it")
     assert own_error("INFO: all is well") == ""
+
+
+@pytest.mark.parametrize(
+    "line, advice",
+    [
+        (
+            "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static. Current",
+            "do not fit into roll",
+        ),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "is full: see what else uses it"),
+        ("Exception: Capture cuda graph failed: CUDA out of memory.", "is full"),
+        ("RuntimeError: Rank 0 scheduler died during initialization (exit code: -9).", "is full"),
+        ("RuntimeError: [enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory", "is full"),
+        ("ValueError: Model architectures ['XForCausalLM'] are not supported for now.", "does not serve the model"),
+        ("ModuleNotFoundError: No module named 'triton'", "`make sglang-cpu`"),
+    ],
+)
+def test_errors_with_what_to_do(line: str, advice: str) -> None:
+    shown = own_error(f"noise\n{line}\nnoise").splitlines()
+    assert shown[:3] == ["", "Its errors:", line]
+    assert shown[3].startswith("What to do: ") and advice in shown[3]
+
+
+def test_an_error_that_nothing_is_known_of() -> None:
+    assert own_error("KeyError: 'x'") == "\nIts errors:\nKeyError: 'x'"
+
+
+@needs_sglang
+@pytest.mark.sglang
+@pytest.mark.long
+def test_an_engine_that_runs_out_of_memory(tmp_path: Path) -> None:
+    """Stock SGLang, with a share of the memory that even this model does not fit in."""
+    tiny_qwen3(1).save_pretrained(tmp_path / "model")
+    arguments = {name: value for name, value in CPU_ARGUMENTS.items() if name != "max_total_tokens"}
+    words = r"(?s)exited with code .*Its errors:\n.*ValueError: .*leave no GPU memory .*What to do: weights and key-val"
+    with pytest.raises(EngineError, match=words) as caught:
+        start_sglang_engines(
+            tmp_path / "model",
+            1,
+            tmp_path,
+            python=str(sglang_python()),
+            transfer_dir=tmp_path,
+            dtype="float32",
+            arguments={**arguments, "mem_fraction_static": 0.0001},
+            env=CPU_ENV,
+            startup_timeout_s=STARTUP_S,
+        )
+    assert (tmp_path / "engines" / "engine0.token").read_text() not in str(caught.value)

@@ -178,10 +178,15 @@ class AttachedEngines:
     def _lease(self, address: EngineAddress) -> Lease:
         http = HttpClient(address, address.api_key or address.token)
         lease, start = Lease(http), time.monotonic()
+        words = f"another run has it, or had it when it was killed a moment ago; waiting {_TAKE_S:g} s for it"
+        told: list[str] = []
 
         def waiting() -> None:
+            if not told:
+                told.append(words)
+                logger.warning("%s", _say(address, words))
             if self._progress is not None:
-                self._progress(address.name, time.monotonic() - start, "another run has it, or was killed a moment ago")
+                self._progress(address.name, time.monotonic() - start, words)
 
         try:
             lease.acquire(start + _TAKE_S, waiting)

@@ -25,6 +25,7 @@ from rlhf_megatron.rollout.sglang_arguments import DETERMINISTIC
 from rlhf_megatron.rollout.sglang_client import SGLangEngine
 from rlhf_megatron.rollout.sglang_devices import Machine
 from rlhf_megatron.rollout.sglang_environment import SGLangEnvironment, check_sglang
+from rlhf_megatron.rollout.sglang_errors import own_error
 from rlhf_megatron.rollout.sglang_network import MeetingPlace, Ports, loopback
 from rlhf_megatron.rollout.sglang_server.loader import LOAD_FORMAT, TRANSFER_DIR
 
@@ -37,8 +38,6 @@ _BIND_FAILED = re.compile(
     r"error while attempting to bind on address", re.IGNORECASE
 )  # it hangs then, and does not end
 _PORT_LOST = re.compile(r"address already in use|EADDRINUSE|port \S+ is already in use", re.IGNORECASE)
-_ERROR_LINE = re.compile(r"^(\[[^]]*\] *)*([\w.]+: error: |([\w.]+\.)?\w*(Error|Exception): ).*\S", re.MULTILINE)
-_ERRORS_SHOWN = 3
 
 
 def start_sglang_engines(
@@ -185,12 +184,6 @@ class _Launch:
     def _log(self) -> str:
         assert self.process is not None
         return self.process.text(self.log_start)
-
-
-def own_error(log: str) -> str:
-    """The last different error lines of a server's log, which the noise of its end can have pushed out of the tail."""
-    lines = list(dict.fromkeys(match.group(0).strip() for match in _ERROR_LINE.finditer(log)))
-    return "\nIts errors:\n" + "\n".join(lines[-_ERRORS_SHOWN:]) if lines else ""
 
 
 def write_private(path: Path, text: str) -> Path:
