@@ -51,6 +51,7 @@ class Worker:
     is_cutting: bool = False  # half of an answer, and the connection ends
     is_gone: bool = False  # connections end without an answer
     seen: list[dict[str, Any]] = field(default_factory=list)  # bodies of /generate
+    keys_seen: list[str] = field(default_factory=list)  # of the last
     port: int = 0
 
     def __enter__(self) -> Worker:
@@ -75,6 +76,8 @@ class Worker:
                 if "token_ids_logprob" in body:
                     return self.send(400, {"error": {"message": f"valid range is [0, {VOCABULARY})"}})
                 worker.seen.append(body)
+                keys = self.headers.get_all("Authorization") or []
+                worker.keys_seen = [key.removeprefix("Bearer ") for key in keys]
                 if worker.fail:
                     worker.fail -= 1
                     return self.send(500, {"error": {"message": "out of luck"}})
@@ -316,13 +319,17 @@ def test_the_key_is_needed_and_stands_nowhere_else(rig: Rig) -> None:
     address, process = rig.router.process.address, rig.router.process.process
     assert address is not None and process is not None
     for path, data in (("/generate", b'{"input_ids":[1],"sampling_params":{}}'), ("/workers", None)):
-        for key in ({}, {"Authorization": "Bearer wrong"}):
+        other = address.token if path == "/generate" else address.api_key  # one key does not do for the other
+        for key in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Bearer {other}"}):
             asked = urllib.request.Request(address.url + path, data, {"Content-Type": "application/json", **key})
             with pytest.raises(urllib.error.HTTPError) as refused:
                 urllib.request.urlopen(asked, timeout=10)
             assert refused.value.code == 401
     command = Path(f"/proc/{process.pid}/cmdline").read_bytes()
-    assert address.token.encode() not in command and address.token not in process.log.read_text()
+    for key in (address.token, address.api_key):
+        assert key.encode() not in command and key not in process.log.read_text()
+    asked_ones = [worker for worker in rig.workers if worker.seen]
+    assert asked_ones and all(worker.keys_seen == [worker.key, address.api_key] for worker in asked_ones)
     for name in ("router.args", "router.token", "router.log"):
         mode = (rig.folder / "engines" / name).stat().st_mode
         assert stat.S_IMODE(mode) == 0o600

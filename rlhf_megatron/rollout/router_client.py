@@ -48,7 +48,6 @@ class RouterClient:
         self.address = address
         self.max_connections = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
         self._http = HttpClient(address)
-        self._headers = {"Authorization": f"Bearer {address.token}", "Content-Type": "application/json"}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="router-client", daemon=True)
         self._thread.start()
@@ -97,7 +96,7 @@ class RouterClient:
 
     async def _open(self) -> aiohttp.ClientSession:
         connector = aiohttp.TCPConnector(limit=0)  # `max_connections` is kept by who sends
-        return aiohttp.ClientSession(headers=self._headers, connector=connector)
+        return aiohttp.ClientSession(connector=connector)
 
     async def _end(self) -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -129,7 +128,8 @@ class RouterClient:
         self, request: GenerateRequest, key: str, timeout_s: float, version: int | None
     ) -> GeneratedSample:
         body = single_body(request, version)
-        status, data = await self._send("POST", "/generate", body, {ROUTING_KEY: key}, timeout_s)
+        headers = {ROUTING_KEY: key, **_bearer(self.address.api_key)}
+        status, data = await self._send("POST", "/generate", body, headers, timeout_s)
         where = f"router ({self.address.url}/generate)"
         if status != 200:
             kind = EngineRequestError if status in _REFUSED else EngineError
@@ -141,7 +141,7 @@ class RouterClient:
 
     def _post(self, method: str, path: str, body: Mapping[str, Any] | None) -> None:
         """A verb that the router answers with 202."""
-        send = self._send(method, path, body, {}, _ADMIN_S)
+        send = self._send(method, path, body, _bearer(self.address.token), _ADMIN_S)
         status, data = asyncio.run_coroutine_threadsafe(send, self._loop).result(_ADMIN_S + _GRACE_S)
         if status not in (200, 202):
             raise EngineError(f"router ({self.address.url}{path}) answered {status}: {data[:_WORDS_SHOWN]}")
@@ -161,6 +161,10 @@ class RouterClient:
             raise EngineTimeoutError(f"{where}: no answer within {timeout_s:g} s.") from error
         except (aiohttp.ClientError, OSError, RuntimeError) as error:  # RuntimeError: the session was closed
             raise RouterError(f"{where}: {error or type(error).__name__}.") from error
+
+
+def _bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
 
 
 def single_body(request: GenerateRequest, version: int | None) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import secrets
 import socket
 import subprocess
 import time
@@ -91,10 +92,10 @@ class RouterProcess:
         return self.address
 
     def _launch(self, log: Path) -> ServerProcess:
-        token = write_token(self.folder / "router.token")
+        token, api_key = write_token(self.folder / "router.token"), secrets.token_hex(32)
         port, metrics_port = free_ports(2)
-        self.address = EngineAddress("router", "sglang", f"http://127.0.0.1:{port}", token)
-        path = write_private(self.folder / "router.args", "\n".join(arguments(port, metrics_port, token)))
+        self.address = EngineAddress("router", "sglang", f"http://127.0.0.1:{port}", token, api_key=api_key)
+        path = write_private(self.folder / "router.args", "\n".join(arguments(port, metrics_port, token, api_key)))
         search_path = [self.env.get("PYTHONPATH", ""), str(PACKAGE_ROOT)]
         env = {
             "HF_ENDPOINT": "http://127.0.0.1:9",  # or it looks on the network for a tokenizer that nobody needs
@@ -115,13 +116,14 @@ class RouterProcess:
         return True
 
 
-def arguments(port: int, metrics_port: int, token: str) -> list[str]:
+def arguments(port: int, metrics_port: int, token: str, api_key: str) -> list[str]:
     """Of sglang-router. It picks the worker of a group and nothing else: who serves is the supervisor's to say, and the
-    fleet asks again for what failed, and counts it."""
+    fleet asks again for what failed, and counts it. `token`: to change its workers; `api_key`: to generate, which it
+    passes on to them."""
     return [
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)),  # by default on all addresses
-        *("--api-key", token, "--control-plane-api-keys", f"run:run:admin:{token}"),
+        *("--api-key", api_key, "--control-plane-api-keys", f"run:run:admin:{token}"),
         # By key, not by prefix: groups that begin with the same template would all go to one worker, and be torn apart
         # where that gets too much.
         *("--policy", "manual", "--assignment-mode", "min_load", "--max-idle-secs", "600"),
