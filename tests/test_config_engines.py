@@ -1,0 +1,178 @@
+"""Rules on how engines are got: started or running ones, their keys, their router."""
+
+# ruff: noqa: E501  (tables of messages)
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from config_samples import VALID
+
+from rlhf_megatron.config.load import read_run_config
+from rlhf_megatron.config.provenance import Loaded
+from rlhf_megatron.config.validate import problems_of_files, validate
+
+Load = Callable[..., Loaded]
+SGLANG = VALID.replace("engine: local", "engine: sglang")
+ONE = "rollout.endpoints=['http://127.0.0.1:1']"
+TWO = "rollout.endpoints=['http://127.0.0.1:1', 'http://localhost:2/']"
+AFAR = "rollout.endpoints=['https://gpu7:30000']"
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    """A base file and overrides, as a configuration."""
+
+    def of(base: str, *overrides: str) -> Loaded:
+        path = tmp_path / "run.yaml"
+        path.write_text(base)
+        return read_run_config(path, list(overrides))
+
+    return of
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        [ONE],
+        [TWO, "rollout.num_engines=2", "rollout.router=sglang", "rollout.sglang.python=python"],
+        [TWO, "rollout.router=sglang", "rollout.max_engine_restarts=1"],
+        [ONE, "rollout.sglang.api_key_file=key", "rollout.sglang.admin_api_key_file=admin"],
+        [AFAR, "rollout.weight_transport=process_group"],
+        [AFAR, "rollout.weight_transport=disk"],
+        ["rollout.num_engines=2", "rollout.router=sglang"],
+        ["rollout.sglang.env={CUDA_VISIBLE_DEVICES: '1'}", "rollout.sglang.args={tp_size: 1}"],
+    ],
+)
+def test_engines_that_can_be(load: Load, overrides: list[str]) -> None:
+    assert validate(load(SGLANG, *overrides)) == []
+
+
+@pytest.mark.parametrize(
+    ("base", "overrides", "expected"),
+    [
+        (
+            VALID,
+            [ONE],
+            "rollout.endpoints (['http://127.0.0.1:1']) needs rollout.engine sglang, which is local; set that, or remove it.",
+        ),
+        (
+            VALID,
+            ["rollout.router=sglang", "rollout.num_engines=2"],
+            "rollout.router (sglang) needs rollout.engine sglang, which is local",
+        ),
+        (
+            VALID,
+            ["rollout.weight_transport=process_group"],
+            "rollout.weight_transport (process_group) needs rollout.engine sglang",
+        ),
+        (
+            SGLANG,
+            [ONE, "rollout.num_engines=2"],
+            "rollout.num_engines (2) must be the number of rollout.endpoints (1); remove it.",
+        ),
+        (
+            SGLANG,
+            ["rollout.endpoints=['gpu7:30000']"],
+            "rollout.endpoints (gpu7:30000) must be http://HOST:PORT or https://HOST:PORT and nothing more; correct it.",
+        ),
+        (
+            SGLANG,
+            ["rollout.endpoints=['http://127.0.0.1:1/v1']"],
+            "rollout.endpoints (http://127.0.0.1:1/v1) must be http://HOST:PORT",
+        ),
+        (
+            SGLANG,
+            ["rollout.endpoints=['http://127.0.0.1:1','http://localhost:1/']"],
+            "rollout.endpoints (http://localhost:1/) is the same server as http://127.0.0.1:1; name each once.",
+        ),
+        (
+            SGLANG,
+            [AFAR],
+            "rollout.endpoints (https://gpu7:30000) is on another machine, which rollout.weight_transport (tensor) does not reach; use process_group or disk, or write 127.0.0.1 if it is this machine.",
+        ),
+        (
+            SGLANG,
+            [ONE, "rollout.colocated=true"],
+            "rollout.colocated (true) needs servers that the run starts on its own devices, but rollout.endpoints names running ones; remove either.",
+        ),
+        (
+            SGLANG,
+            [ONE, "rollout.router=sglang"],
+            "rollout.router (sglang) has nothing to choose with one engine; remove it, or set rollout.num_engines or rollout.endpoints to more.",
+        ),
+        (SGLANG, ["rollout.router=sglang"], "rollout.router (sglang) has nothing to choose with one engine"),
+        (
+            SGLANG,
+            [ONE, "rollout.sglang.args={tp_size: 2}"],
+            "rollout.sglang.args.tp_size (2) would be ignored because rollout.endpoints is ['http://127.0.0.1:1']; remove it, or start the servers with them.",
+        ),
+        (
+            SGLANG,
+            [ONE, "rollout.sglang.python=python"],
+            "rollout.sglang.python (python) would be ignored because rollout.endpoints is",
+        ),
+        (
+            SGLANG,
+            [ONE, "rollout.sglang.env={A: b}"],
+            "rollout.sglang.env.A (b) would be ignored because rollout.endpoints is",
+        ),
+        (
+            SGLANG,
+            [ONE, "rollout.max_engine_restarts=1"],
+            "rollout.max_engine_restarts (1) would be ignored because rollout.endpoints is ['http://127.0.0.1:1']; remove it, or let the run start the servers.",
+        ),
+        (
+            SGLANG,
+            ["rollout.sglang.api_key_file=key"],
+            "rollout.sglang.api_key_file (key) would be ignored because rollout.endpoints is []; remove it, or name the servers that want these keys there.",
+        ),
+        (
+            SGLANG,
+            ["rollout.sglang.admin_api_key_file=key"],
+            "rollout.sglang.admin_api_key_file (key) would be ignored because rollout.endpoints is []",
+        ),
+        (
+            SGLANG,
+            ["rollout.sglang.env={RLHF_MEGATRON_TRANSFER_DIR: /x}"],
+            "rollout.sglang.env.RLHF_MEGATRON_TRANSFER_DIR is set by the run; set rollout.transfer_dir.",
+        ),
+        (
+            SGLANG,
+            ["rollout.sglang.args={--tp-size: 2}"],
+            "rollout.sglang.args.--tp-size must be written without leading dashes; use tp-size.",
+        ),
+        (
+            SGLANG,
+            ["rollout.dtype=float32", "model.dtype=bfloat16"],
+            "rollout.dtype (float32) must not be wider than model.dtype (bfloat16)",
+        ),
+    ],
+)
+def test_engines_that_cannot_be(load: Load, base: str, overrides: list[str], expected: str) -> None:
+    (problem,) = validate(load(base, *overrides))
+    assert problem.startswith(expected)
+
+
+def test_a_base_file_may_say_how_servers_would_be_started(load: Load, tmp_path: Path) -> None:
+    """A later file names running ones: the settings of the earlier one are idle, and nobody expects them to act."""
+    base = SGLANG.replace("engine: sglang", "engine: sglang, sglang: {python: x, args: {tp_size: 2}}")
+    (tmp_path / "base.yaml").write_text(base)
+    assert validate(load("extends: base.yaml\nrollout: {endpoints: ['http://127.0.0.1:1']}")) == []
+
+
+def test_key_files_are_looked_at_with_the_other_files(load: Load, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("s3cret")
+    key.chmod(0o644)
+    loaded = load(SGLANG, ONE, f"rollout.sglang.api_key_file={key}", f"rollout.sglang.admin_api_key_file={tmp_path}/no")
+    problems = [str(problem) for problem in problems_of_files(loaded) if str(problem).startswith("rollout.")]
+    assert problems[0].startswith(
+        f"rollout.sglang.api_key_file ({key}) must belong to you and have mode 0600; run chmod"
+    )
+    assert problems[1].startswith(f"rollout.sglang.admin_api_key_file ({tmp_path}/no) cannot be read: No such file or")
+    key.chmod(0o600)
+    assert not [problem for problem in problems_of_files(loaded) if ".api_key_file" in str(problem)]
