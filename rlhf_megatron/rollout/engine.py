@@ -34,8 +34,10 @@ class EngineRequestError(EngineError):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to continue a prompt. Log-probs are those of softmax(logits / temperature), whatever top_p, top_k and min_p
-    leave out of the draw."""
+    """How to continue a prompt. A token may be drawn that is among the top_k likeliest, with at most top_p before it,
+    and at least min_p times as likely as the likeliest: each looks at softmax(logits / temperature) as a whole.
+    Log-probs are those of this whole, whatever is left out of the draw; only before min_new_tokens they are without
+    stop tokens."""
 
     max_new_tokens: int
     temperature: float = 1.0  # 0: greedy; log-probs are then those of temperature 1
@@ -99,8 +101,10 @@ class Engine(Protocol):
         """End all running requests; they finish with reason "abort" and what they have so far."""
 
     def pause(self, mode: PauseMode = "retract") -> None:
-        """Stop decoding. What runs ends with reason "abort", waits without its key-value cache, which is computed again
-        with the weights that stand then, or waits as it is. New requests wait in every mode."""
+        """Stop decoding until `resume`, also through a weight sync. What runs ends with reason "abort" and what it has
+        so far; or waits without its key-value cache, which is computed again with the weights that stand then; or waits
+        with it as it is: new weights then go on over the keys and values of old ones. New requests wait in every mode.
+        A second pause says what becomes of what waits."""
 
     def resume(self) -> None:
         """Undo `pause`."""
@@ -109,7 +113,8 @@ class Engine(Protocol):
         """Open the weight-sync transaction. The engine is STALE and serves nothing until `commit_update`.
 
         `version` must be above the one served; with `full_resync` it may be the same (all weights are sent again).
-        Requests in flight wait and go on with the new weights.
+        Requests in flight wait and go on with the new weights, which compute their key-value cache anew unless they are
+        paused "in_place". Called again before a commit it starts anew.
         """
 
     def update_weights(self, manifest: BucketManifest) -> None:
