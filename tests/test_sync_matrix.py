@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from rlhf_megatron.checkpoint.random_init import random_hf_tensors
 from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.resharding.digest import as_hex, digest
 from rlhf_megatron.resharding.plan import traffic_of_plan
-from rlhf_megatron.rollout.engine import WeightTransport
+from rlhf_megatron.rollout.engine import GeneratedSample, WeightTransport
 from rlhf_megatron.rollout.fleet import EngineFleet
 from rlhf_megatron.rollout.sglang_client import SGLangEngine
 from rlhf_megatron.rollout.sglang_process import start_sglang_engines
@@ -108,7 +108,6 @@ class Server:
     transfer: Path
     model: Path
     version: int = 0
-    rows: list[dict[str, Any]] = field(default_factory=list)
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["engine-tp1", "engine-tp2"])
@@ -163,9 +162,10 @@ def test_what_stands_in_sglang_is_what_was_exported(
 
     exported = dict(random_hf_tensors(CONFIG, seed))  # what the ranks were given, made here anew
     assert server.engine.weight_digests() == {name: as_hex(digest(tensor)) for name, tensor in exported.items()}
-    model = reference(server, transport, exported)
-    difference = largest_difference(fleet, model)
-    assert 0 < difference <= 1e-4
+    samples = fleet.generate(REQUESTS)
+    difference = largest_difference(samples, reference(server, transport, exported))
+    others = reference(server, "tensor", dict(random_hf_tensors(CONFIG, seed + 1)))
+    assert 0 < difference <= 1e-4 and largest_difference(samples, others) > 0.1  # it would show other weights
 
     axes, tp_size = LAYOUTS[layout], server.engine.address.tp_size
     planned = traffic_of_plan(table_for(CONFIG, axes.get("tp", 1)), transport, tp_size, "float32")
@@ -201,10 +201,10 @@ def reference(server: Server, transport: WeightTransport, exported: dict[str, to
     return model.float().eval()
 
 
-def largest_difference(fleet: EngineFleet, model: PreTrainedModel) -> float:
-    """Between the engine's log-probs of what it samples and those of transformers."""
+def largest_difference(samples: list[list[GeneratedSample]], model: PreTrainedModel) -> float:
+    """Between the engine's log-probs of what it sampled and those of transformers."""
     found = 0.0
-    for asked, group in zip(REQUESTS, fleet.generate(REQUESTS), strict=True):
+    for asked, group in zip(REQUESTS, samples, strict=True):
         for sample in group:
             expected = reference_log_probs(model, asked.prompt_ids, sample.token_ids)
             found = max(found, float((torch.tensor(sample.log_probs) - expected).abs().max()))

@@ -11,7 +11,7 @@ import resource
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import pytest
 import torch
 from rollout_tools import reference_log_probs
 from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, needs_sglang, sglang_python
-from sync_tools import BUCKET_BYTES, REQUESTS, change_weights, trainer, write_model
+from sync_tools import BUCKET_BYTES, PROMPTS, REQUESTS, change_weights, config_of, trainer, write_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -34,6 +34,7 @@ from rlhf_megatron.rollout.transports import process_group
 from rlhf_megatron.rollout.transports.courier import Courier, Traffic
 from rlhf_megatron.runtime import roles
 from rlhf_megatron.runtime.inline import InlineGroup
+from rlhf_megatron.scheduler.probe import make_probe
 from rlhf_megatron.scheduler.weight_sync import WeightSync
 
 pytestmark = pytest.mark.dist
@@ -124,10 +125,12 @@ class Rig:
     damage: Damage
     version: int = 0
 
-    def syncing(self, transport: WeightTransport) -> WeightSync:
-        """A sync of a fresh fleet, with other weights than the engine has."""
+    def syncing(self, transport: WeightTransport, has_loader: bool = True) -> WeightSync:
+        """A sync of a fresh fleet, with other weights than the engine has. Without its loader it is probed."""
         change_weights(self.group, seed=self.version)
-        fleet = EngineFleet([connect(self.servers.addresses[0], self.transfer)], 60.0, 0)
+        address = replace(self.servers.addresses[0], has_loader=has_loader)
+        fleet = EngineFleet([connect(address, self.transfer)], 60.0, 0)
+        probe = make_probe(config_of(self.model), self.group, PROMPTS)
         return WeightSync(
             self.group,
             fleet,
@@ -135,6 +138,7 @@ class Rig:
             BUCKET_BYTES,
             "float32",
             self.version,
+            probe=probe,
             transport=transport,
             model_path=self.model,
         )
@@ -159,7 +163,8 @@ class Rig:
         (engine,) = sync.fleet.live
         weights = self.weights()
         assert engine.version() == self.version
-        assert engine.weight_digests() == {name: as_hex(digest(tensor)) for name, tensor in weights.items()}
+        digests = {name: as_hex(digest(tensor)) for name, tensor in weights.items()}
+        assert engine.weight_digests() == (digests if engine.address.has_loader else None)
         reference = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32)
         reference.load_state_dict(weights)
         for asked, samples in zip(REQUESTS, sync.fleet.generate(REQUESTS), strict=True):
@@ -227,6 +232,29 @@ def test_syncs_one_after_the_other(rig: Rig, transport: WeightTransport) -> None
     assert len(groups) == (transport == "process_group")
     versions = [path.name for path in rig.transfer.glob("version-*")]
     assert versions == ([f"version-{rig.version}"] if transport == "disk" else [])
+
+
+@pytest.mark.parametrize("transport", [pytest.param(name, marks=on_sglang) for name in TRANSPORTS])
+def test_a_server_without_the_loader_of_the_run(
+    rig: Rig, transport: WeightTransport, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SGLang's plain update calls bring the weights; what is lost on the way is found by the probe that follows."""
+    rig.damage.plan()
+    sync = rig.syncing(transport, has_loader=False)
+    metrics = rig.sync(sync)
+    rig.check(sync)
+    assert metrics["sync/bytes_moved"] == metrics["sync/num_bytes"] > 0
+    if transport == "disk":
+        return  # it reads a whole directory
+    change_weights(rig.group, seed=90)
+    rig.damage.plan("lost")
+    with caplog.at_level(logging.WARNING), pytest.raises(EngineError):
+        sync()
+    assert sync.fleet.live == () and "log-prob" in caplog.text
+    rig.version += 1  # it was committed, and set aside by the probe
+    rig.damage.plan()
+    rig.sync(sync)
+    rig.check(sync)
 
 
 @pytest.mark.parametrize("kind", ["flipped", "lost"])

@@ -3,6 +3,7 @@
 Two senders that give two engines their weights at once cannot block one another. An engine works on one request at a
 time, in the order in which they came; the sender of a request is broadcasting all the while, in a thread of its own
 that waits for nothing but this engine. So the request that an engine works on always ends, and the next one begins.
+A request that would have to wait on this side, for one of the few broadcasts that run at once, is not made before.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from rlhf_megatron.rollout.transports.courier import Traffic, traffic_of, unseen
 logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 180.0
+MAX_AT_ONCE = 8  # broadcasts of a sender, so that all of them are really under way: each takes a share of a GPU
 _LEAVE_S = 10.0
 _OTHER_SIDE_S = 2.0  # for the side that has not failed to say its part
 
@@ -37,6 +39,7 @@ class Groups:
     """The process groups of this rank by engine, kept from sync to sync. Thread-safe."""
 
     def __init__(self) -> None:
+        self.turns = threading.BoundedSemaphore(MAX_AT_ONCE)
         self._groups: dict[str, tuple[EngineAddress, UpdateGroup]] = {}
         self._lock = threading.Lock()
 
@@ -116,12 +119,13 @@ class ProcessGroupCourier:
     def deliver(self, manifest: BucketManifest, bucket: Tensor) -> Traffic:
         group = self._groups.find(self._address)
         assert group is not None, "open comes before deliver"
-        self._together(
-            f"bucket {manifest.bucket} of {manifest.sender}",
-            lambda: self._verbs.receive(manifest, group.name),
-            lambda: group.broadcast(bucket, self._timeout_s),
-            self._timeout_s,
-        )
+        with self._groups.turns:  # who has one gives it back by its deadline
+            self._together(
+                f"bucket {manifest.bucket} of {manifest.sender}",
+                lambda: self._verbs.receive(manifest, group.name),
+                lambda: group.broadcast(bucket, self._timeout_s),
+                self._timeout_s,
+            )
         if self._address.has_loader:
             return traffic_of(self._verbs.digest(manifest))
         return unseen_traffic(manifest, self._address.tp_size)

@@ -1,0 +1,105 @@
+"""Buckets in device memory: another process opens them by CUDA IPC; two GPUs broadcast them by NCCL."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf_megatron.parallel import device_sharing
+from rlhf_megatron.resharding.device_memory import DeviceMemoryTransport
+from rlhf_megatron.resharding.digest import as_hex, digest
+from rlhf_megatron.resharding.manifest import BucketManifest
+from rlhf_megatron.resharding.process_group import UpdateGroup
+
+ROOT = Path(__file__).parent.parent.parent
+READER = """
+import pickle, sys, torch
+from torch.multiprocessing import reductions
+from rlhf_megatron.resharding.digest import as_hex, digest
+original = reductions.rebuild_cuda_tensor
+def by_identity(*arguments):  # as stock SGLang does
+    ids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+    return original(*arguments[:6], ids.index(arguments[6]), *arguments[7:])
+reductions.rebuild_cuda_tensor = by_identity
+for line in sys.stdin:
+    pairs = dict(pickle.loads(bytes.fromhex(line)))
+    print(pairs["order"].tolist(), as_hex(digest(pairs["bucket"])), flush=True)
+    del pairs
+"""
+MEMBER = """
+import sys, torch, torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+address, port, name = sys.argv[1], sys.argv[2], sys.argv[3]
+torch.cuda.set_device(1)
+store, rank, world = next(c10d.rendezvous(f"tcp://{address}:{port}", 1, 2, timeout=c10d.default_pg_timeout))
+store = c10d.PrefixStore(name, store)
+group, _ = c10d._new_process_group_helper(world, rank, [], c10d.Backend("nccl"), store, group_name=name,
+    backend_options=None, timeout=c10d.default_pg_timeout)
+c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
+found = torch.empty(int(sys.argv[4]), dtype=torch.uint8, device="cuda")
+dist.broadcast(found, src=0, group=group)
+print(int(found.long().sum()), flush=True)
+"""
+
+
+def child(code: str, *arguments: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+@pytest.mark.gpu
+def test_another_process_reads_each_bucket_where_it_lies() -> None:
+    """Five buckets through two buffers: each is read as it is when it is sent."""
+    device = torch.device("cuda", 0)
+    if not device_sharing.can_share(device):
+        pytest.skip("memory of this device cannot be shared")
+    assert device_sharing.device_id(device) in device_sharing.device_ids()
+    reader, answers, expected = child(READER), [], []
+
+    def deliver(manifest: BucketManifest, bucket: torch.Tensor) -> None:
+        assert reader.stdin is not None and reader.stdout is not None
+        order = torch.tensor([manifest.bucket], dtype=torch.uint8)
+        reader.stdin.write(device_sharing.pickle_shared([("order", order), ("bucket", bucket)]).hex() + "\n")
+        reader.stdin.flush()
+        answers.append(reader.stdout.readline().strip())
+
+    try:
+        transport = DeviceMemoryTransport(device, 1 << 20, 5, deliver)
+        for number in range(5):
+            filled = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, device=device)
+            transport.buffer(number).copy_(filled)
+            transport.send(BucketManifest(1, "s", number, transport.file(number), 1 << 20, ()))
+            expected.append(f"[{number}] {as_hex(digest(filled))}")
+        transport.drain()
+        transport.close()
+    finally:
+        reader.kill()
+        reader.wait(10)
+    assert answers == expected
+
+
+@pytest.mark.gpu
+def test_a_broadcast_by_nccl() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("NCCL wants a GPU for each rank")
+    group = UpdateGroup("weights-test", "127.0.0.1", 1, "nccl", 120.0)
+    bucket = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, device="cuda:0")
+    member = child(MEMBER, "127.0.0.1", str(group.port), group.name, str(bucket.numel()))
+    timer = threading.Timer(200.0, member.kill)
+    timer.start()
+    try:
+        group.join()
+        group.broadcast(bucket, 120.0)
+        assert member.stdout is not None and int(member.stdout.readline()) == int(bucket.long().sum())
+    finally:
+        timer.cancel()
+        member.kill()
+        member.wait(10)
+        group.close()
