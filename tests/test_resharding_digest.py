@@ -125,7 +125,7 @@ def part_by_hand(tensor: Tensor, axis: int, start: int, count: int) -> int:
 def test_formula_of_parts(
     shape: tuple[int, int], dtype: torch.dtype, in_turns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(digest_parts, "_TURN_WORDS", 0 if in_turns else 1 << 60)
+    monkeypatch.setattr(digest_parts, "_CPU_TURN_WORDS", 0 if in_turns else 1 << 60)
     monkeypatch.setattr(digest_parts, "_CPU_WORDS", 700)  # several chunks
     tensor = random_tensor(shape, dtype, seed=7)
     draw = random.Random(7)
@@ -146,7 +146,7 @@ def test_any_parts_of_rows_or_columns_add_up(seed: int, monkeypatch: pytest.Monk
     """Of tensors of one, two, four and eight bytes a number, odd sizes among them; where they stand, or copied."""
     draw = random.Random(seed)
     dtype, shape, axis = draw.choice(DTYPES), draw.choice(SHAPES), draw.randrange(2)
-    monkeypatch.setattr(digest_parts, "_TURN_WORDS", draw.choice([0, 1 << 15, 1 << 60]))
+    monkeypatch.setattr(digest_parts, "_CPU_TURN_WORDS", draw.choice([0, 1 << 15, 1 << 60]))
     tensor, size = random_tensor(shape, dtype, seed), shape[axis]
     cuts = sorted({0, size, *(draw.randrange(size + 1) for _ in range(draw.randrange(5)))})
     total = 0
@@ -180,7 +180,7 @@ def test_parts_as_on_a_device_that_is_not_the_cpu(monkeypatch: pytest.MonkeyPatc
     expected = [digest_part(tensor[:, a:b], (515, 516), 1, a) for a, b in ((0, 129), (129, 516))]
     monkeypatch.setattr(digest_parts, "_is_cpu", lambda tensor: False)
     for words in (0, 1 << 60):
-        monkeypatch.setattr(digest_parts, "_TURN_WORDS", words)
+        monkeypatch.setattr(digest_parts, "_DEVICE_TURN_WORDS", words)
         found = [digest_part(tensor[:, a:b], (515, 516), 1, a) for a, b in ((0, 129), (129, 516))]
         assert found == expected and sum(found) & MASK == digest(tensor)
 

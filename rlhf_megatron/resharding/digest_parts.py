@@ -32,7 +32,8 @@ _LINE_WORDS = LINE * WORDS
 _MASK = (1 << 64) - 1
 _CPU_WORDS = 1 << 18  # of a chunk, which stays in a cache
 _DEVICE_WORDS = 1 << 24
-_TURN_WORDS = 1 << 15  # fewer in a turn, and calls cost more than zeros
+_CPU_TURN_WORDS = 1 << 15  # fewer in a turn, and calls cost more than zeros
+_DEVICE_TURN_WORDS = 1 << 20
 
 
 def digest_part(part: Tensor, shape: tuple[int, ...], axis: int, start: int) -> int:
@@ -55,7 +56,7 @@ def _columns(words: Tensor, width: int, first: int) -> int:
     if not words.numel():
         return 0
     turns = _LINE_WORDS // gcd(width, _LINE_WORDS)
-    in_turns = words.numel() // turns >= _TURN_WORDS
+    in_turns = words.numel() // turns >= (_CPU_TURN_WORDS if _is_cpu(words) else _DEVICE_TURN_WORDS)
     total = _by_turns(words, width, first, turns) if in_turns else _among_zeros(words, width, first)
     return (total + _ends(rows, columns, width, first)) & _MASK
 
