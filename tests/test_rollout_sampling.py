@@ -88,15 +88,34 @@ SIXTEENTHS = [8, 1, 4, 2, 1]  # by probability: tokens 0, 2, 3, 1, 4; the sums b
 )
 def test_kept_sets(params: dict[str, float], kept: set[int]) -> None:
     probs = torch.tensor([SIXTEENTHS, [3, 3, 3, 3, 4]]) / 16
-    cuts = Cuts.of([SamplingParams(1, **params), SamplingParams(1)], 5, torch.device("cpu"))
+    cuts = Cuts.of([SamplingParams(1, **params), SamplingParams(1)], torch.device("cpu"))
     assert cuts is not None
     got = cuts.apply(probs)
     assert got[0].tolist() == [n / 16 if token in kept else 0.0 for token, n in enumerate(SIXTEENTHS)]
     assert torch.equal(got[1], probs[1])  # a row that leaves nothing out
 
 
+def test_kept_sets_of_a_large_vocabulary() -> None:
+    """Beside each other: sets within the most likely thousand, larger ones, and rows with many equal probabilities."""
+    torch.manual_seed(0)
+    probs = torch.stack([torch.randn(5000) * scale for scale in (4.0, 0.3, 0.3, 1.0, 0.3, 4.0, 0.0, 0.0)]).softmax(-1)
+    probs[3] = (probs[3] * 4096).round() / 4096
+    kinds = [{"top_p": 0.9}, {"top_p": 0.9}, {"top_k": 1500, "min_p": 0.01}, {"top_p": 0.5}]
+    kinds += [{"min_p": 0.01}, {}, {"top_k": 700}, {"top_k": 3000}]
+    params = [SamplingParams(1, **kind) for kind in kinds]
+    cuts = Cuts.of(params, torch.device("cpu"))
+    assert cuts is not None
+    got = cuts.apply(probs)
+    sizes = [int(row.count_nonzero()) for row in got]
+    assert sizes[0] < 1000 < sizes[1] and sizes[2] == 1500 and sizes[4] == 5000 and sizes[6:] == [700, 3000]
+    for row, before, one in zip(got, probs, params, strict=True):
+        expected = kept_tokens(before, one)
+        assert {token for token in expected if before[token] > 0} == set(row.nonzero().squeeze(-1).tolist())
+        assert torch.equal(row[row > 0], before[row > 0])
+
+
 def test_no_cuts_where_all_is_off() -> None:
-    assert Cuts.of([SamplingParams(4), SamplingParams(4, 0.0, (3,), min_new_tokens=2)], 5, torch.device("cpu")) is None
+    assert Cuts.of([SamplingParams(4), SamplingParams(4, 0.0, (3,), min_new_tokens=2)], torch.device("cpu")) is None
 
 
 def kept_tokens(probs: Tensor, params: SamplingParams) -> set[int]:
@@ -104,7 +123,8 @@ def kept_tokens(probs: Tensor, params: SamplingParams) -> set[int]:
     ranked = sorted(enumerate(probs.tolist()), key=lambda entry: -entry[1])
     kept, before = set(), 0.0
     for rank, (token, p) in enumerate(ranked):
-        if (params.top_k == -1 or rank < params.top_k) and before <= params.top_p and p >= ranked[0][1] * params.min_p:
+        is_in_sum = before <= params.top_p or params.top_p == 1
+        if (params.top_k == -1 or rank < params.top_k) and is_in_sum and p >= ranked[0][1] * params.min_p:
             kept.add(token)
         before += p
     return kept
@@ -156,7 +176,7 @@ def test_cuts_leave_the_draws_of_other_rows_alone_to_the_bit() -> None:
     torch.manual_seed(0)
     logits, seeds, positions = torch.randn(6, 700) * 3, torch.arange(6), torch.arange(6) * 2
     params = [SamplingParams(1, top_p=0.5), *[SamplingParams(1)] * 4, SamplingParams(1, top_k=1)]
-    cuts = Cuts.of(params, 700, torch.device("cpu"))
+    cuts = Cuts.of(params, torch.device("cpu"))
     tokens, log_probs = sample(logits, None, None, seeds, positions, cuts)
     free_tokens, free_log_probs = sample(logits, None, None, seeds, positions)
     assert torch.equal(tokens[1:5], free_tokens[1:5]) and torch.equal(log_probs[1:5], free_log_probs[1:5])

@@ -22,7 +22,7 @@ from rlhf_megatron.rollout.process import EngineServers, start_local_engines
 
 pytestmark = pytest.mark.dist
 VERSION = 5
-GOOD = requests_to_json([request((1, 2), (7,), 3)])
+GOOD = requests_to_json([request((1, 2), (7,), 3, stop_token_ids=(3,), top_p=0.9, top_k=4, min_p=0.1)])
 
 
 class Target:
@@ -145,8 +145,19 @@ def mutations(good: dict[str, Any], generator: random.Random, number: int) -> It
         yield copy
 
 
+@pytest.mark.parametrize(
+    ("path", "good"),
+    [("/pause", {"mode": "abort"}), ("/release_memory", {"parts": ["weights"]}), ("/resume_memory", {"parts": ["x"]})],
+)
+def test_orders_with_wrong_values(target: Target, path: str, good: dict[str, Any]) -> None:
+    for body in (*mutations(good, random.Random(path), 60), {"mode": {"abort": 1}, "parts": [["weights"], {}]}):
+        status, answer, _ = target.send(path, json.dumps(body).encode())
+        assert status == 400 and (b"must be one of" in answer or b"one or more of" in answer), (body, status, answer)
+    target.is_unharmed()
+
+
 def test_requests_with_wrong_values(target: Target) -> None:
-    for body in mutations(GOOD, random.Random(1), 150):
+    for body in mutations(GOOD, random.Random(1), 250):
         status, answer, _ = target.send("/generate", json.dumps(body).encode())
         is_harmless = body["requests"] == [] or (status == 200 and b"groups" in answer)  # 1.5 is a temperature
         assert status == 400 or is_harmless, (body, status, answer[:200])
@@ -213,7 +224,7 @@ def test_a_body_without_the_token_is_not_read(target: Target) -> None:
     "given", ["", "Bearer", "Bearer ", "Basic abc", "Bearer ÿ".encode().decode("latin-1"), "Bearer " + "x" * 5000]
 )
 def test_tokens_that_are_none(target: Target, given: str) -> None:
-    for path in (*PATHS, "/info", "/abort", "/release_memory"):
+    for path in (*PATHS, "/info", "/abort", "/pause", "/release_memory", "/resume_memory"):
         method = "GET" if path == "/info" else "POST"
         assert target.send(path, b"{}", method, Authorization=given)[0] == 401
 

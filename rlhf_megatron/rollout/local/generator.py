@@ -240,8 +240,7 @@ class Generator:
 
     def _refresh_sampling(self) -> None:
         """After rows came, went or moved."""
-        params = [member.params for member in self._rows]
-        self._sampling = RowSampling.of(params, self.model.vocab_size, self.model.device)
+        self._sampling = RowSampling.of([member.params for member in self._rows], self.model.device)
 
     def _decode(self) -> list[Member]:
         num_rows = len(self._rows)

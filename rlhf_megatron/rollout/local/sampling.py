@@ -8,7 +8,7 @@ SGLang's `pytorch` sampling backend (sglang/srt/layers/sampler.py, 0.5.21), whic
 temperature)) of all tokens: the cuts are made on a sorted copy. Its min_new_tokens (sampling/penaltylib) comes before:
 it adds -inf to the logits of stop tokens, so these log-probs are without them.
 
-Legend: N rows, V vocabulary, K blocks, W block width, S stop tokens.
+Legend: N rows, V vocabulary, K blocks, W block width, S stop tokens, T most likely tokens.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX2 = 0x94D049BB133111EB - (1 << 64)
 _BLOCK_WIDTH = 256
+_OFF = 1 << 62  # top_k of a row without
+_TOP = 1024  # most likely tokens among which cuts are looked for first
 
 
 def _mix(values_N: Tensor) -> Tensor:
@@ -76,16 +78,20 @@ def draw(probs_NV: Tensor, uniforms_N: Tensor) -> Tensor:
 class Cuts:
     """Which tokens rows leave out of the draw. A row that leaves out none keeps its probabilities to the bit."""
 
-    top_k_N: Tensor  # int64; V: off
+    top_k_N: Tensor  # int64; _OFF: off
     top_p_N: Tensor  # float64; inf: off, since a sum that ends a little above 1 must not cut
     min_p_N: Tensor  # float32; 0: off
 
+    @property
+    def is_off_N(self) -> Tensor:
+        return self.top_p_N.isinf() & (self.top_k_N == _OFF) & (self.min_p_N == 0)
+
     @staticmethod
-    def of(params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> Cuts | None:
+    def of(params: Sequence[SamplingParams], device: torch.device) -> Cuts | None:
         """None where no row leaves anything out."""
         if all(p.top_k == -1 and p.top_p == 1 and p.min_p == 0 for p in params):
             return None
-        top_k = [vocab_size if p.top_k == -1 else min(p.top_k, vocab_size) for p in params]
+        top_k = [_OFF if p.top_k == -1 else min(p.top_k, _OFF) for p in params]
         top_p = [math.inf if p.top_p == 1 else p.top_p for p in params]
         return Cuts(
             torch.tensor(top_k, device=device),
@@ -93,7 +99,7 @@ class Cuts:
             torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
         )
 
-    def __getitem__(self, rows: slice) -> Cuts:
+    def __getitem__(self, rows: slice | Tensor) -> Cuts:
         return Cuts(self.top_k_N[rows], self.top_p_N[rows], self.min_p_N[rows])
 
     def apply(self, probs_NV: Tensor) -> Tensor:
@@ -101,14 +107,34 @@ class Cuts:
 
         In order of probability (equal ones: the lower id first) a token stays when fewer than top_k stand before it,
         their sum over the whole vocabulary is at most top_p, and it has at least min_p times the largest probability.
-        The most likely one always stays. SGLang sums in float32, so sets may differ where a sum meets top_p to 1e-6.
+        The most likely one always stays. SGLang sums in float32: sets may differ where a sum meets top_p to 1e-6, and a
+        row without top-p loses its least likely tokens there when its sum is rounded to more than 1.
         """
-        sorted_NV, order_NV = probs_NV.sort(stable=True, dim=-1, descending=True)
-        before_NV = sorted_NV.cumsum(-1, dtype=torch.float64) - sorted_NV
-        rank_V = torch.arange(probs_NV.shape[-1], device=probs_NV.device)
-        keep_NV = (rank_V < self.top_k_N.unsqueeze(-1)) & (before_NV <= self.top_p_N.unsqueeze(-1))
-        keep_NV &= sorted_NV >= sorted_NV[:, :1] * self.min_p_N.unsqueeze(-1)
-        return probs_NV.masked_fill(torch.zeros_like(keep_NV).scatter_(-1, order_NV, ~keep_NV), 0.0)
+        vocab = probs_NV.shape[-1]
+        keep_NV, is_short_N = self._kept(probs_NV, min(_TOP, vocab))
+        rows_M = is_short_N.nonzero().squeeze(-1)
+        if len(rows_M) and vocab > _TOP:  # flat distributions
+            keep_NV[rows_M] = self[rows_M]._kept(probs_NV[rows_M], vocab)[0]
+        return probs_NV.masked_fill(~(keep_NV | self.is_off_N.unsqueeze(-1)), 0.0)
+
+    def _kept(self, probs_NV: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
+        """Who stays [N, V], found among the `num_top` most likely, and rows for which these are too few [N].
+
+        All three conditions hold up to a rank and no further, and its probability is the threshold: the largest values
+        do, and no large vocabulary has to be sorted.
+        """
+        top_NT = probs_NV.topk(num_top).values
+        before_NT = top_NT.cumsum(-1, dtype=torch.float64) - top_NT
+        keep_NT = torch.arange(num_top, device=probs_NV.device) < self.top_k_N.unsqueeze(-1)
+        keep_NT &= before_NT <= self.top_p_N.unsqueeze(-1)
+        keep_NT &= top_NT >= top_NT[:, :1] * self.min_p_N.unsqueeze(-1)
+        num_kept_N1 = keep_NT.sum(-1, keepdim=True)
+        lowest_N1 = top_NT.gather(-1, (num_kept_N1 - 1).clamp(min=0))
+        room_N1 = num_kept_N1 - (top_NT > lowest_N1).sum(-1, keepdim=True)  # for tokens as likely as the last kept
+        is_lowest_NV = probs_NV == lowest_N1
+        keep_NV = (probs_NV > lowest_N1) | (is_lowest_NV & (is_lowest_NV.cumsum(-1, dtype=torch.int32) <= room_N1))
+        is_short_N = (num_kept_N1.squeeze(-1) == num_top) & (self.top_k_N > num_top) & ~self.is_off_N
+        return keep_NV, is_short_N
 
 
 def without_stops(logits_NV: Tensor, stop_ids_NS: Tensor, is_early_N: Tensor) -> Tensor:
@@ -155,7 +181,7 @@ class RowSampling:
     cuts: Cuts | None
 
     @staticmethod
-    def of(params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> RowSampling:
+    def of(params: Sequence[SamplingParams], device: torch.device) -> RowSampling:
         temperatures = [p.temperature for p in params]
         greedy = scaled = min_new_tokens = None
         if 0 in temperatures:
@@ -164,7 +190,7 @@ class RowSampling:
             scaled = torch.tensor([t or 1.0 for t in temperatures], dtype=torch.float32, device=device)
         if any(p.min_new_tokens for p in params):
             min_new_tokens = torch.tensor([p.min_new_tokens for p in params], device=device)
-        return RowSampling(scaled, greedy, min_new_tokens, Cuts.of(params, vocab_size, device))
+        return RowSampling(scaled, greedy, min_new_tokens, Cuts.of(params, device))
 
     def sample(
         self, rows: slice, logits_NV: Tensor, stop_ids_NS: Tensor, seeds_N: Tensor, positions_N: Tensor

@@ -174,8 +174,19 @@ class DecodeService:
             self._leave_cache()
             self.weights.release()
         if "kv_cache" in parts:
+            if self.is_closed:
+                self._begin_again()
             self.generator.release_cache()
         give_back(self.generator.model.device)
+
+    def _begin_again(self) -> None:
+        """Closed: what runs goes back to its prompts. If it went on, its last bits would tell of the interruption."""
+        jobs = list({id(job): job for job in self._jobs.values()}.values())
+        self._jobs.clear()
+        self.generator.abort()
+        for job in jobs:
+            job.groups, job.unfinished = [], sum(len(request.seeds) for request in job.requests)
+        self._queue.extendleft(reversed(jobs))
 
     def resume_memory(self, parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
         if "weights" in parts:
