@@ -19,6 +19,7 @@ from rlhf_megatron.rollout.engine import (
     Engine,
     EngineAddress,
     EngineError,
+    EngineRequestError,
     EngineTimeoutError,
     GeneratedSample,
     GenerateRequest,
@@ -256,6 +257,48 @@ def test_an_engine_dies_in_a_sync(rig: Rig) -> None:
     assert [engine.address.name for engine in fleet.live] == ["engine0"] and fleet.version() == rig.version
     generate_until(fleet, rig, lambda: bool(rig.resynced))
     assert rig.resynced == ["engine1"] and len(fleet.live) == 2 and fleet.version() == rig.version
+    fleet.close()
+
+
+class Refuser(LocalEngine):
+    """engine1 refuses a commit, once."""
+
+    is_refusing = False
+
+    def commit_update(self, version: int) -> None:
+        if self.address.name == "engine1" and Refuser.is_refusing:
+            Refuser.is_refusing = False
+            raise EngineRequestError("engine1 answered 400: no")
+        super().commit_update(version)
+
+
+class SlowServers:
+    """A server is started again when it is let go."""
+
+    def __init__(self, servers: EngineServers) -> None:
+        self.ending, self.kill = servers.ending, servers.kill
+        self.is_free = threading.Event()
+        self._servers = servers
+
+    def restart(self, name: str) -> EngineAddress:
+        assert self.is_free.wait(60)
+        return self._servers.restart(name)
+
+
+@pytest.mark.dist
+def test_one_refuses_a_sync_while_the_other_is_started_again(rig: Rig) -> None:
+    """Nobody has the new weights then, but somebody will."""
+    fleet = rig.fleet(2, connect=Refuser)
+    rig.sync(fleet)
+    slow = SlowServers(rig.servers)
+    fleet._supervisor._supervision = replace(fleet._supervisor._supervision, servers=slow)
+    assert generate(fleet, lambda: rig.signal(0, signal.SIGKILL)) == rig.expected(2)
+    Refuser.is_refusing = True
+    rig.sync(fleet)
+    assert not fleet.live and not Refuser.is_refusing
+    slow.is_free.set()
+    generate_until(fleet, rig, lambda: len(fleet.live) == 2)
+    assert sorted(rig.resynced) == ["engine0", "engine1"] and fleet.version() == rig.version
     fleet.close()
 
 

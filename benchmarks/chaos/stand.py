@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -181,6 +182,10 @@ class Stand:
         have not died are those that run."""
         self.version = self.sync.version
         self.fleet.close()
+        deadline = time.monotonic() + self.config.rollout.startup_timeout_s
+        while any(call.verb == "restart" and call.seconds is None for call in self.fleet.calls()):
+            assert time.monotonic() < deadline, "a server that was being started again has not come up"
+            time.sleep(0.1)
         for address in self.servers.addresses:
             if self.config.rollout.engine == "local" or self.servers.ending(address.name) is not None:
                 self.servers.restart(address.name)

@@ -279,12 +279,14 @@ class EngineFleet:
     def _require_future(self, num_good: int, failures: Collection[EngineError]) -> None:
         """After a verb of a sync. Raises EngineError where no engine is left, and none will come back.
 
-        Before the first sync, or where a request itself is refused, a restart would not help unless a server has died.
+        Before the first sync, or where a request itself is refused, a restart would not help unless a server has died
+        or is being started again.
         """
         if num_good:
             return
         supervisor = self._supervisor
         has_died = any(supervisor.ending(member.name) is not None for member in supervisor.members)
+        has_died = has_died or bool(supervisor.of(State.STARTING))
         is_refused = self._version is None or any(isinstance(error, EngineRequestError) for error in failures)
         if not supervisor.is_hopeful or (failures and is_refused and not has_died):
             raise EngineError(self._supervisor.nobody)
