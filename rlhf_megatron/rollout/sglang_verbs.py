@@ -73,8 +73,8 @@ class SGLangVerbs:
         self._post(_TENSOR, body, _words(manifest))
 
     def load_directory(self, directory: Path) -> None:
-        """A whole model directory, which the server can read."""
-        body = {"model_path": str(directory), "flush_cache": False}
+        """A whole model directory, which the server can read, also where it was started with load-format dummy."""
+        body = {"model_path": str(directory), "load_format": "auto", "flush_cache": False}
         self._post("/update_weights_from_disk", body, f"weights of {directory.name}")
 
     def join(self, group: UpdateGroup) -> None:
