@@ -268,6 +268,28 @@ def test_closed_batches_wait_for_their_turn_and_can_be_taken_out() -> None:
             future.result(10)
 
 
+def test_a_closed_batch_that_lost_its_cache_gives_the_same_bits_as_one_that_kept_it() -> None:
+    """It starts from its prompts again: read anew, its tokens so far would give other last bits."""
+    model = LocalModel(tiny_qwen3(1))
+    service = DecodeService(Generator(model, 4, 4096), WeightReceiver(model.module, None, True), is_closed=True)
+    asked = [request((1, 2, 3), (5, 6), 60), request((4,), (7,), 50)]
+    num_tokens: list[int] = []
+
+    def release() -> None:
+        num_tokens.append(int(service.generator._slots.host_ages[0]) if service.generator.has_work else 0)
+        service.release_memory(("kv_cache",))
+
+    job, admitted = service.generate(asked)
+    admitted.result(10)
+    while not num_tokens or num_tokens[-1] < 8:  # until some of it has been decoded
+        service.call(release).result(10)
+        service.call(lambda: service.resume_memory(("kv_cache",))).result(10)
+        time.sleep(0.005 * len(num_tokens))
+        assert not job.future.done(), "it ended before it could be interrupted"
+    assert job.future.result(60) == Generator(model, 4, 4096).generate(asked)
+    service.close()
+
+
 def test_a_remote_address_needs_a_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--model", str(tmp_path), "--token-file", str(tmp_path / "t"), "--host", "0.0.0.0"])

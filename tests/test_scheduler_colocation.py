@@ -241,9 +241,9 @@ def bare(row: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.dist
 def test_the_trainer_holds_nothing_while_the_engines_generate(tmp_path: Path) -> None:
     """One process. The last evaluation comes after a checkpoint, when the trainer has the devices."""
-    run = train(write_config(tmp_path), ONE_RANK | COLOCATED | {"trainer.save_freq": 2, "warmup.max_steps": 1})
+    run = train(write_config(tmp_path), ONE_RANK | COLOCATED | {"trainer.save_freq": 2, "warmup.test_freq": 1})
     assert run.exit_code == 0 and run.left_over() == [], run.console
-    assert [row["policy/version"] for row in run.rows("step")] == [2, 3] and len(run.rows("evaluation")) == 2
+    assert [row["policy/version"] for row in run.rows("step")] == [5, 6] and len(run.rows("evaluation")) == 2
     check_memory(run)
 
 
