@@ -103,6 +103,7 @@ class Engine:
             "tensors": {entry.name: (entry.shape, entry.dtype, entry.digest) for entry in entries},
             "parts": {name: [(0, 0, t.shape[0], as_hex(digest(t)))] for name, t in standing.items()},
             "unlike": {},
+            "misfits": {},
             "stands_as": {},
             "num_bytes_read": sum(tensor.nbytes for tensor in standing.values()),
             "num_bytes_standing": sum(tensor.nbytes for tensor in standing.values()),

@@ -246,6 +246,22 @@ def test_a_head_that_the_engine_ties_is_not_found(manifest: BucketManifest) -> N
         receipts.check("engine0", manifest, receipts_of(models, manifest))
 
 
+def test_an_engine_of_other_sizes(manifest: BucketManifest) -> None:
+    """Where SGLang does not mind, as on a CPU, which pads."""
+    models = engine(weights_of())
+    for model in models:
+        model.get_submodule("norm").hold(weight=torch.ones(7))
+        model.get_submodule("attn.qkv_proj").hold(weight=torch.ones(9, 6))
+    with pytest.raises(EngineError) as error:
+        receipts.check("engine0", manifest, receipts_of(models, manifest))
+    words = str(error.value)
+    assert "4 of 21 tensors" in words  # three are shown
+    assert "'attn.k_proj.weight': the engine's attn.qkv_proj.weight is [9, 6], its parts have 8 rows" in words
+    (norm,) = (entry for entry in manifest.tensors if entry.name == "norm.weight")
+    with pytest.raises(EngineError, match=r"'norm.weight': the engine's is \[7\], which is not \[6\]"):
+        receipts.check("engine0", replace(manifest, tensors=(norm,)), receipts_of(models, manifest))
+
+
 def test_an_engine_of_another_type(tmp_path: Path) -> None:
     """Wider: the same numbers count. Narrower: they are not the same any more, and the message says why."""
     weights = {name: tensor.bfloat16() for name, tensor in weights_of().items()}

@@ -53,11 +53,11 @@ def put_together(receipts: Sequence[Receipt]) -> Standing:
     """Of one bucket: the receipts of all ranks of the server."""
     found = Standing()
     for name, (shape, _, _) in receipts[0]["tensors"].items():
-        unlike = [receipt["unlike"][name] for receipt in receipts if name in receipt["unlike"]]
+        unlike, misfits = ([r[kind][name] for r in receipts if name in r[kind]] for kind in ("unlike", "misfits"))
         parts = [Part(r["rank"], *part) for r in receipts for part in r["parts"].get(name, ())]
         if unlike:
             found.unlike[name] = unlike[0]
-        elif fault := _fault(parts, tuple(shape)):
+        elif fault := misfits[0] if misfits else _fault(parts, tuple(shape)):
             found.faults[name] = f"{fault} ({receipts[0]['bucket']})"
         else:
             found.digests[name] = as_hex(sum(int(d, 16) for d in {part.place: part.digest for part in parts}.values()))

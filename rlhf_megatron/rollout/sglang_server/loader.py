@@ -32,7 +32,7 @@ from rlhf_megatron.resharding.digest_parts import digest_part
 from rlhf_megatron.resharding.manifest import DTYPE_BYTES, BucketManifest, TensorEntry
 from rlhf_megatron.rollout.sglang_server import facts
 from rlhf_megatron.rollout.sglang_server.buckets import place_words, views_of_file, views_of_tensor
-from rlhf_megatron.rollout.sglang_server.standing import UnlikeError, missing, places_of
+from rlhf_megatron.rollout.sglang_server.standing import MisfitError, UnlikeError, missing, places_of
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +123,7 @@ def standing(model: Any, manifest: BucketManifest, num_bytes_read: int | None = 
     parameters = dict(model.named_parameters())
     parts: dict[str, list[tuple[int, int, int, str]]] = {}
     unlike: dict[str, str] = {}
+    misfits: dict[str, str] = {}
     stands_as: dict[str, str] = {}
     num_standing = 0
     for entry in manifest.tensors:
@@ -130,6 +131,9 @@ def standing(model: Any, manifest: BucketManifest, num_bytes_read: int | None = 
             places = places_of(model, parameters, entry.name, entry.shape)
         except UnlikeError as error:
             unlike[entry.name] = str(error)
+            continue
+        except MisfitError as error:
+            misfits[entry.name] = str(error)
             continue
         for place in places:
             found = as_hex(digest_part(_as_sent(place.values, entry), entry.shape, place.axis, place.start))
@@ -144,6 +148,7 @@ def standing(model: Any, manifest: BucketManifest, num_bytes_read: int | None = 
         "tensors": {entry.name: (entry.shape, entry.dtype, entry.digest) for entry in manifest.tensors},
         "parts": parts,
         "unlike": unlike,
+        "misfits": misfits,
         "stands_as": stands_as,
         "num_bytes_read": num_standing if num_bytes_read is None else num_bytes_read,
         "num_bytes_standing": num_standing,
@@ -157,7 +162,7 @@ def compare(model: Any, manifest: BucketManifest, views: Mapping[str, Tensor]) -
     for entry in manifest.tensors:
         try:
             places = places_of(model, parameters, entry.name, entry.shape)
-        except UnlikeError:
+        except (UnlikeError, MisfitError):
             continue
         for place in places:
             given = views[entry.name].narrow(place.axis, place.start, place.count).to(place.values.device)

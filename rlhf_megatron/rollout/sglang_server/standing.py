@@ -30,6 +30,10 @@ class UnlikeError(ValueError):
     """What stands in the engine for a tensor is of another kind than the tensor, so the two cannot be compared."""
 
 
+class MisfitError(ValueError):
+    """The engine's parameter is of another size than the tensor's."""
+
+
 @dataclass(frozen=True)
 class Place:
     """A part of a tensor, and where in the whole it belongs."""
@@ -45,7 +49,7 @@ class Place:
 
 def places_of(model: Any, parameters: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> list[Place]:
     """Of one tensor, in this rank: none where the model has no such parameter or another rank holds it, several where
-    it is held twice. `parameters`: the model's, by name. Raises UnlikeError."""
+    it is held twice. `parameters`: the model's, by name. Raises UnlikeError and MisfitError."""
     if name in parameters:
         return [_direct(model, parameters[name], name, shape)]
     if expert := _EXPERT.fullmatch(name):
@@ -73,7 +77,9 @@ def _direct(model: Any, parameter: Tensor, name: str, shape: tuple[int, ...]) ->
         return _part(parameter, 1, layer.tp_rank * parameter.shape[1], shape)
     if _is_a(layer, "ColumnParallelLinear"):
         return _part(parameter, 0, layer.tp_rank * parameter.shape[0], shape)
-    return _part(parameter, 0, 0, shape)
+    if tuple(parameter.shape) != shape:
+        raise MisfitError(f"the engine's is {list(parameter.shape)}, which is not {list(shape)}")
+    return Place(parameter, 0, 0)
 
 
 def _of_fused(model: Any, parameter: Tensor, name: str, index: int, shape: tuple[int, ...]) -> Place:
@@ -87,7 +93,7 @@ def _of_fused(model: Any, parameter: Tensor, name: str, index: int, shape: tuple
     else:
         sizes = [size // layer.tp_size for size in layer.output_sizes]
     if parameter.shape[0] != sum(sizes):
-        raise UnlikeError(f"it stands in {list(parameter.shape)}, where {sum(sizes)} rows are expected")
+        raise MisfitError(f"the engine's {name} is {list(parameter.shape)}, its parts have {sum(sizes)} rows")
     values = parameter.narrow(0, sum(sizes[:index]), sizes[index])
     return _part(values, 0, rank * sizes[index], shape)
 
@@ -130,7 +136,7 @@ def _part(values: Tensor, axis: int, start: int, shape: tuple[int, ...]) -> Plac
     """`values` without what is padding, or belongs to no entry of the whole."""
     others = [size for i, size in enumerate(values.shape) if i != axis]
     if values.ndim != len(shape) or others != [size for i, size in enumerate(shape) if i != axis]:
-        raise UnlikeError(f"it stands in shape {list(values.shape)}, which is no part of {list(shape)}")
+        raise MisfitError(f"the engine's is {list(values.shape)}, which is no part of {list(shape)}")
     start = min(start, shape[axis])
     return Place(values.narrow(axis, 0, min(values.shape[axis], shape[axis] - start)), axis, start)
 
