@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 NOT_COMPARED = ("timing_s/", "perf/", "memory/", "sync/seconds", "checkpoint/")
-OF_ENGINE_FAULTS = ("rollout/engine_restarts", "rollout/engine_failures", "rollout/requests_reissued")
+OF_ENGINE_FAULTS = (
+    *("rollout/engine_restarts", "rollout/engine_failures", "rollout/requests_reissued"),
+    *("sync/bytes_moved", "sync/bytes_needed"),  # to the engines that take part
+)
 STATE = ("kind", "step", "policy/version", "policy/lag", "rollout/num_samples", "actor/num_optimizer_steps", "actor/lr")
 SAMPLE_STATE = ("step", "prompt", "policy_version")
 MAX_SHOWN = 5
