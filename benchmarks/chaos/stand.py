@@ -24,7 +24,6 @@ from benchmarks.common import ROOT
 from rlhf_megatron.config.load import load_run_config
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
-from rlhf_megatron.rollout.bucket_faults import UPDATE_PATHS
 from rlhf_megatron.rollout.clients import connect
 from rlhf_megatron.rollout.engine import Engine, EngineAddress
 from rlhf_megatron.rollout.fault_proxy import FaultProxy, ProxyFault
@@ -106,15 +105,14 @@ class Proxies:
         return connect(proxy.address, self.transfer_dir)
 
     def plan(self, name: str, faults: Sequence[ProxyFault]) -> None:
-        """From now on. `nth` of each fault counts from here; those of buckets count update requests."""
+        """From now on. `nth` of each fault counts from here."""
         self._count(name)
         proxy = self.by_name[name]
-        bucket_path = UPDATE_PATHS[proxy.target.kind]
         proxy.faults = tuple(
             ProxyFault(
                 fault.kind,
                 fault.path,
-                fault.nth + proxy.passed[fault.path or bucket_path],
+                fault.nth + (proxy.passed[fault.path] if fault.path else proxy.num_buckets),
                 seconds=fault.seconds,
                 is_hidden=fault.is_hidden,
             )
