@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from sglang_tools import CPU_ARGUMENTS, CPU_ENV, needs_sglang, sglang_python
+from sglang_tools import CPU_ARGUMENTS, CPU_ENV, ROOT, needs_sglang, sglang_python
 
 from rlhf_megatron.rollout.sglang_environment import (
     absolute_env,
@@ -17,7 +17,7 @@ from rlhf_megatron.rollout.sglang_environment import (
     find_python,
     shared_arguments,
 )
-from rlhf_megatron.rollout.sglang_support import TESTED, check_version, unfit
+from rlhf_megatron.rollout.sglang_support import OLDEST, TESTED, check_version, unfit
 
 
 def fake_python(folder: Path, version: str) -> Path:
@@ -132,3 +132,11 @@ def test_what_a_colocated_run_asks_of_the_servers() -> None:
     assert shared_arguments({}) == {"enable-memory-saver": True}
     with pytest.raises(ValueError, match=r"needs rollout.sglang.args.enable_memory_saver, which is set to False"):
         shared_arguments({"enable-memory-saver": False})
+
+
+def test_the_supported_versions_are_those_of_the_installation() -> None:
+    setup, install = (ROOT / "setup.py").read_text(), (ROOT / "docs" / "install.md").read_text()
+    assert f'"sglang": ["sglang>={OLDEST}"]' in setup
+    assert f"| sglang (extra, see below) | {OLDEST} and newer | {', '.join(TESTED)} |" in install
+    assert f"pip install 'sglang>={OLDEST}'" in install
+    assert f"sglang=={TESTED[-1]} " in (ROOT / "Makefile").read_text()

@@ -88,13 +88,17 @@ def _attached(c: RunConfig) -> Iterator[Problem]:
 
 
 def _of_router(c: RunConfig) -> Iterator[Problem]:
-    num_engines = len(c.rollout.endpoints) or c.rollout.num_engines
-    if c.rollout.router == "sglang" and num_engines == 1:
+    if c.rollout.router == "sglang" and num_engines(c) == 1:
         yield Problem(
             "rollout.router (sglang) has nothing to choose with one engine; remove it, or set rollout.num_engines or"
             " rollout.endpoints to more.",
             ("rollout.router", "rollout.num_engines", "rollout.endpoints"),
         )
+
+
+def num_engines(c: RunConfig) -> int:
+    """Started or attached."""
+    return len(c.rollout.endpoints) or c.rollout.num_engines
 
 
 def endpoint_place(url: str) -> tuple[str, int] | None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlhf_megatron.config.engine_rules import num_engines
 from rlhf_megatron.config.rules import has_critic
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.data.prompts import PromptSets
@@ -27,7 +28,7 @@ def description(config: RunConfig, sets: PromptSets) -> str:
     where = " and ".join(map(str, pools)) + (" with the critic" if has_critic(config) and len(pools) == 1 else "")
     text = (
         f"{config.trainer.experiment_name}: {config.model.path} ({config.model.dtype}), {where},"
-        f" {config.rollout.num_engines} {config.rollout.engine} engine(s),"
+        f" {num_engines(config)} {config.rollout.engine} engine(s),"
         f" {len(sets.train)} training and {len(sets.held_out)} held-out prompts"
     )
     skipped = {"malformed rows skipped": sets.num_bad_rows, "over-long prompts dropped": sets.num_overlong}
