@@ -426,6 +426,27 @@ def test_orders_of_a_sync(server: Server, tmp_path: Path) -> None:
     assert "FileNotFoundError" in server.order("r-c3", receipts="r-")[1]["error"]
 
 
+@pytest.mark.gpu
+def test_ranks_on_a_device_take_device_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Receipts are the same as on a CPU, and comparing names the rank that was changed."""
+    weights = weights_of()
+    (manifest,) = write_buckets(weights, tmp_path, 1, num_buckets=1)
+    memory = torch.frombuffer(bytearray((tmp_path / manifest.file).read_bytes()), dtype=torch.uint8).cuda()
+    models = [model.cuda() for model in engine(weights)]
+    for model in models:
+        model.load_weights = lambda pairs: None
+    server = Server(models, tmp_path, monkeypatch)
+    found = server.order("r-1", memory, manifest=manifest.to_json())
+    assert receipts.check("engine0", manifest, found).digests == digests_of(weights)
+    for mine, expected in zip(found, receipts_of(engine(weights), manifest), strict=True):
+        assert mine["parts"] == expected["parts"]
+    plant(models[1], "mlp.down_proj.weight", flip_a_bit)
+    found = server.order("r-2", memory, manifest=manifest.to_json())
+    with pytest.raises(EngineError, match="'mlp.down_proj.weight': .*; tp rank 1 holds other values than the bucket"):
+        compare = manifest.to_json()
+        receipts.check("engine0", manifest, found, lambda: server.order("r-3", memory, compare=compare))
+
+
 def test_corrupt_bytes_of_a_bucket_are_named(server: Server, tmp_path: Path) -> None:
     """No rank differs from them, so none is named."""
     (manifest,) = write_buckets(weights_of(), tmp_path, 1, num_buckets=1)

@@ -26,7 +26,11 @@ from rlhf_megatron.runtime.inline import InlineGroup
 from rlhf_megatron.scheduler.weight_sync import WeightSync
 
 pytestmark = pytest.mark.dist
-KINDS = ["local", pytest.param("sglang", marks=[pytest.mark.sglang, needs_sglang])]
+KINDS = [  # and how many tensor-parallel ranks
+    pytest.param(("local", 1), id="local"),
+    pytest.param(("sglang", 1), id="sglang", marks=[pytest.mark.sglang, needs_sglang]),
+    pytest.param(("sglang", 2), id="sglang-tp2", marks=[pytest.mark.sglang, pytest.mark.long, needs_sglang]),
+]
 TENSOR = r"(embed_tokens|lm_head|norm|proj)\.weight"
 
 
@@ -41,7 +45,7 @@ def group(model: Path) -> Iterator[InlineGroup]:
         yield started
 
 
-def start(kind: str, model: Path, folder: Path, num_engines: int) -> EngineServers:
+def start(kind: str, model: Path, folder: Path, num_engines: int, tp_size: int = 1) -> EngineServers:
     (folder / "transfer").mkdir()
     if kind == "local":
         return start_local_engines(model, num_engines, folder, transfer_dir=folder / "transfer", load_weights=False)
@@ -52,8 +56,8 @@ def start(kind: str, model: Path, folder: Path, num_engines: int) -> EngineServe
         python=str(sglang_python()),
         transfer_dir=folder / "transfer",
         dtype="float32",
-        arguments={**CPU_ARGUMENTS, "context_length": 256},
-        env=CPU_ENV,
+        arguments={**CPU_ARGUMENTS, "context_length": 256, "tp_size": tp_size},
+        env={**CPU_ENV, **({"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if tp_size == 2 else {})},
         startup_timeout_s=STARTUP_S,
     )
 
@@ -63,11 +67,12 @@ def rig(
     request: pytest.FixtureRequest, model: Path, group: InlineGroup, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Rig]:
     """With the trainer's weights in the engine, as version 1."""
-    folder = tmp_path_factory.mktemp(request.param)
+    kind, tp_size = request.param
+    folder = tmp_path_factory.mktemp(kind)
     transfer = folder / "transfer"
-    with start(request.param, model, folder, 1) as servers, FaultProxy(servers.addresses[0], transfer) as proxy:
+    with start(kind, model, folder, 1, tp_size) as servers, FaultProxy(servers.addresses[0], transfer) as proxy:
         found = rig_of(
-            request.param,
+            kind,
             group,
             proxy,
             lambda: connect(proxy.address, transfer),
@@ -141,7 +146,8 @@ def test_a_probe_finds_wrong_weights_in_an_engine_without_digests(
 ) -> None:
     engine = rig.fleet.engines[0]
     if rig.kind == "sglang":
-        monkeypatch.setattr(engine, "weight_digests", lambda: None)  # as it is under tensor parallelism
+        monkeypatch.setattr(engine, "weight_digests", lambda: None)  # as if nothing in it could be compared
+        monkeypatch.setattr("rlhf_megatron.rollout.sglang_verbs.check", lambda *arguments: None)
     hidden = ProxyFault("no_digests", "/weight_digests", times=ALWAYS)
     wrong = ProxyFault("swap_names", nth=rig.proxy.num_buckets + 1, times=ALWAYS)
     rig.plan(hidden, *([wrong] if is_wrong else []))
