@@ -442,7 +442,7 @@ def test_ranks_on_a_device_take_device_memory(tmp_path: Path, monkeypatch: pytes
         assert mine["parts"] == expected["parts"]
     plant(models[1], "mlp.down_proj.weight", flip_a_bit)
     found = server.order("r-2", memory, manifest=manifest.to_json())
-    with pytest.raises(EngineError, match="'mlp.down_proj.weight': .*; tp rank 1 holds other values than the bucket"):
+    with pytest.raises(EngineError, match=r"'mlp.down_proj.weight': .*; tp rank 1 holds other values than the bucket"):
         compare = manifest.to_json()
         receipts.check("engine0", manifest, found, lambda: server.order("r-3", memory, compare=compare))
 
