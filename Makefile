@@ -139,5 +139,5 @@ engine-conformance: $(VENV)/.installed $(if $(filter sglang,$(ENGINE)),$(SGLANG_
 test-sglang: $(VENV)/.installed $(SGLANG_READY)  ## all tests against stock SGLang, the long ones too
 	$(BIN)/python -m pytest tests -m "sglang and not gpu" $(ARGS)
 
-sglang-smoke: $(VENV)/.installed sglang-cpu  ## three steps of the quickstart with stock SGLang as the engine
+sglang-smoke: $(VENV)/.installed sglang-cpu  ## ten steps of the quickstart with stock SGLang as the engine
 	$(BIN)/rlhf-megatron train configs/quickstart_sglang.yaml $(ARGS)

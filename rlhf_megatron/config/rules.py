@@ -198,7 +198,12 @@ def sampling(loaded: Loaded) -> Iterator[Problem]:
             " or a temperature.",
             ("rollout.val_kwargs.n", "rollout.val_kwargs.temperature"),
         )
-    for name, value, off in (("top_p", r.val_kwargs.top_p, 1.0), ("top_k", r.val_kwargs.top_k, -1)):
+    of_evaluation = r.val_kwargs
+    for name, value, off in (
+        ("top_p", of_evaluation.top_p, 1.0),
+        ("top_k", of_evaluation.top_k, -1),
+        ("min_p", of_evaluation.min_p, 0.0),
+    ):
         if r.val_kwargs.temperature == 0 and value != off:
             yield Problem(
                 f"rollout.val_kwargs.{name} ({value}) would be ignored because rollout.val_kwargs.temperature is 0"
