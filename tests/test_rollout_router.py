@@ -51,6 +51,8 @@ class Worker:
     is_cutting: bool = False  # half of an answer, and the connection ends
     is_gone: bool = False  # connections end without an answer
     seen: list[dict[str, Any]] = field(default_factory=list)  # bodies of /generate
+    is_deterministic: bool = False
+    paths: list[str] = field(default_factory=list)
     keys_seen: list[str] = field(default_factory=list)  # of the last
     port: int = 0
 
@@ -68,8 +70,10 @@ class Worker:
                 keys = (f"Bearer {worker.key}", f"Bearer admin {worker.name}")
                 if self.path != "/health" and self.headers.get("Authorization") not in keys:
                     return self.send(401, {"error": {"message": "no key"}})
+                worker.paths.append(self.path)
                 if self.path != "/generate":
-                    return self.send(200, {"model_path": "m", "served_model_name": "m", "tp_size": 1, "dp_size": 1})
+                    info = {"model_path": "m", "served_model_name": "m", "tp_size": 1, "dp_size": 1}
+                    return self.send(200, {**info, "enable_deterministic_inference": worker.is_deterministic})
                 return self.generate(body)
 
             def generate(self, body: dict[str, Any]) -> None:
@@ -358,6 +362,19 @@ def test_a_request_that_is_wrong_itself_is_refused_at_once(rig: Rig) -> None:
         fleet.generate([request((1,), (1,), 2), request((77,), (1,), 2)])
     assert sum(rig.num_seen()) <= 1
     assert fleet.take_counters()["rollout/requests_reissued"] == 0.0
+
+
+@pytest.mark.parametrize(("is_deterministic", "path"), [(True, "/server_info"), (False, "/health_generate")])
+def test_a_server_where_seeds_count_gets_no_greedy_request(tmp_path: Path, is_deterministic: bool, path: str) -> None:
+    """SGLang's own health request is one, and in a batch with others it changes what their seeds draw. So the clients
+    behind a router ask as well, which never generate themselves."""
+    with Worker("engine0", "key engine0", is_deterministic=is_deterministic) as worker:
+        client = worker.client(tmp_path)
+        client.health(10.0)
+        worker.paths.clear()
+        client.health(10.0)
+        assert worker.paths == [path]
+        client.close()
 
 
 def script(folder: Path, text: str) -> str:

@@ -189,8 +189,12 @@ class SGLangEngine:
         self._settle()
 
     def health(self, timeout_s: float) -> None:
-        """While halted the scheduler is asked for its state, since it generates nothing then."""
-        self._serving.get("/health_generate" if self._halted is None else "/server_info", timeout_s)
+        """While halted the scheduler is asked for its state, since it generates nothing then. The same where seeds
+        count: SGLang's own question is greedy, and in the batch of others it would change what their seeds draw."""
+        if self._halted is None and self._limits is None:
+            self._limits = limits_of(self._serving, timeout_s)
+        generates = self._halted is None and self._limits is not None and not self._limits.is_deterministic
+        self._serving.get("/health_generate" if generates else "/server_info", timeout_s)
 
     def version(self) -> int | None:
         return self._version
