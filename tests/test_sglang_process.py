@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -242,3 +243,31 @@ def test_an_engine_that_runs_out_of_memory(tmp_path: Path) -> None:
             startup_timeout_s=STARTUP_S,
         )
     assert (tmp_path / "engines" / "engine0.token").read_text() not in str(caught.value)
+
+
+@needs_sglang
+@pytest.mark.sglang
+@pytest.mark.long
+def test_a_port_that_another_process_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Stock SGLang: taken between the look for it and the server's own bind."""
+    tiny_qwen3(1).save_pretrained(tmp_path / "model")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        free, given = Ports.take, [taken.getsockname()[1]]
+        monkeypatch.setattr(Ports, "take", lambda self: given.pop() if given else free(self))
+        with start_sglang_engines(
+            tmp_path / "model",
+            1,
+            tmp_path,
+            python=str(sglang_python()),
+            transfer_dir=tmp_path,
+            dtype="float32",
+            arguments=CPU_ARGUMENTS,
+            env=CPU_ENV,
+            startup_timeout_s=2 * STARTUP_S,
+        ) as servers:
+            assert not servers.addresses[0].url.endswith(f":{taken.getsockname()[1]}")
+    assert caplog.text.count("lost its port") == 1
