@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 from config_samples import VALID
 from end_to_end_tools import DP2, ONE_RANK, ROOT, Finished, train, write_config
+from sglang_tools import needs_sglang
+from test_sglang_run import THREE_STEPS, rows_of
+from test_sglang_run import train as train_shipped
 
 from benchmarks.chaos.cases import REFERENCE_SETTINGS, choose
 from benchmarks.chaos.matrix import run_case, undisturbed
@@ -50,7 +53,7 @@ class Hosts:
 class Fleet:
     """The memory verbs of an EngineFleet."""
 
-    engines: tuple[Engine, ...] = ()
+    live: tuple[Engine, ...] = ()
 
     def __init__(self, log: list[str]) -> None:
         self.log = log
@@ -324,3 +327,23 @@ def test_a_disturbed_colocated_run_ends_as_one_that_is_apart_and_was_left_alone(
     settings = {key: value for key, value in case.settings.items() if key in REFERENCE_SETTINGS}
     reference = undisturbed(config, case.layout, tmp_path / "undisturbed", settings)
     assert run_case(case, config, reference, tmp_path / "case").problems == []
+
+
+@needs_sglang
+@pytest.mark.sglang
+@pytest.mark.dist
+@pytest.mark.long
+def test_stock_sglang_takes_the_orders_of_each_turn(tmp_path: Path) -> None:
+    """On a CPU it keeps its memory: what is shown is that it serves the weights of each sync after its turns.
+
+    A checkpoint after step 2: the same version is sent twice.
+    """
+    saving = ("rollout.colocated=true", "trainer.save_freq=2", "trainer.desync_freq=1")
+    run_dir = train_shipped("quickstart_sglang", tmp_path, *THREE_STEPS, *saving)
+    steps = rows_of(run_dir, "step")
+    assert [row["step"] for row in steps] == [1, 2, 3]
+    assert [row["policy/version"] for row in steps] == [2, 3, 4] and {row["policy/lag"] for row in steps} == {0}
+    assert all(row["training/rollout_log_probs_diff_max"] <= 1e-4 for row in steps)
+    assert {row["rollout/engine_failures"] for row in steps} == {0}
+    assert {row["memory/generation_device_bytes"] for row in steps} == {0}
+    assert len(rows_of(run_dir, "evaluation")) == 1

@@ -156,7 +156,7 @@ class Colocation:
         ]
         ranks = [reports_of_rank for pool in pools for reports_of_rank in zip(*pool, strict=True)]
         self._metrics |= {f"memory/{phase}_{name}": float(value) for name, value in most(ranks).items()}
-        engines = list(engine_bytes(self._fleet.engines))
+        engines = list(engine_bytes(self._fleet.live))
         if engines:
             self._metrics[f"memory/{phase}_engine_bytes"] = float(max(engines))
 
