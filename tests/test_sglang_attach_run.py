@@ -191,6 +191,7 @@ def test_wrong_keys(served: Served, tmp_path: Path) -> None:
 
 
 def test_the_printed_command_starts_a_server_to_attach_to(tmp_path: Path) -> None:
+    """With another key for the admin verbs, as its owner may want it."""
     port = 27911
     words = [
         "engine",
@@ -207,6 +208,9 @@ def test_the_printed_command_starts_a_server_to_attach_to(tmp_path: Path) -> Non
         timeout=120,
         check=True,
     ).stdout
+    of_both = '"$(cat engine.key)" "$(cat engine.key)"'
+    assert printed.count(of_both) == 1
+    printed = printed.replace(of_both, '"$(cat engine.key)" other-key')
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(
             ["bash", "-c", printed], cwd=tmp_path, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -218,12 +222,14 @@ def test_the_printed_command_starts_a_server_to_attach_to(tmp_path: Path) -> Non
             time.sleep(0.5)
         assert (tmp_path / "engine.key").stat().st_mode & 0o777 == 0o600
         key = (tmp_path / "engine.key").read_text().strip()
-        (found,) = look_at_all(addresses_of([url], key, ""), Expected(MODEL, MODEL, "float32"))
+        (found,) = look_at_all(addresses_of([url], key, "other-key"), Expected(MODEL, MODEL, "float32"))
         assert found.lists_loader and found.tp_size == 1
         transfer = Path("/dev/shm") / f"rlhf-megatron-test-{os.getpid()}"
         transfer.mkdir(mode=0o700)
         try:
-            with AttachedEngines(addresses_of([url], key, ""), Expected(MODEL, MODEL, "float32"), transfer) as attached:
+            with AttachedEngines(
+                addresses_of([url], key, "other-key"), Expected(MODEL, MODEL, "float32"), transfer
+            ) as attached:
                 assert attached.addresses[0].has_loader
         finally:
             shutil.rmtree(transfer)
