@@ -13,7 +13,7 @@ from torch import Tensor
 from rlhf_megatron.rollout.engine import GenerateRequest, SamplingParams
 from rlhf_megatron.rollout.local.generator import Generator
 from rlhf_megatron.rollout.local.model import LocalModel
-from rlhf_megatron.rollout.local.sampling import Cuts, draw, sample, uniforms
+from rlhf_megatron.rollout.local.sampling import Cuts, RowSampling, draw, sample, uniforms
 
 STOCK = {"qwen3": tiny_qwen3(1), "llama": tiny_llama(3)}
 PROMPTS = [(1, 2, 3), (4,), (5, 6, 7, 8, 9, 10, 11), (3, 3), (20, 19, 18, 17, 16)]
@@ -89,7 +89,6 @@ SIXTEENTHS = [8, 1, 4, 2, 1]  # by probability: tokens 0, 2, 3, 1, 4; the sums b
 def test_kept_sets(params: dict[str, float], kept: set[int]) -> None:
     probs = torch.tensor([SIXTEENTHS, [3, 3, 3, 3, 4]]) / 16
     cuts = Cuts.of([SamplingParams(1, **params), SamplingParams(1)], torch.device("cpu"))
-    assert cuts is not None
     got = cuts.apply(probs)
     assert got[0].tolist() == [n / 16 if token in kept else 0.0 for token, n in enumerate(SIXTEENTHS)]
     assert torch.equal(got[1], probs[1])  # a row that leaves nothing out
@@ -104,7 +103,6 @@ def test_kept_sets_of_a_large_vocabulary() -> None:
     kinds += [{"min_p": 0.01}, {}, {"top_k": 700}, {"top_k": 3000}]
     params = [SamplingParams(1, **kind) for kind in kinds]
     cuts = Cuts.of(params, torch.device("cpu"))
-    assert cuts is not None
     got = cuts.apply(probs)
     sizes = [int(row.count_nonzero()) for row in got]
     assert sizes[0] < 1000 < sizes[1] and sizes[2] == 1500 and sizes[4] == 5000 and sizes[6:] == [700, 3000]
@@ -115,7 +113,9 @@ def test_kept_sets_of_a_large_vocabulary() -> None:
 
 
 def test_no_cuts_where_all_is_off() -> None:
-    assert Cuts.of([SamplingParams(4), SamplingParams(4, 0.0, (3,), min_new_tokens=2)], torch.device("cpu")) is None
+    params = [SamplingParams(4), SamplingParams(4, 0.0, (3,), min_new_tokens=2)]
+    assert RowSampling.of(params, torch.device("cpu")).cuts is None
+    assert RowSampling.of([*params, SamplingParams(4, top_k=9)], torch.device("cpu")).cuts is not None
 
 
 def kept_tokens(probs: Tensor, params: SamplingParams) -> set[int]:

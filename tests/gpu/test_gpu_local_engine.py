@@ -70,7 +70,6 @@ def test_kept_sets_are_those_of_the_cpu(device: str) -> None:
     probs = (probs * 2**20).round() / 2**20  # many equal ones, and sums that are exact in any order
     params = [SamplingParams(1, **kind) for kind in KINDS]
     here, there = Cuts.of(params, torch.device("cpu")), Cuts.of(params, torch.device(device))
-    assert here is not None and there is not None
     expected = here.apply(probs)
     assert torch.equal(there.apply(probs.to(device)).cpu(), expected)
     assert 0 < expected[0].count_nonzero() < probs[0].count_nonzero() and torch.equal(expected[2], probs[2])

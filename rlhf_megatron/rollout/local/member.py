@@ -57,6 +57,8 @@ class Member:
         )
 
     def _spans(self) -> tuple[VersionSpan, ...]:
+        if len(self._versions) == 1 and self.token_ids:  # by far the most
+            return (VersionSpan(self._versions[0][0], 0, len(self.token_ids)),)
         borders = [*(start for _, start in self._versions), len(self.token_ids)]
         spans = [VersionSpan(self._versions[i][0], *borders[i : i + 2]) for i in range(len(self._versions))]
         return tuple(span for span in spans if span.start < span.end)

@@ -87,10 +87,11 @@ class Cuts:
         return self.top_p_N.isinf() & (self.top_k_N == _OFF) & (self.min_p_N == 0)
 
     @staticmethod
-    def of(params: Sequence[SamplingParams], device: torch.device) -> Cuts | None:
-        """None where no row leaves anything out."""
-        if all(p.top_k == -1 and p.top_p == 1 and p.min_p == 0 for p in params):
-            return None
+    def are_off(params: SamplingParams) -> bool:
+        return params.top_k == -1 and params.top_p == 1 and params.min_p == 0
+
+    @staticmethod
+    def of(params: Sequence[SamplingParams], device: torch.device) -> Cuts:
         top_k = [_OFF if p.top_k == -1 else min(p.top_k, _OFF) for p in params]
         top_p = [math.inf if p.top_p == 1 else p.top_p for p in params]
         return Cuts(
@@ -182,15 +183,17 @@ class RowSampling:
 
     @staticmethod
     def of(params: Sequence[SamplingParams], device: torch.device) -> RowSampling:
-        temperatures = [p.temperature for p in params]
-        greedy = scaled = min_new_tokens = None
-        if 0 in temperatures:
-            greedy = torch.tensor([t == 0 for t in temperatures], device=device)
-        if any(t not in (0, 1) for t in temperatures):
-            scaled = torch.tensor([t or 1.0 for t in temperatures], dtype=torch.float32, device=device)
-        if any(p.min_new_tokens for p in params):
+        kinds = {id(p): p for p in params}.values()  # the samples of a request share theirs
+        greedy = scaled = min_new_tokens = cuts = None
+        if any(p.temperature == 0 for p in kinds):
+            greedy = torch.tensor([p.temperature == 0 for p in params], device=device)
+        if any(p.temperature not in (0, 1) for p in kinds):
+            scaled = torch.tensor([p.temperature or 1.0 for p in params], dtype=torch.float32, device=device)
+        if any(p.min_new_tokens for p in kinds):
             min_new_tokens = torch.tensor([p.min_new_tokens for p in params], device=device)
-        return RowSampling(scaled, greedy, min_new_tokens, Cuts.of(params, device))
+        if any(not Cuts.are_off(p) for p in kinds):
+            cuts = Cuts.of(params, device)
+        return RowSampling(scaled, greedy, min_new_tokens, cuts)
 
     def sample(
         self, rows: slice, logits_NV: Tensor, stop_ids_NS: Tensor, seeds_N: Tensor, positions_N: Tensor
