@@ -229,11 +229,10 @@ def check_equal(apart: Finished, colocated: Finished) -> None:
     for kind in ("warmup", "step", "evaluation"):
         rows = [[bare(row) for row in run.rows(kind)] for run in (apart, colocated)]
         assert rows[0] == rows[1] and rows[0], kind
-    for name in sorted(path.name for path in apart.run_dir.glob("hf*")):
-        digests = [
-            hashlib.sha256((run.run_dir / name / "model.safetensors").read_bytes()).digest()
-            for run in (apart, colocated)
-        ]
+    names = sorted(str(path.relative_to(apart.run_dir)) for path in apart.run_dir.glob("hf*/*.safetensors"))
+    assert names
+    for name in names:
+        digests = [hashlib.sha256((run.run_dir / name).read_bytes()).digest() for run in (apart, colocated)]
         assert digests[0] == digests[1], name
 
 
