@@ -19,6 +19,7 @@ from benchmarks.chaos.echo import echo
 from benchmarks.chaos.leaks import FileCounts, listening_ports
 from benchmarks.chaos.program import Process
 from benchmarks.chaos.schedules import draw_faults
+from benchmarks.chaos.stand import PACES
 from benchmarks.chaos.trouble import KINDS, schedule
 from benchmarks.chaos.verdict import conservation, total
 
@@ -36,7 +37,8 @@ def test_a_fifth_of_the_troubles_ends_the_launch_and_all_kinds_take_turns() -> N
 
 def test_a_seed_gives_one_schedule() -> None:
     assert schedule(600.0, 20, seed=3) == schedule(600.0, 20, seed=3) != schedule(600.0, 20, seed=4)
-    assert draw_faults(5, can_kill=True) == draw_faults(5, can_kill=True) != draw_faults(6, can_kill=True)
+    first, again, other = (draw_faults(seed, PACES["local"], can_end=True) for seed in (5, 5, 6))
+    assert first == again != other
 
 
 def test_the_reward_by_hand_and_its_outage(tmp_path: Path) -> None:

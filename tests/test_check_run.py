@@ -23,6 +23,7 @@ CONFIGS = {
     "quickstart_warm": ("2", ["tp1 pp2 dp1"]),
     "quickstart_ppo": ("2", ["tp1 pp2 dp1"]),
     "quickstart_ppo_pool": ("4", ["tp1 pp2 dp1, critic tp2 pp1 dp1"]),
+    "quickstart_colocated": ("1", ["tp1 pp1 dp1"]),
     "quickstart_sglang": ("1", ["tp1 pp1 dp1"]),
     "quickstart_sglang_full": ("1", ["tp1 pp1 dp1"]),
     "qwen3_64_ranks": ("4", ["tp2 sequence pp2 vpp2 dp1", "tp1 pp2 vpp2 dp2"]),
@@ -35,7 +36,14 @@ CONFIGS = {
 """Processes, and the layouts that are run on them."""
 
 LONG = (  # near to others: left out of make test
-    *("quickstart_warm", "quickstart_sglang", "quickstart_sglang_full", "quickstart_ppo", "smollm2_sglang"),
+    *(
+        "quickstart_warm",
+        "quickstart_colocated",
+        "quickstart_sglang",
+        "quickstart_sglang_full",
+        "quickstart_ppo",
+        "smollm2_sglang",
+    ),
 )
 
 
