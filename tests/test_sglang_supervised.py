@@ -11,6 +11,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -21,7 +22,7 @@ from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, needs_sglang, sglang
 
 from rlhf_megatron.rollout.balancer import Balancer
 from rlhf_megatron.rollout.clients import connect
-from rlhf_megatron.rollout.engine import Engine, EngineAddress, GeneratedSample
+from rlhf_megatron.rollout.engine import Engine, EngineAddress, GeneratedSample, GenerateRequest
 from rlhf_megatron.rollout.fault_proxy import FaultProxy, ProxyFault
 from rlhf_megatron.rollout.fleet import EngineFleet
 from rlhf_megatron.rollout.process import EngineServers
@@ -32,7 +33,9 @@ from rlhf_megatron.rollout.supervisor import Supervision
 
 pytestmark = [pytest.mark.long, pytest.mark.sglang, needs_sglang]
 TEXT = tuple(range(2, 30))
-REQUESTS = [request((i + 1, *TEXT), tuple(range(10 * i, 10 * i + 4)), 12) for i in range(8)]  # no two begin alike
+# No two begin alike; the first end long before the last, so that what is done when they come hits the others.
+REQUESTS = [request((i + 1, *TEXT), tuple(range(10 * i, 10 * i + 4)), 8 + 16 * i) for i in range(8)]
+SHORT = [replace(asked, params=replace(asked.params, max_new_tokens=8)) for asked in REQUESTS]
 Groups = list[list[GeneratedSample]]
 Act = Callable[[], object]
 
@@ -40,8 +43,16 @@ Act = Callable[[], object]
 class Rig:
     """Servers with a proxy in front of each, and weights for them: version v is `tiny_qwen3(v)`."""
 
-    def __init__(self, folder: Path, stack: ExitStack, request_s: float = 30.0, **arguments: object) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        stack: ExitStack,
+        requests: Sequence[GenerateRequest] = REQUESTS,
+        request_s: float = 30.0,
+        **arguments: object,
+    ) -> None:
         self.folder = folder
+        self.requests = requests
         self.request_s = request_s
         self.transfer = folder / "transfer"
         self.transfer.mkdir()
@@ -106,8 +117,21 @@ class Rig:
             proxy.fired.clear()
         return kinds
 
+    def generate(self, fleet: EngineFleet, act: Act = lambda: None) -> Groups:
+        """Each group must come once. `act` is called when the first have come."""
+        came: Counter[int] = Counter()
+
+        def on_groups(first: int, groups: Groups) -> None:
+            if not came:
+                act()
+            came.update(range(first, first + len(groups)))
+
+        groups = fleet.generate(self.requests, on_groups)
+        assert came == Counter(range(len(self.requests)))
+        return groups
+
     def undisturbed(self, fleet: EngineFleet) -> Groups:
-        groups = generate(fleet)
+        groups = self.generate(fleet)
         self.prove(groups)
         assert len({sample.token_ids for group in groups for sample in group}) > 20, "seeds count"
         return groups
@@ -115,7 +139,7 @@ class Rig:
     def prove(self, groups: Groups) -> None:
         """Against transformers."""
         model = tiny_qwen3(self.version)
-        for asked, group in zip(REQUESTS, groups, strict=True):
+        for asked, group in zip(self.requests, groups, strict=True):
             assert len(group) == len(asked.seeds)
             for sample in group:
                 expected = reference_log_probs(model, asked.prompt_ids, sample.token_ids)
@@ -127,22 +151,8 @@ class Rig:
         for _ in range(200):
             if len(fleet.live) == len(fleet.engines):
                 return
-            check(generate(fleet), expected)
+            check(self.generate(fleet), expected)
         raise AssertionError("an engine has not come back")
-
-
-def generate(fleet: EngineFleet, act: Act = lambda: None) -> Groups:
-    """Each group must come once. `act` is called when the first have come."""
-    came: Counter[int] = Counter()
-
-    def on_groups(first: int, groups: Groups) -> None:
-        if not came:
-            act()
-        came.update(range(first, first + len(groups)))
-
-    groups = fleet.generate(REQUESTS, on_groups)
-    assert came == Counter(range(len(REQUESTS)))
-    return groups
 
 
 def check(groups: Groups, expected: Groups) -> None:
@@ -172,7 +182,7 @@ def test_faults_of_requests(two: Rig) -> None:
     expected = two.undisturbed(fleet)
     for kind in ("delay", "duplicate", "reset", "cut", "error", "old_version", "drop"):
         two.plan("engine0", kind)
-        check(generate(fleet), expected)
+        check(two.generate(fleet), expected)
         assert two.fired() == [kind]
         two.until_all_serve(fleet, expected)
         counters = fleet.take_counters()
@@ -195,7 +205,7 @@ def test_a_killed_server_and_a_stopped_scheduler_are_replaced(two: Rig) -> None:
         lambda: [os.kill(pid, signal.SIGSTOP) for pid in schedulers(second.pid)],
     ]
     for process, act in zip((first, second), acts, strict=True):
-        check(generate(fleet, act), expected)
+        check(two.generate(fleet, act), expected)
         two.until_all_serve(fleet, expected)
         assert process.exit_code is not None and fleet.version() == two.version
         counters = fleet.take_counters()
@@ -216,15 +226,15 @@ def test_the_same_through_sglang_router(two: Rig) -> None:
     assert min(passed.values()) > 0
     for kind in ("duplicate", "cut", "error", "old_version"):
         two.plan("engine1", kind)
-        check(generate(fleet), expected)
+        check(two.generate(fleet), expected)
         assert two.fired() == [kind]
         two.until_all_serve(fleet, expected)
         assert (fleet.take_counters()["rollout/requests_reissued"] > 0) == (kind != "duplicate"), kind
     before = set(router._workers)
     lost = two.servers.processes[0]
-    check(generate(fleet, lambda: os.killpg(lost.pid, signal.SIGKILL)), expected)
+    check(two.generate(fleet, lambda: os.killpg(lost.pid, signal.SIGKILL)), expected)
     two.until_all_serve(fleet, expected)
-    check(generate(fleet), expected)
+    check(two.generate(fleet), expected)
     after = set(router._workers)
     assert len(after) == 2 and len(after & before) == 1 and two.resynced == ["engine0"]
     assert after == {engine.address.url for engine in fleet.engines}
@@ -241,13 +251,13 @@ def test_replicas_with_tensor_parallelism(tmp_path: Path) -> None:
         # Seeds would take the prefix cache away on a CPU. One at a time: samples that are computed in one batch do not
         # find one another in the cache.
         settings = {"enable_deterministic_inference": False, "max_running_requests": 1}
-        rig = Rig(tmp_path, stack, request_s=240.0, tp_size=2, **settings)
+        rig = Rig(tmp_path, stack, SHORT, request_s=240.0, tp_size=2, **settings)
         assert [address.tp_size for address in rig.servers.addresses] == [2, 2]
         process = prepare_router(str(sglang_python()), {}, tmp_path, 60.0)
         router = SGLangRouter(process, max_restarts=0, health_interval_s=1.0, health_timeout_s=15.0)
         for balancer in (router, None):
             fleet = rig.fleet(balancer)
-            for asked, group in zip(REQUESTS, rig.undisturbed(fleet), strict=True):
+            for asked, group in zip(rig.requests, rig.undisturbed(fleet), strict=True):
                 cached = sorted(sample.num_cached_tokens for sample in group)
                 assert cached == [0, *[len(asked.prompt_ids) - 1] * (len(group) - 1)]
             assert min(proxy.passed["/generate"] for proxy in rig.proxies.values()) > 0
@@ -256,11 +266,11 @@ def test_replicas_with_tensor_parallelism(tmp_path: Path) -> None:
         lost = rig.servers.processes[0]
         ranks = schedulers(lost.pid)
         assert len(ranks) == 2
-        rig.prove(generate(fleet, lambda: os.kill(ranks[1], signal.SIGSTOP)))
+        rig.prove(rig.generate(fleet, lambda: os.kill(ranks[1], signal.SIGSTOP)))
         for _ in range(200):
             if len(fleet.live) == 2:
                 break
-            rig.prove(generate(fleet))
+            rig.prove(rig.generate(fleet))
         assert rig.resynced == ["engine0"] and len(fleet.live) == 2 and fleet.version() == rig.version
         assert lost.exit_code is not None and not any(psutil.pid_exists(pid) for pid in ranks)
         assert rig.servers.addresses[0].tp_size == 2
