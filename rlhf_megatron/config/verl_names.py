@@ -27,6 +27,7 @@ class VerlName:
 
 _BUDGET = "micro-batches are always cut by token budget"
 _NOT_YET = "not supported yet; remove it"
+_TURNS = "while engines generate all of the trainer is in host memory; not within the trainer's turn"
 _NO_EXPERTS = "models with experts are not supported yet; remove it"
 _WEIGHTS = "weights are read from a directory in Hugging Face layout"
 _FORCED = "it follows from the layout, since other values fail silently; remove it"
@@ -55,9 +56,9 @@ VERL_NAMES = (
     VerlName("actor.megatron.use_mbridge", None, "weights are always converted by the weight table; remove it"),
     VerlName("actor.megatron.vanilla_mbridge", None, "weights are always converted by the weight table; remove it"),
     VerlName("actor.megatron.dtype", "model.dtype"),
-    VerlName("actor.megatron.param_offload", "reference.param_offload", "for the reference; not yet for the actor"),
-    VerlName("actor.megatron.grad_offload", None, _NOT_YET),
-    VerlName("actor.megatron.optimizer_offload", None, _NOT_YET),
+    VerlName("actor.megatron.param_offload", "rollout.colocated", _TURNS),
+    VerlName("actor.megatron.grad_offload", "rollout.colocated", _TURNS),
+    VerlName("actor.megatron.optimizer_offload", "rollout.colocated", _TURNS),
     VerlName("actor.megatron.expert_model_parallel_size", None, _NO_EXPERTS),
     VerlName("actor.megatron.expert_tensor_parallel_size", None, _NO_EXPERTS),
     VerlName("actor.megatron.dynamic_context_parallel", "actor.megatron.context_parallel_size", "one size for all"),
@@ -113,6 +114,7 @@ VERL_NAMES = (
     VerlName("rollout.log_prob_max_token_len_per_gpu", "actor.ppo_max_token_len_per_gpu"),
     VerlName("rollout.log_prob_micro_batch_size_per_gpu", "actor.ppo_max_token_len_per_gpu", _BUDGET),
     VerlName("rollout.log_prob_use_dynamic_bsz", "actor.ppo_max_token_len_per_gpu", _BUDGET),
+    VerlName("rollout.free_cache_engine", "rollout.colocated"),
     VerlName("rollout.load_format", None, "engines always get their weights from the trainer; remove it"),
     VerlName("rollout.prompt_length", "data.max_prompt_length"),
     VerlName("rollout.response_length", "data.max_response_length"),
