@@ -60,7 +60,7 @@ PACES = {
         25,
         (
             *("/generate", "/begin_weight_update", "/end_weight_update", "/update_weight_version", "/flush_cache"),
-            *("/pause_generation", "/continue_generation", "/health_generate", "/server_info"),
+            *("/pause_generation", "/continue_generation", "/server_info"),
         ),
     ),
 }
