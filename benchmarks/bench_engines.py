@@ -132,7 +132,7 @@ def _empty_caches(addresses: Sequence[EngineAddress]) -> None:
     for address in addresses:
         if address.kind == "sglang":
             client = HttpClient(address)
-            client.post("/flush_cache", {}, 60.0)
+            client.post("/flush_cache?timeout=30", {}, 60.0)  # waits for what still ends
             client.close()
 
 
