@@ -12,8 +12,9 @@ import torch
 from rollout_tools import digests_of, tiny_qwen3, weights_of, with_entry, write_buckets
 from safetensors.torch import load_file, save_file
 
+from rlhf_megatron.parallel.device import resident_bytes
 from rlhf_megatron.resharding.manifest import BucketManifest, TensorEntry
-from rlhf_megatron.rollout.local.memory import give_back, resident_bytes
+from rlhf_megatron.rollout.local.memory import give_back
 from rlhf_megatron.rollout.local.weights import WeightReceiver
 
 SENT = weights_of(tiny_qwen3(11))

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -83,6 +84,12 @@ def memory(device: torch.device) -> MemoryStats:
         total=torch.cuda.get_device_properties(device).total_memory,
         used=total - free,
     )
+
+
+def resident_bytes() -> int:
+    """Host memory of this process, as the kernel counts it; 0 where it does not say."""
+    path = Path("/proc/self/statm")
+    return int(path.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if path.exists() else 0
 
 
 def host_buffer(num_bytes: int, device: torch.device) -> Tensor:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from rlhf_megatron.data import codec
-from rlhf_megatron.parallel.device import memory
+from rlhf_megatron.parallel.device import memory, resident_bytes
 from rlhf_megatron.workers.offload import Offload
-
-_PAGE_BYTES = 4096
 
 
 @codec.register
@@ -36,9 +33,3 @@ def report(offload: Offload, device: torch.device) -> MemoryReport:
         used_bytes=stats.used,
         resident_bytes=resident_bytes(),
     )
-
-
-def resident_bytes() -> int:
-    """Of this process, as the kernel counts them; 0 where it does not say."""
-    path = Path("/proc/self/statm")
-    return int(path.read_text().split()[1]) * _PAGE_BYTES if path.exists() else 0

@@ -1,11 +1,9 @@
-"""Memory of the engine's process: giving back what was freed, and how much it holds."""
+"""Memory of the engine: giving back what was freed, and how much its tensors hold."""
 
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -28,9 +26,3 @@ def give_back(device: torch.device) -> None:
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Memory behind tensors that share none."""
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-
-
-def resident_bytes() -> int:
-    """Of this process, as the kernel counts them; 0 where it does not say."""
-    path = Path("/proc/self/statm")
-    return int(path.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if path.exists() else 0

@@ -25,11 +25,10 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from rlhf_megatron.parallel.device import memory
+from rlhf_megatron.parallel.device import memory, resident_bytes
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.rollout.engine import MEMORY_PARTS, MemoryPart, PauseMode
 from rlhf_megatron.rollout.local import wire
-from rlhf_megatron.rollout.local.memory import resident_bytes
 from rlhf_megatron.rollout.local.service import DecodeService, ReleasedError, StaleError
 
 logger = logging.getLogger("rlhf_megatron.local_engine")
