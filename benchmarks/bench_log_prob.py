@@ -48,7 +48,7 @@ def measure(backend: str, num_tokens: int, hidden: int, vocab: int) -> dict[str,
         Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
         before_mb = high_water_mark_mb()
         start_s = time.process_time()
-        log_probs_T, entropies_T = linear_log_prob(
+        log_probs_T, entropies_T, _ = linear_log_prob(
             hidden_TH,
             weight_VH,
             targets_T,

@@ -30,7 +30,7 @@ def problem(
 def results(backend: str, hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, **kwargs: Any) -> list[Tensor]:
     """Log-probs, entropies, and the gradients of a sum that weighs each token of both differently."""
     kwargs = {**WHOLE, "vocab_size": weight_VH.shape[0], "chunk_size": 16, **kwargs}
-    log_probs_T, entropies_T = linear_log_prob(hidden_TH, weight_VH, targets_T, backend=backend, **kwargs)
+    log_probs_T, entropies_T, _ = linear_log_prob(hidden_TH, weight_VH, targets_T, backend=backend, **kwargs)
     token_weights_T = torch.linspace(-1.0, 2.0, len(targets_T), dtype=log_probs_T.dtype)
     loss = (log_probs_T * token_weights_T).sum()
     if entropies_T is not None:
@@ -44,7 +44,7 @@ def test_by_hand() -> None:
     hidden_TH = torch.tensor([[1.0], [1.0]])
     weight_VH = torch.tensor([[math.log(1)], [math.log(2)], [math.log(5)]])
     targets_T = torch.tensor([2, 0])
-    log_probs_T, entropies_T = linear_log_prob(hidden_TH, weight_VH, targets_T, **WHOLE, vocab_size=3, chunk_size=2)
+    log_probs_T, entropies_T, _ = linear_log_prob(hidden_TH, weight_VH, targets_T, **WHOLE, vocab_size=3, chunk_size=2)
     assert log_probs_T.tolist() == pytest.approx([math.log(5 / 8), math.log(1 / 8)], rel=1e-6)
     entropy = -sum(p * math.log(p) for p in (1 / 8, 2 / 8, 5 / 8))
     assert entropies_T is not None and entropies_T.tolist() == pytest.approx([entropy] * 2, rel=1e-6)
@@ -53,7 +53,7 @@ def test_by_hand() -> None:
 def test_temperature_by_hand() -> None:
     # Logits 0 and 2 log 3 at temperature 2: probabilities 1/4 and 3/4.
     weight_VH = torch.tensor([[0.0], [2 * math.log(3)]])
-    found, none = linear_log_prob(
+    found, none, _ = linear_log_prob(
         torch.ones(1, 1),
         weight_VH,
         torch.tensor([1]),
@@ -73,7 +73,7 @@ def test_gradcheck(chunk_size: int, temperature: float) -> None:
     hidden_TH, weight_VH, targets_T = problem(6, 4, 13, 11, torch.float64)
 
     def function(hidden_TH: Tensor, weight_VH: Tensor, with_entropy: bool) -> Any:
-        log_probs_T, entropies_T = linear_log_prob(
+        log_probs_T, entropies_T, _ = linear_log_prob(
             hidden_TH,
             weight_VH,
             targets_T,
@@ -150,7 +150,7 @@ def test_logits_far_from_zero(offset: float) -> None:
 
 def test_a_certain_token_and_an_impossible_one() -> None:
     weight_VH = torch.tensor([[300.0], [-300.0]], requires_grad=True)
-    log_probs_T, entropies_T = linear_log_prob(
+    log_probs_T, entropies_T, _ = linear_log_prob(
         torch.ones(2, 1), weight_VH, torch.tensor([0, 1]), **WHOLE, vocab_size=2, chunk_size=1
     )
     assert log_probs_T.tolist() == [0.0, -600.0]
@@ -163,7 +163,7 @@ def test_no_rows_still_reach_the_weight() -> None:
     """A replica without response tokens: empty results whose backward gives the hooks a zero gradient."""
     weight_VH = torch.randn(7, 4, requires_grad=True)
     hidden_TH = torch.empty(0, 4, requires_grad=True)
-    log_probs_T, entropies_T = linear_log_prob(
+    log_probs_T, entropies_T, _ = linear_log_prob(
         hidden_TH, weight_VH, torch.empty(0, dtype=torch.int64), **WHOLE, vocab_size=7, chunk_size=3
     )
     assert log_probs_T.shape == (0,) and entropies_T is not None and entropies_T.shape == (0,)
@@ -175,7 +175,7 @@ def test_no_rows_still_reach_the_weight() -> None:
 def test_a_target_that_no_shard_owns_is_minus_infinity() -> None:
     hidden_TH, weight_VH, _ = problem(2, 4, 10, 10, torch.float32)
     targets_T = torch.tensor([3, 9])
-    log_probs_T, _ = linear_log_prob(hidden_TH, weight_VH, targets_T, **WHOLE, vocab_size=9, chunk_size=4)
+    log_probs_T, _, _ = linear_log_prob(hidden_TH, weight_VH, targets_T, **WHOLE, vocab_size=9, chunk_size=4)
     assert math.isfinite(log_probs_T[0].item()) and log_probs_T[1].item() == -math.inf
 
 
@@ -185,7 +185,7 @@ def test_only_what_needs_a_gradient_gets_one() -> None:
     for frozen in (0, 1):
         leaves = [hidden_TH.detach(), weight_VH.detach()]
         leaves[1 - frozen].requires_grad_()
-        log_probs_T, entropies_T = linear_log_prob(*leaves, targets_T, **WHOLE, vocab_size=10, chunk_size=16)
+        log_probs_T, entropies_T, _ = linear_log_prob(*leaves, targets_T, **WHOLE, vocab_size=10, chunk_size=16)
         assert entropies_T is not None
         token_weights_T = torch.linspace(-1.0, 2.0, 5, dtype=torch.float64)
         ((log_probs_T * token_weights_T).sum() + (entropies_T * token_weights_T.flip(0)).sum()).backward()
@@ -230,15 +230,15 @@ def test_no_temporary_is_larger_than_a_tile_forward_and_backward(monkeypatch: py
         ({"temperature": 0.0}, r"temperature \(0.0\) must be positive"),
         ({"chunk_size": 0}, r"chunk_size \(0\) must be positive"),
         ({"backend": "fast"}, "unknown backend 'fast'"),
-        ({"targets_T": torch.zeros(4, dtype=torch.int64)}, "one entry for each of 3 rows"),
+        ({"targets_R": torch.zeros(4, dtype=torch.int64)}, "one entry for each of 3 rows"),
         ({"weight_VH": torch.zeros(5, 3)}, r"hidden \(3, 2\) and weight \(5, 3\)"),
     ],
 )
 def test_bad_arguments_are_refused(changes: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {
-        "hidden_TH": torch.zeros(3, 2),
+        "hidden_SH": torch.zeros(3, 2),
         "weight_VH": torch.zeros(5, 2),
-        "targets_T": torch.zeros(3, dtype=torch.int64),
+        "targets_R": torch.zeros(3, dtype=torch.int64),
         **WHOLE,
         "vocab_size": 5,
         "chunk_size": 2,

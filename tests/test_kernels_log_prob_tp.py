@@ -54,7 +54,7 @@ def sharded(
     try:
         for name in calls:
             setattr(dist, name, counted(name))
-        log_probs_T, entropies_T = linear_log_prob(
+        log_probs_T, entropies_T, _ = linear_log_prob(
             hidden_TH,
             shard_VH,
             targets_T[:num_tokens],
@@ -82,7 +82,7 @@ def sharded(
 def whole(num_rows: int, vocab_size: int, dtype: torch.dtype) -> dict[str, Tensor]:
     hidden_TH, weight_VH, targets_T, token_weights_T = tensors(num_rows, vocab_size, dtype)
     leaves = [hidden_TH.double().requires_grad_(), weight_VH.double().requires_grad_()]
-    log_probs_T, entropies_T = linear_log_prob(
+    log_probs_T, entropies_T, _ = linear_log_prob(
         *leaves,
         targets_T,
         temperature=0.9,

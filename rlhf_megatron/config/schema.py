@@ -127,6 +127,26 @@ class PolicyLossConfig:
 
 
 @dataclass(frozen=True)
+class KernelsConfig:
+    """Of the actor's and the reference's head, and of the actor's loss."""
+
+    backend: Literal["auto", "reference", "chunked", "triton"] = doc(
+        "log-probs and entropies from hidden states: plain torch that makes all logits, plain torch by tiles, or tiles"
+        " with Triton kernels; auto: triton on a GPU that has it, else chunked",
+        "auto",
+    )
+    stash_megabytes: int | None = doc(
+        "MiB of logits that a micro-batch may keep as float16 for its backward pass instead of computing them again;"
+        " null: 512 for a half-precision model, else 0",
+        None,
+    )
+    num_self_checks: int = doc(
+        "calls at the start of a run that compare the backend with the reference on some rows; 0: none", 2
+    )
+    fused_loss: bool = doc("loss, gradient and metrics of ppo_clip in one pass with an explicit gradient", True)
+
+
+@dataclass(frozen=True)
 class ActorConfig:
     megatron: MegatronConfig = doc("parallel layout of the actor's pool", factory=MegatronConfig)
     optim: OptimConfig = doc("optimizer and schedules", factory=OptimConfig)
@@ -145,6 +165,7 @@ class ActorConfig:
     kl_loss_type: Literal["k1", "k2", "k3"] = doc("estimator of the KL term", "k3")
     shuffle: bool = doc("shuffle samples before they are cut into mini-batches", True)
     log_prob_chunk_size: int = doc("vocabulary columns that the head handles at a time", 8192)
+    kernels: KernelsConfig = doc("how head and loss are computed", factory=KernelsConfig)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class RowLogProbs:
 
     def __call__(self, hidden_RH: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor | None]:
         assert self.weight_VH is not None, "rows are on the last pipeline stage only"
-        return linear_log_prob(
+        outputs = linear_log_prob(
             hidden_RH,
             self.weight_VH,
             micro.targets,
@@ -45,6 +45,7 @@ class RowLogProbs:
             chunk_size=self.chunk_size,
             with_entropy=self.with_entropy,
         )
+        return outputs.log_probs_R, outputs.entropies_R
 
 
 def forward_log_probs(

@@ -173,7 +173,7 @@ def check_log_prob_kernel(device: torch.device, dtype: torch.dtype) -> Figures:
 
     def run(backend: str, place: torch.device, kind: torch.dtype) -> list[Tensor]:
         leaves = [tensor.to(place, kind).requires_grad_() for tensor in (hidden_TH, weight_VH)]
-        log_probs_T, entropies_T = linear_log_prob(
+        log_probs_T, entropies_T, _ = linear_log_prob(
             *leaves,
             targets_T.to(place),
             temperature=0.8,
