@@ -40,6 +40,8 @@ EXTRAS = {
         "types-PyYAML",
         "pre-commit>=3",
         "math-verify>=0.9,<1",
+        # Tests run Triton's interpreter. Not pinned: the CUDA build of torch brings its own version.
+        "triton>=3.6; sys_platform == 'linux' and platform_machine == 'x86_64'",
     ],
 }
 
