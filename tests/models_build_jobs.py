@@ -22,7 +22,7 @@ from rlhf_megatron.config.schema import MegatronConfig
 from rlhf_megatron.models.attention import packed_documents
 from rlhf_megatron.models.build import MegatronModel, build_model
 from rlhf_megatron.models.families.base import table_for
-from rlhf_megatron.models.head import head_weight
+from rlhf_megatron.models.head import head_weight, whole_sequence
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.parallel.world import World
 
@@ -124,7 +124,8 @@ def share_of_document(length: int, cp: int, cp_rank: int) -> list[int]:
 
 def log_probs(hidden: Tensor, batch: Batch, model: MegatronModel, world: World) -> Tensor:
     """log softmax over the true vocabulary, written with megatron's collectives."""
-    rows = hidden[0, batch.rows]
+    whole = whole_sequence(hidden[0], world.tp_group) if world.layout.sequence_parallel else hidden[0]
+    rows = whole[batch.rows]
     if world.layout.tp > 1:
         rows = _SumGradient.apply(rows, world.tp_group)
     logits = gather_from_tensor_model_parallel_region(rows @ head_weight(model.chunks[-1]).T, group=world.tp_group)
@@ -156,7 +157,8 @@ def run(
         return hidden, partial(loss, batch)
 
     def loss(batch: Batch, hidden: Tensor) -> tuple[Tensor, int, tuple[Tensor, Tensor]]:
-        assert hidden.shape == (1, batch.length // world.layout.cp, 32)
+        parts = world.layout.cp * (world.layout.tp if world.layout.sequence_parallel else 1)
+        assert hidden.shape == (1, batch.length // parts, 32)
         got = log_probs(hidden, batch, model, world)
         return (got * batch.weights).sum(), 0, (batch.row_numbers, got.detach())
 

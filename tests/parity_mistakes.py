@@ -144,12 +144,10 @@ def head_gathers_with_summed_gradient(patch: pytest.MonkeyPatch) -> None:
 
     from rlhf_megatron.models import head
 
-    def gather(hidden: Tensor, is_split: bool, tp_group: Any) -> Tensor:
-        if not is_split:
-            return hidden
+    def gather(hidden: Tensor, tp_group: Any) -> Tensor:
         return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=tp_group)
 
-    patch.setattr(head, "_whole_sequence", gather)
+    patch.setattr(head, "whole_sequence", gather)
 
 
 def values_not_held(patch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,7 @@ def test_values_are_float32_sums_of_rounded_numbers(world: World) -> None:
         head.weight.copy_(torch.tensor([[1.0, 2.0**-9, 2.0**-10]]))
         head.bias.fill_(3.0)
     hidden = torch.tensor([[1.0, 1.0, 2.0**-10], [2.0, 0.0, 0.0]], dtype=torch.bfloat16, requires_grad=True)
-    values = head.values(hidden)
+    values = head.values(hidden, torch.arange(2))
     assert values.dtype == torch.float32
     assert values.tolist() == [4 + 2.0**-9 + 2.0**-20, 5.0]
     (values * torch.tensor([3.0, 1.0])).sum().backward()
@@ -94,7 +94,7 @@ def test_values_are_float32_sums_of_rounded_numbers(world: World) -> None:
 def test_no_rows_have_gradients_that_are_zero(world: World) -> None:
     """And not none: a rank without rows still takes part in the reductions of every parameter."""
     head = ValueHead(3, torch.float32, is_sequence_split=False, tp_group=world.tp_group)
-    values = head.values(torch.zeros(0, 3))
+    values = head.values(torch.ones(2, 3), torch.arange(0))
     assert values.shape == (0,)
     values.sum().backward()
     assert head.weight.grad is not None and head.weight.grad.tolist() == [[0.0, 0.0, 0.0]]

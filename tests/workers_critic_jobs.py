@@ -121,10 +121,10 @@ def head_not_summed_over_cp(patch: pytest.MonkeyPatch) -> None:
 
     values = ValueHead.values
 
-    def of_the_first(self: Any, hidden_RH: Tensor) -> Tensor:
-        result = values(self, hidden_RH)
+    def of_the_first(self: Any, hidden_SH: Tensor, rows_R: Tensor) -> Tensor:
+        result = values(self, hidden_SH, rows_R)
         is_first = torch.distributed.get_rank() == 0
-        return result if is_first else values(_Frozen(self), hidden_RH)
+        return result if is_first else values(_Frozen(self), hidden_SH, rows_R)
 
     patch.setattr(ValueHead, "values", of_the_first)
 
@@ -132,6 +132,7 @@ def head_not_summed_over_cp(patch: pytest.MonkeyPatch) -> None:
 class _Frozen:
     def __init__(self, head: Any) -> None:
         self.weight, self.bias = head.weight.detach(), head.bias.detach()
+        self.sequence_parallel = head.sequence_parallel
 
 
 def value_after_the_token(patch: pytest.MonkeyPatch) -> None:

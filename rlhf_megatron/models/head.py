@@ -21,15 +21,15 @@ class HiddenStatesHead(ColumnParallelLinear):
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
-        """[s, b, h] -> the same; the whole sequence where sequence parallelism had split it."""
-        return _whole_sequence(input_, self.sequence_parallel, self.tp_group), None
+        """[s, b, h] -> the same: this rank's part of the sequence where sequence parallelism has split it."""
+        return input_, None
 
 
 class ValueHead(torch.nn.Module):
     """One number a token. Every tp rank has all of it and computes all values, from the hidden states of all tokens.
 
-    So each has the whole gradient, of the head and of what forward hands out, and nothing is to be summed over tp:
-    unlike those of the norms, the head's parameters are not marked as `sequence_parallel`.
+    So each has the whole gradient, of the head and of what it gathers, and nothing is to be summed over tp: unlike
+    those of the norms, the head's parameters are not marked as `sequence_parallel`.
     """
 
     def __init__(self, hidden_size: int, dtype: torch.dtype, is_sequence_split: bool, tp_group: ProcessGroup) -> None:
@@ -43,10 +43,12 @@ class ValueHead(torch.nn.Module):
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
         """As `HiddenStatesHead.forward`."""
-        return _whole_sequence(input_, self.sequence_parallel, self.tp_group), None
+        return input_, None
 
-    def values(self, hidden_RH: Tensor) -> Tensor:
-        """[R, hidden] of what forward hands out -> [R] float32."""
+    def values(self, hidden_SH: Tensor, rows_R: Tensor) -> Tensor:
+        """Of what forward hands out [S, hidden], and rows of the whole sequence -> [R] float32. All tp ranks."""
+        whole_SH = whole_sequence(hidden_SH, self.tp_group) if self.sequence_parallel else hidden_SH
+        hidden_RH = whole_SH.index_select(0, rows_R)
         return torch.nn.functional.linear(hidden_RH.float(), self.weight.float(), self.bias.float())[:, 0]
 
     def sharded_state_dict(self, prefix: str, sharded_offsets: tuple[Any, ...], metadata: dict[str, Any]) -> Any:
@@ -104,8 +106,6 @@ def _with_head(chunk: torch.nn.Module) -> Any:
     return model
 
 
-def _whole_sequence(hidden: Tensor, is_split: bool, tp_group: ProcessGroup) -> Tensor:
-    """[s / tp, b, h] of each rank -> [s, b, h]; the gradient of the result must be complete on every tp rank."""
-    if not is_split:
-        return hidden
-    return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=tp_group)
+def whole_sequence(hidden_SH: Tensor, tp_group: ProcessGroup) -> Tensor:
+    """The parts of all tp ranks, in order; the gradient of the result must be complete on every tp rank."""
+    return gather_from_sequence_parallel_region(hidden_SH, tensor_parallel_output_grad=False, group=tp_group)

@@ -80,8 +80,8 @@ class MegatronActor(TrainedRole):
         packed = pack(batch, plan, world.layout, world.coordinates.cp, COLUMNS, world.device)
         rows = RowLogProbs(self.model, world, temperature, row_loss.needs_entropy, self.config.log_prob_chunk_size)
 
-        def of_rows(hidden_RH: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-            log_probs_R, entropies_R = rows(hidden_RH, micro)
+        def of_rows(hidden_SH: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+            log_probs_R, entropies_R = rows(hidden_SH, micro)
             return *row_loss(log_probs_R, entropies_R, micro.columns), log_probs_R
 
         return packed, of_rows

@@ -66,8 +66,8 @@ class MegatronCritic(TrainedRole):
         """See `contract.ValueWorker`."""
         self.trained.memory.require("parameters")
 
-        def of_rows(hidden_RH: Tensor, micro: MicroBatch) -> Tensor:
-            return self._row_values(hidden_RH)[None]
+        def of_rows(hidden_SH: Tensor, micro: MicroBatch) -> Tensor:
+            return self._row_values(hidden_SH, micro)[None]
 
         columns = forward_columns(self.trained.chunks, self.world, batch, plan, of_rows)
         if columns is None:
@@ -86,9 +86,9 @@ class MegatronCritic(TrainedRole):
         world = self.world
         packed = pack(batch, plan, world.layout, world.coordinates.cp, COLUMNS, world.device)
 
-        def of_rows(hidden_RH: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        def of_rows(hidden_SH: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor], Tensor]:
             old_R, returns_R = micro.columns["old_values"], micro.columns["returns"]
-            values_R = self._row_values(hidden_RH)
+            values_R = self._row_values(hidden_SH, micro)
             terms = value_loss(values_R, old_R, returns_R, self.config.cliprange_value)
             return *weighted(terms, micro.columns), values_R
 
@@ -99,6 +99,6 @@ class MegatronCritic(TrainedRole):
         body = read_value_model(directory, self.model.hf_config)
         self.trained.start_again(with_value_head(body, self.config.value_head_init_std, self.seed))
 
-    def _row_values(self, hidden_RH: Tensor) -> Tensor:
+    def _row_values(self, hidden_SH: Tensor, micro: MicroBatch) -> Tensor:
         """[R] float32. Last stage, all tp ranks."""
-        return value_head(self.model.chunks[-1]).values(hidden_RH)
+        return value_head(self.model.chunks[-1]).values(hidden_SH, micro.rows)

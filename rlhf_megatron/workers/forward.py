@@ -12,14 +12,14 @@ from rlhf_megatron.data.batch import LogProbs, TokenBatch
 from rlhf_megatron.data.plan import ReplicaPlan
 from rlhf_megatron.kernels.log_prob import linear_log_prob
 from rlhf_megatron.models.build import MegatronModel
-from rlhf_megatron.models.head import head_weight
+from rlhf_megatron.models.head import head_weight, whole_sequence
 from rlhf_megatron.parallel.world import World
 from rlhf_megatron.workers.pack import MicroBatch, pack
 from rlhf_megatron.workers.pipeline import run_micro_batches
 
 
 class RowLogProbs:
-    """(hidden_RH, micro-batch) -> log-probs and entropies of the target tokens. Last stage, all tp ranks."""
+    """(hidden_SH, micro-batch) -> log-probs and entropies of the target tokens. Last stage, all tp ranks."""
 
     def __init__(
         self, model: MegatronModel, world: World, temperature: float, with_entropy: bool, chunk_size: int
@@ -32,10 +32,12 @@ class RowLogProbs:
         self.with_entropy = with_entropy
         self.chunk_size = chunk_size
 
-    def __call__(self, hidden_RH: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, hidden_SH: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor | None]:
         assert self.weight_VH is not None, "rows are on the last pipeline stage only"
+        is_split = self.world.layout.sequence_parallel
+        whole_SH = whole_sequence(hidden_SH, self.world.tp_group) if is_split else hidden_SH
         outputs = linear_log_prob(
-            hidden_RH,
+            whole_SH.index_select(0, micro.rows),
             self.weight_VH,
             micro.targets,
             temperature=self.temperature,
@@ -57,8 +59,8 @@ def forward_log_probs(
 ) -> LogProbs | None:
     """Log-probs (and entropies) at response tokens, on the leader; None elsewhere. All ranks of a replica."""
 
-    def of_rows(hidden_RH: Tensor, micro: MicroBatch) -> Tensor:
-        log_probs_R, entropies_R = rows_log_probs(hidden_RH, micro)
+    def of_rows(hidden_SH: Tensor, micro: MicroBatch) -> Tensor:
+        log_probs_R, entropies_R = rows_log_probs(hidden_SH, micro)
         return log_probs_R[None] if entropies_R is None else torch.stack([log_probs_R, entropies_R])
 
     columns = forward_columns(chunks, world, batch, plan, of_rows)
@@ -82,12 +84,12 @@ def forward_columns(
 ) -> Tensor | None:
     """Token columns [C, T] float32 on the CPU, on the leader; None elsewhere. All ranks of a replica.
 
-    `of_rows`: (hidden_RH, micro-batch) -> [C, R], on the last stage. Zero outside of the batch's response mask.
+    `of_rows`: (hidden_SH, micro-batch) -> [C, R], on the last stage. Zero outside of the batch's response mask.
     """
     packed = pack(batch, plan, world.layout, world.coordinates.cp, device=world.device)
 
-    def on_rows(hidden_RH: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        columns_CR = of_rows(hidden_RH, micro)
+    def on_rows(hidden_SH: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        columns_CR = of_rows(hidden_SH, micro)
         return columns_CR[0], columns_CR
 
     with torch.no_grad():

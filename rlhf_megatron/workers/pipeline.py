@@ -18,8 +18,8 @@ from rlhf_megatron.parallel.world import World
 from rlhf_megatron.workers.pack import MicroBatch, Packed
 
 RowsFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor]]
-"""(hidden_RH, micro-batch) -> (scalar loss, what to collect). On the last chunk of the last stage, all tp and cp ranks:
-R are the rows of this cp rank, maybe none."""
+"""(hidden_SH, micro-batch) -> (scalar loss, what to collect). On the last chunk of the last stage, all tp and cp ranks:
+S are the tokens of this cp rank, of which each tp rank has its part where sequence parallelism splits them."""
 
 
 def run_micro_batches(
@@ -39,7 +39,7 @@ def run_micro_batches(
         return hidden, partial(loss, micro)
 
     def loss(micro: MicroBatch, hidden: Tensor) -> tuple[Tensor, int, Tensor]:
-        value, collected = on_rows(hidden[0].index_select(0, micro.rows), micro)  # hidden: [1, s, h]
+        value, collected = on_rows(hidden[0], micro)  # hidden: [1, s, h]
         return value, 0, collected  # 0: the token count, by which nothing divides
 
     config = get_model_config(chunks[0])

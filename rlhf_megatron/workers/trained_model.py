@@ -46,7 +46,7 @@ from rlhf_megatron.workers.watch import Watch
 
 SKIPS_KEPT = 1000  # skipped steps of which findings are kept until somebody asks
 RowLossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor], Tensor]]
-"""(hidden_RH, micro-batch) -> (this rank's share of the loss, with grad; its share of each metric; the rows' log-probs
+"""(hidden_SH, micro-batch) -> (this rank's share of the loss, with grad; its share of each metric; the rows' log-probs
 or values, [R])."""
 
 
@@ -161,8 +161,8 @@ class TrainedModel:
         self.memory.require(*TRAINER_PARTS, is_changed=True)
         names: list[str] = []
 
-        def on_rows(hidden_RH: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-            value, sums, rows_R = row_loss(hidden_RH, micro)
+        def on_rows(hidden_SH: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+            value, sums, rows_R = row_loss(hidden_SH, micro)
             if watch is not None:
                 watch.see(rows_R, "log-probs" if self.role == "actor" else "values")
                 watch.see(value, "loss")
