@@ -10,6 +10,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 from dist_pool import DistPool
+from triton_interpreter import TritonInterpreter
+
+from rlhf_megatron.kernels.triton_support import interpreter_support
 
 
 @pytest.fixture(scope="session")
@@ -18,6 +21,17 @@ def dist_pool() -> Iterator[DistPool]:
     pool = DistPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def triton_interpreter() -> Iterator[TritonInterpreter]:
+    """A warm process in which Triton kernels run on the CPU; see tests/triton_interpreter.py."""
+    support = interpreter_support()
+    if not support.is_usable:
+        pytest.skip(support.why_not)
+    interpreter = TritonInterpreter()
+    yield interpreter
+    interpreter.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
