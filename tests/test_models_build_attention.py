@@ -108,6 +108,7 @@ def test_norm_equals_torch(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("num_groups", [2, 4])
 def test_varlen_kernel_equals_the_float32_path(num_groups: int) -> None:
     from rlhf_megatron.models.attention import _varlen
+    from rlhf_megatron.models.flash import flash_kernel
 
     torch.manual_seed(0)
     lengths = [3, 17, 1, 64, 5]
@@ -119,7 +120,9 @@ def test_varlen_kernel_equals_the_float32_path(num_groups: int) -> None:
     borders = torch.tensor([0, *lengths], device="cuda").cumsum(0, dtype=torch.int32)
     docs = packed_documents(borders, 64, torch.cat([torch.arange(n) for n in lengths]).cuda())
     want = _by_length(q.float(), k.float(), v.float(), docs, 0.125)
-    got = _varlen(q, k, v, docs, 0.125)
+    flash = flash_kernel(q.device, q.dtype, q.shape[-1]).call
+    assert flash is not None
+    got = _varlen(q, k, v, docs, 0.125, flash)
     torch.testing.assert_close(got.float(), want, atol=2e-2, rtol=2e-2)
     weight = torch.randn_like(want)
     for a, b in zip(

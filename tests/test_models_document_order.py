@@ -19,6 +19,7 @@ from rlhf_megatron.models.document_order import (
     group_by_length,
     prefix_keys,
 )
+from rlhf_megatron.models.flash import flash_kernel
 
 HEADS, GROUPS, DIM = 4, 2, 6
 
@@ -129,7 +130,9 @@ def test_varlen_kernel_over_a_share_equals_the_float32_path(cp: int) -> None:
         here, docs = share(lengths, cp, rank), documents_of(lengths, cp, rank, "cuda")
         q, k, v = (tensors[0][here], tensors[1][gathered], tensors[2][gathered])
         want = _by_length(q.float(), k.float(), v.float(), docs, 0.125)
-        got = _varlen(q, k, v, docs, 0.125)
+        flash = flash_kernel(q.device, q.dtype, q.shape[-1]).call
+        assert flash is not None
+        got = _varlen(q, k, v, docs, 0.125, flash)
         torch.testing.assert_close(got.float(), want, atol=2e-2, rtol=2e-2)
         weight = torch.randn_like(want)
         for a, b in zip(

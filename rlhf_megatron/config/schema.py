@@ -101,6 +101,11 @@ class MegatronConfig:
         " auto: Transformer Engine where it is installed and the device is a GPU",
         "auto",
     )
+    gradient_accumulation_fusion: bool | None = doc(
+        "linear layers add their weight gradients to the float32 buffers as they multiply; null: on a GPU, where"
+        " Transformer Engine, Apex or torch 2.8 can",
+        None,
+    )
 
 
 @dataclass(frozen=True)

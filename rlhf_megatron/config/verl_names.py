@@ -69,7 +69,7 @@ VERL_NAMES = (
     VerlName("actor.megatron.forward_only", None, "each role knows whether it trains; remove it"),
     *(
         VerlName(f"actor.megatron.override_transformer_config.{name}", f"actor.megatron.{name}")
-        for name in (*_RECOMPUTE, "transformer_impl", "sequence_parallel")
+        for name in (*_RECOMPUTE, "transformer_impl", "sequence_parallel", "gradient_accumulation_fusion")
     ),
     *(
         VerlName(f"actor.megatron.override_transformer_config.{name}", None, note)

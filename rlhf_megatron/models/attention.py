@@ -1,8 +1,8 @@
-"""Core attention over packed documents, for layer specs without Transformer Engine.
+"""Core attention over packed documents, for all layer specs.
 
-CPU (and float32 anywhere): scaled_dot_product_attention, all documents of one length in one call, so that a micro-batch
-of hundreds of short documents costs a handful of calls. CUDA in half precision: torch's varlen flash attention.
-Positions are applied here as well, from tables made once a micro-batch.
+CUDA in half precision: a kernel of flash attention (models.flash), where one is there and takes the head's dimension.
+Elsewhere: scaled_dot_product_attention, all documents of one length in one call, so that a micro-batch of hundreds of
+short documents costs a handful of calls. Positions are applied here as well, from tables made once a micro-batch.
 
 Under context parallelism a rank has the queries of its share of each document (models.document_order) and gathers the
 keys and values of all: one collective forward, its reduce-scatter backward, for any mix of documents.
@@ -26,12 +26,8 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
 
 from rlhf_megatron.models.document_order import ByLength, Order, Run, chunk_positions, group_by_length, prefix_keys
+from rlhf_megatron.models.flash import Borders, Call, flash_kernel
 from rlhf_megatron.models.rotary import Rotary, rotary_tables, rotate
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:
-    varlen_attn = None  # type: ignore[assignment]
 
 
 @dataclass
@@ -128,8 +124,9 @@ class PackedAttention(MegatronModule):
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         if documents.cp > 1:
             key, value = _gather(key, value, documents.cp_group)
-        if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and varlen_attn is not None:
-            return _varlen(query, key, value, documents, self.softmax_scale)
+        flash = flash_kernel(query.device, query.dtype, query.shape[-1]).call
+        if flash is not None:
+            return _varlen(query, key, value, documents, self.softmax_scale, flash)
         return _by_length(query, key, value, documents, self.softmax_scale)
 
 
@@ -142,31 +139,20 @@ def _gather(key: Tensor, value: Tensor, group: ProcessGroup) -> tuple[Tensor, Te
     return both.chunk(2, 1)
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, scale: float) -> Tensor:
+def _varlen(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, scale: float, flash: Call) -> Tensor:
     """Flash attention over document borders that stay on the device.
 
     Under cp, the two chunks that a rank has of a document are sequences of their own, with keys from the document's
-    start to the chunk's end. The kernel aligns the causal mask at the last query and the last key of each sequence.
+    start to the chunk's end. The kernels align the causal mask at the last query and the last key of each sequence.
     """
-    query_borders = key_borders = documents.cu_seqlens_q
-    longest_query = longest_key = documents.max_seqlen_q
+    borders = Borders(documents.cu_seqlens_q, documents.cu_seqlens_q, documents.max_seqlen_q, documents.max_seqlen_q)
     if documents.cp > 1:
         query_borders, key_borders, places = documents.prefixes
         key, value = key.index_select(0, places), value.index_select(0, places)
         longest_query = documents.max_seqlen_q // (2 * documents.cp)
         longest_key = longest_query * (2 * documents.cp - documents.cp_rank)
-    return varlen_attn(  # type: ignore[return-value]
-        query.contiguous(),
-        key.contiguous(),
-        value.contiguous(),
-        query_borders,
-        key_borders,
-        longest_query,
-        longest_key,
-        scale=scale,
-        window_size=(-1, 0),  # causal
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+        borders = Borders(query_borders, key_borders, longest_query, longest_key)
+    return flash(query, key, value, borders, scale)
 
 
 def _by_length(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, scale: float) -> Tensor:

@@ -1,11 +1,19 @@
-"""RMSNorm for layer specs without Transformer Engine: megatron's own torch wrapper refuses sequence parallelism."""
+"""RMSNorm for layer specs without Transformer Engine: megatron's own torch wrapper refuses sequence parallelism.
+
+On CUDA one kernel, torch's where it has one (2.9 and newer), else Apex's; on a CPU one with its gradient written out.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from rlhf_megatron.models.fused import Choice, choose_norm
+from rlhf_megatron.parallel.packages import find_apex, try_import
 
 
 class RMSNorm(torch.nn.Module):
@@ -26,7 +34,32 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
     if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64):
         return _RMSNorm.apply(x, weight, eps)
+    if x.device.type == "cuda" and local_norm().name == "apex":
+        return _of_apex()(x, weight, weight.shape, eps)
     return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+
+
+@functools.cache
+def local_norm() -> Choice:
+    """What `rms_norm` runs on CUDA."""
+    apex = find_apex()
+    has_norm = apex.is_usable and not has_torch_kernel() and _apex_norm()[0] is not None
+    return choose_norm("cuda", "local", has_torch_kernel(), apex.why_not, has_norm)
+
+
+def has_torch_kernel() -> bool:
+    """Whether torch's rms_norm is one kernel on CUDA, forward and backward."""
+    return hasattr(torch.ops.aten, "_fused_rms_norm_backward")
+
+
+def _apex_norm() -> tuple[Any, str]:
+    extension, why_not = try_import("fused_layer_norm_cuda", "rms_forward_affine")
+    return (None, why_not) if extension is None else try_import("apex.normalization", "fused_rms_norm_affine")
+
+
+def _of_apex() -> Callable[..., Tensor]:
+    function: Callable[..., Tensor] = _apex_norm()[0]
+    return function
 
 
 class _RMSNorm(torch.autograd.Function):

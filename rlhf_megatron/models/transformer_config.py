@@ -10,8 +10,11 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from rlhf_megatron.config.schema import MegatronConfig
+from rlhf_megatron.models.fused import Choice, DeviceType, choose_compiled_activation, choose_gradient_fusion
 from rlhf_megatron.models.table import Impl
 from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.parallel.packages import has_gradient_extension, why_no_compiler
+from rlhf_megatron.parallel.weight_grad import has_float32_product
 from rlhf_megatron.parallel.world import World
 
 ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu}
@@ -25,9 +28,11 @@ def make_transformer_config(
     impl: Impl,
     has_mlp_bias: bool,
 ) -> TransformerConfig:
-    """`arguments`: a family's `transformer_arguments`. Of `megatron` only recompute_* is read: `world` has the sizes.
+    """`arguments`: a family's `transformer_arguments`. Of `megatron` only recompute_* and gradient_accumulation_fusion
+    are read: `world` has the sizes.
 
-    Raises ValueError when layers or heads do not divide, and for recomputation that `impl` would ignore.
+    Raises ValueError when layers or heads do not divide, for recomputation that `impl` would ignore, and for a fusion
+    that nothing here can do.
     """
     _check_divisible(arguments, world.layout)
     _check_recompute(arguments["num_layers"], world.layout, megatron, impl, has_mlp_bias)
@@ -38,7 +43,8 @@ def make_transformer_config(
         **_layout_settings(world.layout, dtype),
         **_pipeline_settings(world.layout),
         **_recompute_settings(megatron),
-        **_forced_settings(world),
+        **_forced_settings(),
+        **_fusions(megatron, impl, dtype, world.device),
     )
 
 
@@ -96,8 +102,29 @@ def _recompute_settings(megatron: MegatronConfig) -> dict[str, Any]:
     }
 
 
-def _forced_settings(world: World) -> dict[str, Any]:
-    is_cpu = world.device.type == "cpu"
+def gradient_fusion(setting: bool | None, impl: Impl, dtype: torch.dtype, device: torch.device) -> Choice:
+    """Who adds weight gradients to the float32 buffers here; see `choose_gradient_fusion`."""
+    name = str(dtype).removeprefix("torch.")
+    kind: DeviceType = "cuda" if device.type == "cuda" else "cpu"
+    return choose_gradient_fusion(setting, kind, impl, name, has_gradient_extension(), has_float32_product())
+
+
+def _fusions(megatron: MegatronConfig, impl: Impl, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    activation = choose_compiled_activation("cuda" if device.type == "cuda" else "cpu", why_no_compiler())
+    return {
+        "gradient_accumulation_fusion": (
+            gradient_fusion(megatron.gradient_accumulation_fusion, impl, dtype, device).name != "off"
+        ),
+        "bias_activation_fusion": activation.name == "compiled",
+        "bias_dropout_fusion": activation.name == "compiled",
+        # Ours takes the place of what these are for: attention, positions, norms.
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+    }
+
+
+def _forced_settings() -> dict[str, Any]:
     return {
         # Weights are loaded afterwards: nothing is spent on initial values. The initialisation itself must stay on,
         # since it marks what tp shards; unmarked shards are left out of the gradient norm on all ranks but tp 0.
@@ -106,14 +133,6 @@ def _forced_settings(world: World) -> dict[str, Any]:
         "init_method": _leave_as_is,
         "output_layer_init_method": _leave_as_is,
         "embedding_init_method": _leave_as_is,
-        # Need Apex or Transformer Engine.
-        "gradient_accumulation_fusion": False,
-        "masked_softmax_fusion": False,
-        "persist_layer_norm": False,
-        "apply_rope_fusion": False,
-        # Compiled by torch on CUDA; uncompiled on the CPU, where the plain form is as fast.
-        "bias_activation_fusion": not is_cpu,
-        "bias_dropout_fusion": not is_cpu,
         # With True, gradients over dp are summed, not averaged, and the loss is not divided by the number of
         # micro-batches; the division by tokens that it implies is taken out by finalize_without_division.
         "calculate_per_token_loss": True,

@@ -199,6 +199,25 @@ def _moe_split_sizes() -> None:
     replace_symbol(dispatcher, "maybe_move_tensor_to_cpu", to_numpy)
 
 
+def _picked_fused_adam() -> bool:
+    return not importlib.import_module("megatron.core.optimizer").USING_PYTORCH_OPTIMIZER
+
+
+def _torch_optimizers() -> None:
+    optimizer: Any = importlib.import_module("megatron.core.optimizer")
+    utils: Any = importlib.import_module("megatron.core.utils")
+    replace_symbol(optimizer, "USING_PYTORCH_OPTIMIZER", True)
+    replace_symbol(optimizer, "Adam", torch.optim.AdamW)
+    replace_symbol(optimizer, "SGD", torch.optim.SGD)
+    clip_grads: Any = importlib.import_module("megatron.core.optimizer.clip_grads")
+    for module in (importlib.import_module("megatron.core.optimizer.optimizer"), clip_grads):
+        replace_symbol(module, "multi_tensor_applier", utils.local_multi_tensor_applier)
+        replace_symbol(module, "multi_tensor_scale_impl", utils.local_multi_tensor_scale)
+    replace_symbol(clip_grads, "l2_norm_impl", utils.local_multi_tensor_l2_norm)
+    if hasattr(clip_grads, "multi_tensor_scale_tensor_impl"):  # from 0.19 on
+        clip_grads.multi_tensor_scale_tensor_impl = None
+
+
 PATCHES = (
     Patch(
         "torch in megatron.core.*: cuda.{current_device, synchronize, empty_cache, set_device, Stream, Event, stream,"
@@ -225,6 +244,13 @@ PATCHES = (
         "transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
         "split sizes become numbers only for CUDA tensors; all_to_all_single refuses a tensor",
         _moe_split_sizes,
+    ),
+    Patch(
+        "optimizer.{USING_PYTORCH_OPTIMIZER, Adam, SGD}; {multi_tensor_applier, multi_tensor_scale_impl, l2_norm_impl}"
+        " of optimizer.{optimizer, clip_grads}",
+        "those of Transformer Engine or Apex are taken wherever they can be imported, and run on CUDA only",
+        _torch_optimizers,
+        is_needed=_picked_fused_adam,
     ),
 )
 

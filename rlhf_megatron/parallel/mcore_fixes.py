@@ -9,7 +9,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from rlhf_megatron.parallel import weight_grad
 from rlhf_megatron.parallel.mcore_patch import Patch, apply_all
+from rlhf_megatron.parallel.packages import GRADIENT_EXTENSION
 
 
 def _router_gemm() -> None:
@@ -36,6 +38,16 @@ def _recompute_without_fp8() -> None:
     random.CheckpointWithoutOutput.__init__ = __init__
 
 
+def _has_no_gradient_extension() -> bool:
+    return not importlib.import_module("megatron.core.tensor_parallel.layers")._grad_accum_fusion_available
+
+
+def _gradients_by_torch() -> None:
+    layers: Any = importlib.import_module("megatron.core.tensor_parallel.layers")
+    setattr(layers, GRADIENT_EXTENSION, weight_grad)
+    layers._grad_accum_fusion_available = True
+
+
 PATCHES = (
     Patch(
         "transformer.moe.moe_utils.te_general_gemm",
@@ -49,6 +61,12 @@ PATCHES = (
         "`self.fp8 = fp8 is not None` with the default fp8=False: selective recompute asks for Transformer Engine",
         _recompute_without_fp8,
         is_needed=_recomputes_with_fp8,
+    ),
+    Patch(
+        "tensor_parallel.layers.{fused_weight_gradient_mlp_cuda, _grad_accum_fusion_available}",
+        "gradient-accumulation fusion asks for an extension of Apex, under Transformer Engine too; torch can do it",
+        _gradients_by_torch,
+        is_needed=_has_no_gradient_extension,
     ),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +13,11 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from rlhf_megatron.config.schema import OptimConfig
+from rlhf_megatron.models.fused import Adam
+from rlhf_megatron.parallel.packages import APEX, TRANSFORMER_ENGINE
 from rlhf_megatron.parallel.world import World
 from rlhf_megatron.workers.nonfinite import FINITE, agreed_verdict, local_verdict, norm_of
-from rlhf_megatron.workers.optimizer_state import load_state, sharded_state
+from rlhf_megatron.workers.optimizer_state import MOMENTS, load_state, sharded_state
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,8 @@ class Optimizer:
         self.world = world
         self.megatron = _build(chunks, optim, dtype, world)
         self.scheduler = _schedules(self.megatron, optim, num_steps)
-        _prepare_torch_adam(self.megatron)
+        for part in self.megatron.chained_optimizers:
+            _prepare(part.optimizer)
 
     def step(self, losses: torch.Tensor | None = None) -> StepResult:
         """One step with the gradients that stand in the main-gradient buffers. All ranks.
@@ -177,19 +181,26 @@ def _schedules(optimizer: Any, optim: OptimConfig, num_steps: int) -> OptimizerP
     )
 
 
-def _prepare_torch_adam(optimizer: Any) -> None:
-    """Where torch's AdamW stands in for a fused one: its fused kernel, and a state that exists before the first step.
+def adam_of_megatron() -> Adam:
+    """Whose Adam megatron-core took when it was imported; on a CPU torch's (`parallel.cpu_platform`)."""
+    home = importlib.import_module("megatron.core.optimizer").Adam.__module__.partition(".")[0]
+    return "transformer_engine" if home == TRANSFORMER_ENGINE else "apex" if home == APEX else "torch"
 
-    Each parameter gets a step count of its own: torch counts a shared one up once a parameter.
+
+def _prepare(adam: torch.optim.Optimizer) -> None:
+    """Moments exist before the first step; torch's AdamW runs its fused kernel.
+
+    The fused Adams of Transformer Engine and Apex keep nothing else: they count steps in their parameter groups, which
+    `optimizer_state.load_state` sets. torch's counts in tensors; each parameter gets one of its own, since torch counts
+    a shared one up once a parameter.
     """
-    for part in optimizer.chained_optimizers:
-        adam = part.optimizer
-        if not isinstance(adam, torch.optim.AdamW):
-            continue
-        for group in adam.param_groups:
+    is_torch = isinstance(adam, torch.optim.AdamW)
+    for group in adam.param_groups:
+        if is_torch:
             group["fused"], group["foreach"] = True, False
-            for parameter in group["params"]:
-                state = adam.state[parameter]
+        for parameter in group["params"]:
+            state = adam.state[parameter]
+            if is_torch:
                 state.setdefault("step", torch.zeros((), dtype=torch.float32, device=parameter.device))
-                state.setdefault("exp_avg", torch.zeros_like(parameter))
-                state.setdefault("exp_avg_sq", torch.zeros_like(parameter))
+            for name in MOMENTS:
+                state.setdefault(name, torch.zeros_like(parameter.data))

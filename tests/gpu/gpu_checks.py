@@ -134,6 +134,7 @@ def check_attention(device: torch.device, dtype: torch.dtype) -> Figures:
     """PackedAttention against scaled_dot_product_attention in float64, document by document, forward and backward."""
     need("megatron")
     from rlhf_megatron.models import attention
+    from rlhf_megatron.models.flash import flash_kernel
 
     lengths = [1, 2, 3, 3, 17, 64, 128, 200]
     generator = torch.Generator().manual_seed(0)
@@ -156,7 +157,8 @@ def check_attention(device: torch.device, dtype: torch.dtype) -> Figures:
     }
     assert max(figures.values()) <= BOUNDS[dtype].attention, figures
     if device.type == "cuda" and dtype != torch.float32:
-        assert attention.varlen_attn is not None, f"torch {torch.__version__} has no torch.nn.attention.varlen"
+        kernel = flash_kernel(leaves[0].device, dtype, 64)
+        assert kernel.call is not None, f"torch {torch.__version__}: {kernel.choice.why_not}"
     return figures
 
 
