@@ -214,7 +214,7 @@ class LargestFloat(TorchDispatchMode):
 
 
 def test_no_temporary_is_larger_than_a_tile_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(log_prob_chunked._ROWS, "cpu", 32)
+    monkeypatch.setitem(log_prob_chunked._TILE_ROWS, "cpu", 32)
     hidden_TH, weight_VH, targets_T = problem(256, 4, 2048, 2048, torch.float32)
     recorded = {}
     for backend in ("chunked", "reference"):

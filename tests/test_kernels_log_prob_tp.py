@@ -137,27 +137,3 @@ def test_no_rows_need_no_exchange(dist_pool: DistPool) -> None:
         assert rank["log_probs"].shape == rank["entropies"].shape == (0,)
         assert torch.equal(rank["grad_weight"], torch.zeros(num_rows, HIDDEN))
         assert rank["calls"] == {"all_gather_into_tensor": 0, "all_reduce": 0}
-
-
-def reference_refused(world: World) -> str:
-    try:
-        linear_log_prob(
-            torch.zeros(1, 2),
-            torch.zeros(3, 2),
-            torch.zeros(1, dtype=torch.int64),
-            temperature=1.0,
-            vocab_start=0,
-            vocab_size=6,
-            tp_group=world.tp_group,
-            chunk_size=3,
-            with_entropy=False,
-            backend="reference",
-        )
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.dist
-def test_the_reference_refuses_a_shard(dist_pool: DistPool) -> None:
-    assert all("whole weight only" in message for message in dist_pool.run(reference_refused, tp=2))

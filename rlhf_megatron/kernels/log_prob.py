@@ -8,14 +8,18 @@ other backends never make a [R, V] float32 tensor and work on a vocabulary-shard
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from rlhf_megatron.kernels.log_prob_chunked import chunked_linear_log_prob
+from rlhf_megatron.kernels.log_prob_chunked import HeadCall, chunked_linear_log_prob
 from rlhf_megatron.kernels.log_prob_reference import reference_linear_log_prob
+from rlhf_megatron.kernels.products import WeightGradSink, accumulator_dtype
+from rlhf_megatron.kernels.tile_ops import TileOps, TorchTileOps
+
+__all__ = ["Backend", "HeadOutputs", "WeightGradSink", "linear_log_prob"]
 
 Backend = Literal["reference", "chunked", "triton"]
 
@@ -26,19 +30,6 @@ class HeadOutputs(NamedTuple):
     log_probs_R: Tensor  # log softmax(z) at the target, nats
     entropies_R: Tensor | None  # -sum p log p, nats; None unless asked for
     sum_squares_R: Tensor | None  # sum p^2, without gradient; None unless asked for
-
-
-class WeightGradSink(Protocol):
-    """Where the weight's gradient goes instead of into a tensor that autograd adds up."""
-
-    def buffer_VH(self) -> Tensor:
-        """The float32 tensor that it is added to. Asked for in the backward pass."""
-        ...
-
-    def gradient(self) -> Tensor | None:
-        """What autograd gets for the weight once the buffer has it all. Called in every backward pass, without rows
-        too, so that hooks fire."""
-        ...
 
 
 def linear_log_prob(
@@ -79,40 +70,103 @@ def linear_log_prob(
         is_sequence_split: `hidden_SH` is part `tp_group.rank()` of the sequence: it is gathered, only the part is
             kept for the backward pass, and its gradient is summed over the group and split again.
         sink: where the weight's gradient is added, in float32; None: autograd gets it, in the weight's type.
-        stash_bytes: how much may be kept of the logits as float16, relative to the largest of their row and tile, so
-            that the backward pass need not compute them again. What does not fit is computed again.
+        stash_bytes: how much may be kept of the probabilities as float16, relative to the largest of their row and
+            tile, so that the backward pass need not compute the logits again. What does not fit is computed again.
+            Nothing is kept where nothing needs a gradient. Errors: see `stash`.
+        backend: "reference" (the specification: needs [R, V] floats), "chunked" (torch, any device), "triton".
 
     The gradient of `hidden_SH` is complete on every rank: the sum over `tp_group` is done in here, as Megatron's
-    ColumnParallelLinear does. Rows whose upstream gradients are all zero cost nothing in the backward pass.
+    ColumnParallelLinear does. Rows whose upstream gradients are all zero are left out of the backward pass; those
+    gradients must be the same on all ranks of the group, as they are wherever the loss is computed from these outputs.
 
-    Raises ValueError for a temperature or chunk size that is not positive and for shapes that do not fit.
+    Raises ValueError for a temperature or chunk size that is not positive (a tensor on a GPU is not looked at) and for
+    shapes that do not fit.
     """
-    if is_sequence_split or sink is not None or stash_bytes or with_sum_squares or torch.is_tensor(temperature):
-        raise NotImplementedError("coming in the next commits")
-    hidden_TH = hidden_SH if rows_R is None else hidden_SH.index_select(0, rows_R)
-    targets_T = targets_R
-    assert isinstance(temperature, (float, int))
-    if temperature <= 0:
-        raise ValueError(f"temperature ({temperature}) must be positive; greedy sampling trains with temperature 1.")
+    group = tp_group if tp_group is not None and tp_group.size() > 1 else None
+    is_sequence_split = is_sequence_split and group is not None
+    _check_shapes(hidden_SH, weight_VH, targets_R, rows_R, group if is_sequence_split else None)
+    _check_temperature(temperature, targets_R)
     if chunk_size <= 0:
         raise ValueError(f"chunk_size ({chunk_size}) must be positive; 4096 or 8192 are good values.")
-    if hidden_TH.dim() != 2 or weight_VH.dim() != 2 or hidden_TH.shape[1] != weight_VH.shape[1]:
-        raise ValueError(
-            f"hidden {tuple(hidden_TH.shape)} and weight {tuple(weight_VH.shape)} must be [T, H] and [V, H]."
-        )
-    if targets_T.shape != hidden_TH.shape[:1]:
-        raise ValueError(f"targets {tuple(targets_T.shape)} must have one entry for each of {hidden_TH.shape[0]} rows.")
-    group = tp_group if tp_group is not None and tp_group.size() > 1 else None
+    if stash_bytes < 0:
+        raise ValueError(f"stash_bytes ({stash_bytes}) must not be negative; 0 keeps nothing.")
     if backend == "reference":
-        if group is not None:
-            raise ValueError("the reference backend takes a whole weight only; use backend='chunked' under tp > 1.")
-        found = reference_linear_log_prob(
-            hidden_TH, weight_VH, targets_T, temperature, vocab_start, vocab_size, with_entropy
+        return HeadOutputs(
+            *reference_linear_log_prob(
+                hidden_SH,
+                weight_VH,
+                targets_R,
+                rows_R,
+                temperature,
+                vocab_start,
+                vocab_size,
+                group,
+                is_sequence_split,
+                sink,
+                with_entropy,
+                with_sum_squares,
+            )
         )
-        return HeadOutputs(*found, None)
+    has_gradient = torch.is_grad_enabled() and (hidden_SH.requires_grad or weight_VH.requires_grad)
+    call = HeadCall(
+        num_columns=min(max(vocab_size - vocab_start, 0), weight_VH.shape[0]),
+        tp_group=group,
+        is_sequence_split=is_sequence_split,
+        chunk_size=chunk_size,
+        with_entropy=with_entropy,
+        with_sum_squares=with_sum_squares,
+        sink=sink,
+        stash_bytes=stash_bytes if has_gradient else 0,
+        ops=_tile_ops(backend),
+    )
+    inv_temperature_R = _inverse(temperature, targets_R, accumulator_dtype(hidden_SH, weight_VH))
+    columns_R = targets_R - vocab_start
+    return HeadOutputs(*chunked_linear_log_prob(hidden_SH, weight_VH, columns_R, rows_R, inv_temperature_R, call))
+
+
+def _tile_ops(backend: Backend) -> TileOps:
     if backend == "chunked":
-        found = chunked_linear_log_prob(
-            hidden_TH, weight_VH, targets_T, temperature, vocab_start, vocab_size, group, chunk_size, with_entropy
-        )
-        return HeadOutputs(*found, None)
+        return TorchTileOps()
+    if backend == "triton":
+        from rlhf_megatron.kernels.log_prob_triton import TritonTileOps  # it needs triton, which not every machine has
+
+        ops: TileOps = TritonTileOps()
+        return ops
     raise ValueError(f"unknown backend {backend!r}; use 'chunked', 'triton' or 'reference'.")
+
+
+def _inverse(temperature: float | Tensor, targets_R: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """1 / temperature of each row; None where it is 1."""
+    if isinstance(temperature, Tensor):
+        return temperature.to(device=targets_R.device, dtype=dtype).reciprocal()
+    if temperature == 1:
+        return None
+    return torch.full(targets_R.shape, 1.0 / temperature, dtype=dtype, device=targets_R.device)
+
+
+def _check_temperature(temperature: float | Tensor, targets_R: Tensor) -> None:
+    if isinstance(temperature, Tensor):
+        if temperature.shape != targets_R.shape:
+            raise ValueError(
+                f"temperature {tuple(temperature.shape)} must be one number, or one for each of {len(targets_R)} rows."
+            )
+        if temperature.is_cuda or not len(temperature):  # a look would make the CPU wait for the GPU
+            return
+        lowest = temperature.min().item()
+    else:
+        lowest = temperature
+    if not lowest > 0:
+        raise ValueError(f"temperature ({lowest}) must be positive; greedy sampling trains with temperature 1.")
+
+
+def _check_shapes(
+    hidden_SH: Tensor, weight_VH: Tensor, targets_R: Tensor, rows_R: Tensor | None, split_over: ProcessGroup | None
+) -> None:
+    if hidden_SH.dim() != 2 or weight_VH.dim() != 2 or hidden_SH.shape[1] != weight_VH.shape[1]:
+        raise ValueError(
+            f"hidden {tuple(hidden_SH.shape)} and weight {tuple(weight_VH.shape)} must be [S, H] and [V, H]."
+        )
+    num_tokens = hidden_SH.shape[0] * (1 if split_over is None else split_over.size())
+    num_rows = num_tokens if rows_R is None else rows_R.numel()
+    if targets_R.shape != (num_rows,) or (rows_R is not None and rows_R.dim() != 1):
+        raise ValueError(f"targets {tuple(targets_R.shape)} must have one entry for each of {num_rows} rows.")

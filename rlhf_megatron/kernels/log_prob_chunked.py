@@ -1,63 +1,72 @@
-"""`linear_log_prob` in vocabulary chunks: plain GEMMs and one-pass row statistics, recomputed in the backward pass.
+"""`linear_log_prob` in tiles: GEMMs with float32 results and passes over a tile by `TileOps`.
 
-For each row the forward keeps four numbers over the columns seen so far, z = logit / temperature (Milakov and
-Gimelshein, "Online normalizer calculation for softmax", arXiv 1805.02867, extended by the entropy's sum):
-
-    m = max z      s = sum e^(z-m)      b = sum (z-m) e^(z-m)      g = z at the target
-    log p(target) = g - m - log s       H = log s - b / s
-
-and the backward, with p = e^(z - m - log s) and upstream gradients u (log-prob) and w (entropy):
-
-    d loss / d z_j = u (1[j = target] - p_j) - w p_j (log p_j + H)
-
-A tile is [R rows, C columns]; the vocabulary is the outer loop, so that each row of the weight's gradient is written
-once. Under tensor parallelism one all-gather of the packed [4, T] statistics is the only exchange of the forward, and
-one all-reduce of the hidden states' gradient the only one of the backward.
+The vocabulary is the outer loop, so that each row of the weight's gradient is written once for each block of rows. The
+forward keeps a few numbers a row (see `tile_ops`) and what fits into the stash; the backward computes the other tiles
+again. Under tensor parallelism one all-gather of the packed statistics is the only exchange of the forward, and one sum
+of the hidden states' gradient the only one of the backward: it starts before the last tile's product for the weight's
+gradient, which hides it. A split sequence is gathered on the way into both.
 """
 
-# T tokens, R rows of a tile, V vocabulary shard (with padding), C columns of a tile, H hidden, G ranks of the tp group
+# S tokens (of this rank's part), R rows, A rows with a gradient, V vocabulary shard (with padding)
+# C columns of a tile, H hidden
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-_MIN = -1e30  # running maximum before the first column: finite, so that a shard of padding only combines to 0, not NaN
-_ROWS = {
-    "cpu": 512,
-    "cuda": 8192,
-}  # rows of a tile: cache-sized on a CPU; on a GPU enough to keep the GEMM at full rate
-_HAS_MM_OUT_DTYPE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
+from rlhf_megatron.kernels.head_exchange import GradientSum, PackedStatistics, gather_sequence
+from rlhf_megatron.kernels.products import (
+    WeightGradient,
+    WeightGradSink,
+    accumulator_dtype,
+    add_product,
+    multiply,
+    operand_dtype,
+)
+from rlhf_megatron.kernels.stash import Stash, StashedChunk
+from rlhf_megatron.kernels.tile_ops import RowGradients, RowStatistics, TileOps
+
+_TILE_ROWS = {"cpu": 512, "cuda": 8192}  # cache-sized on a CPU; on a GPU enough to keep the GEMM at full rate
+_TILE_COLUMNS = {"cpu": 4096}  # at most; elsewhere as many as `chunk_size` says
+
+
+@dataclass(frozen=True)
+class HeadCall:
+    """What one call of the head is about, beside its tensors."""
+
+    num_columns: int  # of the shard; the rest of its rows are padding
+    tp_group: ProcessGroup | None  # of at least two ranks
+    is_sequence_split: bool
+    chunk_size: int
+    with_entropy: bool
+    with_sum_squares: bool
+    sink: WeightGradSink | None
+    stash_bytes: int
+    ops: TileOps
 
 
 def chunked_linear_log_prob(
-    hidden_TH: Tensor,
+    hidden_SH: Tensor,
     weight_VH: Tensor,
-    targets_T: Tensor,
-    temperature: float,
-    vocab_start: int,
-    vocab_size: int,
-    tp_group: ProcessGroup | None,
-    chunk_size: int,
-    with_entropy: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """See `log_prob.linear_log_prob`, which checks the arguments."""
-    num_columns = min(max(vocab_size - vocab_start, 0), weight_VH.shape[0])  # the rest of the shard is padding
-    out: tuple[Tensor, Tensor | None] = _LinearLogProb.apply(
-        hidden_TH,
-        weight_VH,
-        targets_T - vocab_start,
-        1.0 / temperature,
-        num_columns,
-        tp_group,
-        chunk_size,
-        with_entropy,
+    columns_R: Tensor,
+    rows_R: Tensor | None,
+    inv_temperature_R: Tensor | None,
+    call: HeadCall,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """See `log_prob.linear_log_prob`, which checks the arguments.
+
+    `columns_R`: the target's column in this shard, outside of [0, num_columns) where another shard has it.
+    `inv_temperature_R`: None for temperature 1.
+    """
+    out: tuple[Tensor, Tensor | None, Tensor | None] = _LinearLogProb.apply(
+        hidden_SH, weight_VH, columns_R, rows_R, inv_temperature_R, call
     )  # type: ignore[no-untyped-call]
     return out
 
@@ -66,155 +75,248 @@ class _LinearLogProb(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden_TH: Tensor,
+        hidden_SH: Tensor,
         weight_VH: Tensor,
-        columns_T: Tensor,
-        inv_temperature: float,
-        num_columns: int,
-        tp_group: ProcessGroup | None,
-        chunk_size: int,
-        with_entropy: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """`columns_T`: the target's column in this shard; outside of [0, num_columns) where another shard has it."""
-        stats_4T = _local_statistics(
-            hidden_TH, weight_VH, columns_T, inv_temperature, num_columns, chunk_size, with_entropy
+        columns_R: Tensor,
+        rows_R: Tensor | None,
+        inv_temperature_R: Tensor | None,
+        call: HeadCall,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        num_rows = len(columns_R)
+        tiles = _Tiles(_sequence(hidden_SH, num_rows, call), weight_VH, rows_R, inv_temperature_R, num_rows, call)
+        stash = Stash(call.stash_bytes)
+        packed = PackedStatistics.of_nothing(
+            num_rows, call.with_entropy, call.with_sum_squares, tiles.dtype, hidden_SH.device
         )
-        if tp_group is not None and hidden_TH.shape[0] > 0:
-            stats_4T = _combine(stats_4T, tp_group)
-        max_T, sum_T, weighted_T, target_T = stats_4T
-        log_sum_T = sum_T.log()
-        log_z_T = max_T + log_sum_T
-        entropies_T = log_sum_T - weighted_T / sum_T if with_entropy else None
-        ctx.save_for_backward(hidden_TH, weight_VH, columns_T, log_z_T, entropies_T)
-        ctx.inv_temperature, ctx.num_columns = inv_temperature, num_columns
-        ctx.tp_group, ctx.chunk_size = tp_group, chunk_size
+        for chunk in tiles.chunks():
+            kept = stash.make_room(chunk.first, num_rows, chunk.last - chunk.first, packed.values_KR)
+            for rows in tiles.blocks():
+                call.ops.update(
+                    tiles.logits(rows, chunk),
+                    None if tiles.inv_temperature_R is None else tiles.inv_temperature_R[rows],
+                    columns_R[rows] - chunk.first,
+                    packed.rows(rows),
+                    *((None, None) if kept is None else (kept[0][rows], kept[1][rows])),
+                )
+        group = call.tp_group if num_rows > 0 else None
+        outcome = _outcome(packed.rows() if group is None else packed.over(group))
+        ctx.save_for_backward(
+            hidden_SH, weight_VH, columns_R, rows_R, inv_temperature_R, outcome.log_z_R, outcome.entropies_R
+        )
+        ctx.call, ctx.stash = call, stash
         ctx.set_materialize_grads(False)
-        return (target_T - max_T) - log_sum_T, entropies_T
+        if outcome.sum_squares_R is not None:
+            ctx.mark_non_differentiable(outcome.sum_squares_R)
+        return outcome.log_probs_R, outcome.entropies_R, outcome.sum_squares_R
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_probs_T: Tensor | None, grad_entropies_T: Tensor | None) -> tuple[Any, ...]:
-        hidden_TH, weight_VH, columns_T, log_z_T, entropies_T = ctx.saved_tensors
-        grad_T = torch.zeros_like(log_z_T) if grad_log_probs_T is None else grad_log_probs_T * ctx.inv_temperature
-        grad_entropies_T = None if grad_entropies_T is None else grad_entropies_T * ctx.inv_temperature
+    def backward(
+        ctx: Any, grad_log_probs_R: Tensor | None, grad_entropies_R: Tensor | None, _: None
+    ) -> tuple[Tensor | None, ...]:
+        hidden_SH, weight_VH, columns_R, rows_R, inv_temperature_R, log_z_R, entropies_R = ctx.saved_tensors
+        call, stash = ctx.call, ctx.stash
+        num_rows = len(columns_R)
+        gradients = RowGradients(
+            log_z_R,
+            inv_temperature_R,
+            torch.zeros_like(log_z_R) if grad_log_probs_R is None else grad_log_probs_R.contiguous(),
+            None if grad_entropies_R is None else entropies_R,
+            None if grad_entropies_R is None else grad_entropies_R.contiguous(),
+        )
+        # A rows have a gradient. What the ranks exchange has a shape that does not depend on which.
+        active_A = _rows_with_gradient(gradients)
+        if active_A is not None:
+            columns_R, gradients = columns_R[active_A], gradients.of(active_A)
+        head_rows_A = rows_R if active_A is None else (active_A if rows_R is None else rows_R[active_A])
+        sequence_SH = _sequence(hidden_SH, num_rows, call)
+        tiles = _Tiles(sequence_SH, weight_VH, head_rows_A, gradients.inv_temperature_R, len(columns_R), call)
+        if tiles.inv_temperature_R is None:
+            gradients = replace(gradients, inv_temperature_R=None)
+
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        grad_hidden_TH = torch.zeros_like(hidden_TH, dtype=log_z_T.dtype) if needs_hidden else None
-        grad_weight_VH = torch.zeros_like(weight_VH) if needs_weight else None
-        for first, last, weight_CH in _weight_chunks(weight_VH, ctx.num_columns, ctx.chunk_size):
-            grad_chunk_CH = None
-            for rows in _row_blocks(hidden_TH):
-                hidden_RH = _operand(hidden_TH[rows])
-                z_RC = _matmul(hidden_RH, weight_CH.T).mul_(ctx.inv_temperature)
-                grad_RC = _grad_logits(
-                    z_RC.sub_(log_z_T[rows, None]),
-                    columns_T[rows] - first,
-                    grad_T[rows],
-                    None if entropies_T is None else entropies_T[rows],
-                    None if grad_entropies_T is None else grad_entropies_T[rows],
-                ).to(hidden_RH.dtype)
-                if grad_hidden_TH is not None:
-                    grad_hidden_TH[rows] += _matmul(grad_RC, weight_CH)
-                if grad_weight_VH is not None:
-                    part_CH = _matmul(grad_RC.T, hidden_RH)
-                    grad_chunk_CH = part_CH if grad_chunk_CH is None else grad_chunk_CH.add_(part_CH)
-            if grad_weight_VH is not None and grad_chunk_CH is not None:
-                grad_weight_VH[first:last] = grad_chunk_CH
-        if grad_hidden_TH is not None:
-            if ctx.tp_group is not None and hidden_TH.shape[0] > 0:
-                dist.all_reduce(grad_hidden_TH, group=ctx.tp_group)
-            grad_hidden_TH = grad_hidden_TH.to(hidden_TH.dtype)
-        return grad_hidden_TH, grad_weight_VH, None, None, None, None, None, None
+        grad_hidden = (
+            _HiddenGradient(tiles, active_A, rows_R, num_rows, len(sequence_SH), call) if needs_hidden else None
+        )
+        grad_weight = WeightGradient(weight_VH, call.sink, tiles.dtype) if needs_weight else None
+        del sequence_SH
+        for chunk in tiles.chunks():
+            kept = stash.take(chunk.first)
+            for rows in tiles.blocks():
+                grad_RC = _grad_tile(tiles, chunk, rows, kept, active_A, columns_R, gradients.of(rows), call.ops)
+                if grad_hidden is not None:
+                    grad_hidden.add(rows, grad_RC, chunk)
+                if grad_weight is not None:
+                    grad_weight.add(chunk.first, chunk.last, grad_RC, tiles.hidden_RH[rows])
+            if grad_weight is not None:
+                grad_weight.end_chunk(chunk.first, chunk.last)
+        return (
+            None if grad_hidden is None else grad_hidden.result(hidden_SH),
+            None if grad_weight is None else grad_weight.result(),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
-def _local_statistics(
-    hidden_TH: Tensor,
-    weight_VH: Tensor,
-    columns_T: Tensor,
-    inv_temperature: float,
-    num_columns: int,
-    chunk_size: int,
-    with_entropy: bool,
+@dataclass(frozen=True)
+class _Outcome:
+    log_probs_R: Tensor
+    log_z_R: Tensor
+    entropies_R: Tensor | None
+    sum_squares_R: Tensor | None
+
+
+def _outcome(of: RowStatistics) -> _Outcome:
+    log_sum_R = of.sum_R.log()
+    return _Outcome(
+        (of.target_R - of.max_R) - log_sum_R,
+        of.max_R + log_sum_R,
+        None if of.weighted_R is None else log_sum_R - of.weighted_R / of.sum_R,
+        None if of.squares_R is None else of.squares_R / of.sum_R.square(),
+    )
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Rows first:last of the weight, as a GEMM operand."""
+
+    first: int
+    last: int
+    weight_CH: Tensor
+    is_last: bool
+
+
+class _Tiles:
+    """The rows that a pass works on and the weight, as they go into products; the tiles of their logits.
+
+    The temperature goes into the rows where they keep float32, and is left to the passes over the tiles where not.
+    """
+
+    def __init__(
+        self,
+        sequence_SH: Tensor,
+        weight_VH: Tensor,
+        rows_R: Tensor | None,
+        inv_temperature_R: Tensor | None,
+        num_rows: int,
+        call: HeadCall,
+    ) -> None:
+        self.dtype = accumulator_dtype(sequence_SH, weight_VH)
+        self.operand_dtype = operand_dtype(sequence_SH, weight_VH)
+        hidden_RH = sequence_SH if rows_R is None else sequence_SH.index_select(0, rows_R)
+        self.hidden_RH = hidden_RH.to(self.operand_dtype)
+        self.row_scale_R: Tensor | None = None  # what the rows were multiplied with
+        self.inv_temperature_R = inv_temperature_R  # what the logits are still to be multiplied with
+        if inv_temperature_R is not None and self.operand_dtype == self.dtype:
+            self.hidden_RH = self.hidden_RH * inv_temperature_R[:, None]
+            self.row_scale_R, self.inv_temperature_R = inv_temperature_R, None
+        self._weight_VH = weight_VH
+        self._num_columns = call.num_columns
+        device = sequence_SH.device.type
+        self._chunk_size = max(1, min(call.chunk_size, _TILE_COLUMNS.get(device, call.chunk_size), call.num_columns))
+        self._block_size = max(1, min(_TILE_ROWS.get(device, num_rows), num_rows))
+        self._num_rows = num_rows
+        self._logits = self.hidden_RH.new_empty(self._block_size * self._chunk_size, dtype=self.dtype)
+
+    def chunks(self) -> Iterator[_Chunk]:
+        for first in range(0, self._num_columns if self._num_rows else 0, self._chunk_size):
+            last = min(first + self._chunk_size, self._num_columns)
+            weight_CH = self._weight_VH[first:last].to(self.operand_dtype)
+            yield _Chunk(first, last, weight_CH, last == self._num_columns)
+
+    def blocks(self) -> Iterator[slice]:
+        for first in range(0, self._num_rows, self._block_size):
+            yield slice(first, min(first + self._block_size, self._num_rows))
+
+    def logits(self, rows: slice, chunk: _Chunk) -> Tensor:
+        """In the same memory for every tile."""
+        shape = (rows.stop - rows.start, chunk.last - chunk.first)
+        return multiply(self.hidden_RH[rows], chunk.weight_CH.T, self._logits[: shape[0] * shape[1]].view(shape))
+
+
+class _HiddenGradient:
+    """The hidden states' gradient of one backward pass: added up over tiles, summed over the tp group, spread."""
+
+    def __init__(
+        self,
+        tiles: _Tiles,
+        active_A: Tensor | None,
+        rows_R: Tensor | None,
+        num_rows: int,
+        num_tokens: int,
+        call: HeadCall,
+    ) -> None:
+        """`active_A`: which of the `num_rows` rows `tiles` has; `rows_R`: which of the `num_tokens` tokens they are."""
+        self._gradient_AH = torch.zeros_like(tiles.hidden_RH, dtype=tiles.dtype)
+        self._row_scale_A = tiles.row_scale_R
+        self._active_A, self._rows_R = active_A, rows_R
+        self._num_rows, self._num_tokens = num_rows, num_tokens
+        self._group, self._is_split = call.tp_group, call.is_sequence_split
+        self._sum: GradientSum | None = None
+
+    def add(self, rows: slice, grad_RC: Tensor, chunk: _Chunk) -> None:
+        add_product(self._gradient_AH[rows], grad_RC, chunk.weight_CH)
+        if chunk.is_last and rows.stop == len(self._gradient_AH):
+            self._start()
+
+    def _start(self) -> None:
+        gradient = self._gradient_AH
+        if self._row_scale_A is not None:
+            gradient.mul_(self._row_scale_A[:, None])
+        gradient = _spread(gradient, self._active_A, self._num_rows)
+        if self._is_split:
+            gradient = _spread(gradient, self._rows_R, self._num_tokens)
+        self._sum = GradientSum.start(gradient, self._group if self._num_rows else None, self._is_split)
+
+    def result(self, hidden_SH: Tensor) -> Tensor:
+        if self._num_rows == 0:
+            return torch.zeros_like(hidden_SH)
+        if self._sum is None:  # no row has a gradient, or the shard is padding
+            self._start()
+        assert self._sum is not None
+        gradient = self._sum.wait().to(hidden_SH.dtype)
+        return gradient if self._is_split else _spread(gradient, self._rows_R, self._num_tokens)
+
+
+def _sequence(hidden_SH: Tensor, num_rows: int, call: HeadCall) -> Tensor:
+    """The hidden states of all tokens. Nobody exchanges anything where there are no rows."""
+    if not call.is_sequence_split or num_rows == 0:
+        return hidden_SH
+    assert call.tp_group is not None
+    return gather_sequence(hidden_SH, call.tp_group)
+
+
+def _rows_with_gradient(gradients: RowGradients) -> Tensor | None:
+    """Indices of the rows that have one; None: all. A CPU waits for the GPU here."""
+    is_active_R = gradients.grad_log_probs_R != 0
+    if gradients.grad_entropies_R is not None:
+        is_active_R |= gradients.grad_entropies_R != 0
+    active_A = is_active_R.nonzero()[:, 0]
+    return None if len(active_A) == len(is_active_R) else active_A
+
+
+def _grad_tile(
+    tiles: _Tiles,
+    chunk: _Chunk,
+    rows: slice,
+    kept: StashedChunk | None,
+    active_A: Tensor | None,
+    columns_R: Tensor,
+    gradients: RowGradients,
+    ops: TileOps,
 ) -> Tensor:
-    """[4, T]: m, s, b (0 unless `with_entropy`) and g (-inf where another shard has the target) of this shard."""
-    dtype = torch.promote_types(hidden_TH.dtype, torch.float32)
-    stats_4T = torch.zeros(4, hidden_TH.shape[0], dtype=dtype, device=hidden_TH.device)
-    stats_4T[0] = _MIN
-    stats_4T[3] = -torch.inf
-    for first, last, weight_CH in _weight_chunks(weight_VH, num_columns, chunk_size):
-        for rows in _row_blocks(hidden_TH):
-            z_RC = _matmul(_operand(hidden_TH[rows]), weight_CH.T).mul_(inv_temperature)
-            max_R, sum_R, weighted_R, target_R = stats_4T[:, rows]
-            column_R = columns_T[rows] - first
-            is_here_R = (column_R >= 0) & (column_R < last - first)
-            found_R = z_RC.gather(1, column_R.clamp(0, last - first - 1)[:, None])[:, 0]
-            target_R.copy_(torch.where(is_here_R, found_R, target_R))
-
-            new_max_R = torch.maximum(max_R, z_RC.amax(1))
-            shift_R = max_R - new_max_R
-            scale_R = shift_R.exp()
-            z_RC.sub_(new_max_R[:, None])
-            if with_entropy:
-                exp_RC = z_RC.exp()
-                weighted_R.add_(shift_R * sum_R).mul_(scale_R).add_(z_RC.mul_(exp_RC).sum(1))
-            else:
-                exp_RC = z_RC.exp_()
-            sum_R.mul_(scale_R).add_(exp_RC.sum(1))
-            max_R.copy_(new_max_R)
-    return stats_4T
+    """d loss / d logits of one tile, as a GEMM operand."""
+    columns_R = columns_R[rows] - chunk.first
+    if kept is None:
+        return ops.grad_logits(tiles.logits(rows, chunk), columns_R, gradients, tiles.operand_dtype)
+    stash_RC, max_R = (part[rows if active_A is None else active_A[rows]] for part in kept)
+    return ops.grad_logits_from_stash(stash_RC, max_R, columns_R, gradients, tiles.operand_dtype)
 
 
-def _combine(stats_4T: Tensor, tp_group: ProcessGroup) -> Tensor:
-    """Statistics of the whole vocabulary. Summed in rank order everywhere: equal bits on all ranks."""
-    gathered = stats_4T.new_empty(tp_group.size() * 4, stats_4T.shape[1])
-    dist.all_gather_into_tensor(gathered, stats_4T, group=tp_group)
-    max_GT, sum_GT, weighted_GT, target_GT = gathered.view(tp_group.size(), *stats_4T.shape).unbind(1)
-    max_T = max_GT.amax(0)
-    shift_GT = max_GT - max_T
-    scale_GT = shift_GT.exp()
-    sum_T = (sum_GT * scale_GT).sum(0)
-    weighted_T = ((weighted_GT + shift_GT * sum_GT) * scale_GT).sum(0)
-    return torch.stack([max_T, sum_T, weighted_T, target_GT.amax(0)])
-
-
-def _grad_logits(
-    log_p_RC: Tensor, column_R: Tensor, grad_R: Tensor, entropy_R: Tensor | None, grad_entropy_R: Tensor | None
-) -> Tensor:
-    """d loss / d z of one tile, made in place of `log_p_RC`; `column_R`: the target's column, or outside of it."""
-    if entropy_R is None or grad_entropy_R is None:
-        grad_RC = log_p_RC.exp_().mul_(-grad_R[:, None])
-    else:
-        p_RC = log_p_RC.exp()
-        grad_RC = log_p_RC.add_(entropy_R[:, None]).mul_(-grad_entropy_R[:, None]).sub_(grad_R[:, None]).mul_(p_RC)
-    num_columns = log_p_RC.shape[1]
-    is_here_R = (column_R >= 0) & (column_R < num_columns)
-    index_R1 = column_R.clamp(0, num_columns - 1)[:, None]
-    at_target_R1 = grad_RC.gather(1, index_R1) + torch.where(is_here_R, grad_R, 0.0)[:, None]
-    return grad_RC.scatter_(1, index_R1, at_target_R1)
-
-
-def _weight_chunks(weight_VH: Tensor, num_columns: int, chunk_size: int) -> Iterator[tuple[int, int, Tensor]]:
-    """(first, last, weight rows first:last as a GEMM operand) over the rows that are not padding."""
-    for first in range(0, num_columns, chunk_size):
-        last = min(first + chunk_size, num_columns)
-        yield first, last, _operand(weight_VH[first:last])
-
-
-def _row_blocks(hidden_TH: Tensor) -> Iterator[slice]:
-    num_rows = hidden_TH.shape[0]
-    size = _ROWS.get(hidden_TH.device.type, num_rows or 1)
-    for first in range(0, num_rows, size):
-        yield slice(first, min(first + size, num_rows))
-
-
-def _operand(x: Tensor) -> Tensor:
-    """As it goes into a GEMM with a float32 result: 16-bit only where the device keeps the float32 accumulator."""
-    if x.dtype in (torch.bfloat16, torch.float16) and not (x.is_cuda and _HAS_MM_OUT_DTYPE):
-        return x.float()
-    return x
-
-
-def _matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b with the accumulator's precision: rounding logits to bfloat16 costs 2e-2 in the log-probability."""
-    if a.dtype in (torch.bfloat16, torch.float16):
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a @ b
+def _spread(rows_XH: Tensor, index_X: Tensor | None, num_rows: int) -> Tensor:
+    """[X, H] -> [num_rows, H], zero where `index_X` (distinct) does not point; None: already all of them."""
+    if index_X is None:
+        return rows_XH
+    return rows_XH.new_zeros(num_rows, rows_XH.shape[1]).index_copy_(0, index_X, rows_XH)

@@ -1,36 +1,123 @@
 """The specification of `linear_log_prob`: plain torch, whole vocabulary, autograd for the gradient.
 
-Materialises [T, V]; for tests and for reading. Feed float64 to get a reference of reference quality.
+Materialises [R, V]; for tests, for the self-check and for reading. Feed float64 to get one of reference quality. Under
+tensor parallelism it gathers the logits of all shards.
 """
 
-# T tokens, V vocabulary (with padding), H hidden
+# S tokens of a sequence (this rank's part where it is split), R rows, V vocabulary shard (with padding), H hidden
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from rlhf_megatron.kernels.head_exchange import gather_sequence
+from rlhf_megatron.kernels.products import WeightGradSink, accumulator_dtype
 
 
 def reference_linear_log_prob(
-    hidden_TH: Tensor,
+    hidden_SH: Tensor,
     weight_VH: Tensor,
-    targets_T: Tensor,
-    temperature: float,
+    targets_R: Tensor,
+    rows_R: Tensor | None,
+    temperature: float | Tensor,
     vocab_start: int,
     vocab_size: int,
+    tp_group: ProcessGroup | None,
+    is_sequence_split: bool,
+    sink: WeightGradSink | None,
     with_entropy: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """log p and entropy H = -sum p log p (nats) of p = softmax(hidden @ weight.T / temperature) without padded columns.
+    with_sum_squares: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """log p, entropy H = -sum p log p (nats) and sum p^2 of p = softmax(hidden[rows] @ weight.T / temperature) without
+    padded columns.
 
-    Computed and returned in float32, or in float64 for float64 inputs. Raises ValueError when `vocab_start` is not 0:
-    the weight must be whole.
+    Computed and returned in float32, or in float64 for float64 inputs. Raises ValueError when the shards do not begin
+    at token 0.
     """
-    if vocab_start != 0:
-        raise ValueError(f"vocab_start ({vocab_start}) must be 0: the reference takes the whole weight.")
-    dtype = torch.promote_types(hidden_TH.dtype, torch.float32)
-    logits_TV = hidden_TH.to(dtype) @ weight_VH[:vocab_size].to(dtype).T / temperature
-    log_p_TV = logits_TV.log_softmax(-1)
-    log_probs_T = log_p_TV.gather(-1, targets_T[:, None])[:, 0]
-    if not with_entropy:
-        return log_probs_T, None
-    return log_probs_T, -(log_p_TV.exp() * log_p_TV).sum(-1)
+    dtype = accumulator_dtype(hidden_SH, weight_VH)
+    if tp_group is None and vocab_start != 0:
+        raise ValueError(
+            f"vocab_start ({vocab_start}) must be 0: without a tp_group the reference takes a whole weight."
+        )
+    if sink is not None:
+        weight_VH = _into_sink(weight_VH, sink)
+    if tp_group is not None:
+        hidden_SH = _whole_sequence(hidden_SH, tp_group, is_sequence_split)
+    hidden_RH = hidden_SH if rows_R is None else hidden_SH.index_select(0, rows_R)
+    num_columns = min(max(vocab_size - vocab_start, 0), weight_VH.shape[0])
+    logits_RV = hidden_RH.to(dtype) @ weight_VH[:num_columns].to(dtype).T
+    if tp_group is not None:
+        logits_RV = _whole_vocabulary(logits_RV, vocab_start, tp_group)
+    z_RV = logits_RV / (temperature.to(dtype)[:, None] if isinstance(temperature, Tensor) else temperature)
+    log_p_RV = z_RV.log_softmax(-1)
+    is_owned_R = targets_R < z_RV.shape[1]
+    found_R = log_p_RV.gather(-1, torch.where(is_owned_R, targets_R, 0)[:, None])[:, 0]
+    log_probs_R = torch.where(is_owned_R, found_R, -torch.inf)
+    entropies_R = -(log_p_RV.exp() * log_p_RV).sum(-1) if with_entropy else None
+    sum_squares_R = (2 * log_p_RV.detach()).exp().sum(-1) if with_sum_squares else None
+    return log_probs_R, entropies_R, sum_squares_R
+
+
+def _whole_sequence(hidden_SH: Tensor, tp_group: ProcessGroup, is_split: bool) -> Tensor:
+    """The hidden states of all tokens; their gradient is summed over the group, and split again where they were."""
+    out: Tensor = _WholeSequence.apply(hidden_SH, tp_group, is_split)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _WholeSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_SH: Tensor, tp_group: ProcessGroup, is_split: bool) -> Tensor:
+        ctx.tp_group, ctx.is_split = tp_group, is_split
+        return gather_sequence(hidden_SH, tp_group) if is_split else hidden_SH.view_as(hidden_SH)
+
+    @staticmethod
+    def backward(ctx: Any, grad_SH: Tensor) -> tuple[Tensor, None, None]:
+        total = grad_SH.to(torch.promote_types(grad_SH.dtype, torch.float32), copy=True)
+        dist.all_reduce(total, group=ctx.tp_group)
+        if ctx.is_split:
+            total = total.chunk(ctx.tp_group.size())[ctx.tp_group.rank()]
+        return total.to(grad_SH.dtype), None, None
+
+
+def _whole_vocabulary(logits_RC: Tensor, vocab_start: int, tp_group: ProcessGroup) -> Tensor:
+    """The logits of all shards side by side. Every rank has their whole gradient: it takes its own part."""
+    out: Tensor = _WholeVocabulary.apply(logits_RC, vocab_start, tp_group)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _WholeVocabulary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_RC: Tensor, vocab_start: int, tp_group: ProcessGroup) -> Tensor:
+        ctx.columns = slice(vocab_start, vocab_start + logits_RC.shape[1])
+        end = torch.tensor([ctx.columns.stop if logits_RC.shape[1] else 0], device=logits_RC.device)
+        dist.all_reduce(end, dist.ReduceOp.MAX, group=tp_group)
+        whole_RV = logits_RC.new_zeros(logits_RC.shape[0], int(end.item()))
+        whole_RV[:, ctx.columns] = logits_RC
+        dist.all_reduce(whole_RV, group=tp_group)  # the others' columns are zero here: nothing is rounded
+        return whole_RV
+
+    @staticmethod
+    def backward(ctx: Any, grad_RV: Tensor) -> tuple[Tensor, None, None]:
+        return grad_RV[:, ctx.columns], None, None
+
+
+def _into_sink(weight_VH: Tensor, sink: WeightGradSink) -> Tensor:
+    out: Tensor = _IntoSink.apply(weight_VH, sink)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _IntoSink(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight_VH: Tensor, sink: WeightGradSink) -> Tensor:
+        ctx.sink = sink
+        return weight_VH.view_as(weight_VH)
+
+    @staticmethod
+    def backward(ctx: Any, grad_VH: Tensor) -> tuple[Tensor | None, None]:
+        ctx.sink.buffer_VH().add_(grad_VH)
+        return ctx.sink.gradient(), None

@@ -12,31 +12,41 @@ and the backward, with p = e^(z - log Z), log Z = m + log s and upstream gradien
     d loss / d logit_j = (u (1[j = target] - p_j) - w p_j (log p_j + H)) / temperature
 """
 
-# R rows of a tile, C columns of a tile
+# R rows of a tile, B rows of a block of it, C columns of a tile
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-MIN_LOGIT = (
-    -1e30
-)  # running maximum before the first tile: finite, so that a shard of padding only combines to 0, not NaN
+MIN_LOGIT = -1e30  # maximum before the first tile: finite, so that a shard of padding only combines to 0, not NaN
 STASH_SCALE = 2.0**15  # float16 keeps its full 11 bits from e^0 to e^-20 of a row's largest, and has 0 below e^-27.7
+_LOG2_E = 1.0 / math.log(2.0)
+_BLOCK = {"cpu": 2**17, "cuda": 2**24}  # elements that TorchTileOps passes over at a time: they stay in a CPU's cache
 
 
 @dataclass(frozen=True)
 class RowStatistics:
-    """Views of running statistics, float32 (float64); changed in place. `b` and `q` are None where nobody asked."""
+    """float32 (float64), shapes [..., R]. `b` and `q` are None where nobody asked."""
 
     max_R: Tensor
     sum_R: Tensor
     target_R: Tensor  # -inf until the tile with the target came
     weighted_R: Tensor | None  # b
     squares_R: Tensor | None  # q
+
+    def relative_to(self, max_R: Tensor) -> RowStatistics:
+        """The same with another m, not below the own one."""
+        shift_R = self.max_R - max_R
+        scale_R = shift_R.exp()
+        weighted_R = None if self.weighted_R is None else (self.weighted_R + shift_R * self.sum_R) * scale_R
+        squares_R = None if self.squares_R is None else self.squares_R * scale_R.square()
+        return RowStatistics(max_R, self.sum_R * scale_R, self.target_R, weighted_R, squares_R)
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,16 @@ class RowGradients:
     entropies_R: Tensor | None  # H; None where w is
     grad_entropies_R: Tensor | None  # w; None: the entropy has no gradient
 
+    def of(self, rows: slice | Tensor) -> RowGradients:
+        """Those of some rows: views of a slice, copies of an index."""
+        return RowGradients(
+            self.log_z_R[rows],
+            None if self.inv_temperature_R is None else self.inv_temperature_R[rows],
+            self.grad_log_probs_R[rows],
+            None if self.entropies_R is None else self.entropies_R[rows],
+            None if self.grad_entropies_R is None else self.grad_entropies_R[rows],
+        )
+
 
 class TileOps(Protocol):
     def update(
@@ -60,7 +80,7 @@ class TileOps(Protocol):
         stash_RC: Tensor | None = None,
         stash_max_R: Tensor | None = None,
     ) -> None:
-        """Take a tile into `statistics`. May destroy `logits_RC`.
+        """Take a tile into `statistics`, in place. May destroy `logits_RC`.
 
         `inv_temperature_R`: None where the logits are z already. `columns_R`: int64, the target's column in this tile,
         or outside of [0, C). `stash_RC` (float16, contiguous) gets STASH_SCALE e^(z - n) with n the largest z of the
@@ -78,3 +98,136 @@ class TileOps(Protocol):
         """As `grad_logits`, from what `update` stashed: p = stash / STASH_SCALE e^(n - log Z), and p log p = 0 where
         the stash is 0. May destroy `stash_RC`, and may return its memory where `dtype` has 16 bits."""
         ...
+
+
+class TorchTileOps:
+    """Passes over a tile in blocks of rows that stay in a CPU's cache, in place where that is possible."""
+
+    def __init__(self) -> None:
+        self._scratch: Tensor | None = None
+
+    def update(
+        self,
+        logits_RC: Tensor,
+        inv_temperature_R: Tensor | None,
+        columns_R: Tensor,
+        statistics: RowStatistics,
+        stash_RC: Tensor | None = None,
+        stash_max_R: Tensor | None = None,
+    ) -> None:
+        if inv_temperature_R is not None:
+            logits_RC.mul_(inv_temperature_R[:, None])
+        is_here_R, index_R1 = _target(logits_RC, columns_R)
+        found_R = logits_RC.gather(1, index_R1)[:, 0]
+        statistics.target_R.copy_(torch.where(is_here_R, found_R, statistics.target_R))
+
+        max_R = logits_RC.amax(1)
+        tile = RowStatistics(
+            max_R,
+            torch.empty_like(max_R),
+            statistics.target_R,
+            None if statistics.weighted_R is None else torch.empty_like(max_R),
+            None if statistics.squares_R is None else torch.empty_like(max_R),
+        )
+        for rows in _blocks(logits_RC):
+            z_BC = logits_RC[rows].sub_(max_R[rows, None])
+            exp_BC = _exp(z_BC, z_BC if tile.weighted_R is None else self._like(z_BC))
+            tile.sum_R[rows] = exp_BC.sum(1)
+            if stash_RC is not None:
+                stash_RC[rows].copy_(exp_BC * STASH_SCALE)
+            if tile.weighted_R is not None:
+                tile.weighted_R[rows] = z_BC.mul_(exp_BC).sum(1)
+            if tile.squares_R is not None:
+                tile.squares_R[rows] = exp_BC.square_().sum(1)
+        if stash_max_R is not None:
+            stash_max_R.copy_(max_R)
+        _merge(statistics, tile)
+
+    def grad_logits(self, logits_RC: Tensor, columns_R: Tensor, rows: RowGradients, dtype: torch.dtype) -> Tensor:
+        u_R, w_R = _scaled_gradients(rows)
+        for block in _blocks(logits_RC):
+            z_BC = logits_RC[block]
+            if rows.inv_temperature_R is not None:
+                z_BC.mul_(rows.inv_temperature_R[block, None])
+            log_p_BC = z_BC.sub_(rows.log_z_R[block, None])
+            if w_R is None:
+                _exp(log_p_BC, log_p_BC).mul_(-u_R[block, None])
+            else:
+                p_BC = _exp(log_p_BC, self._like(log_p_BC))
+                _weigh(log_p_BC, p_BC, block, rows, u_R, w_R)
+        return _add_at_target(logits_RC, columns_R, u_R).to(dtype)
+
+    def grad_logits_from_stash(
+        self, stash_RC: Tensor, stash_max_R: Tensor, columns_R: Tensor, rows: RowGradients, dtype: torch.dtype
+    ) -> Tensor:
+        u_R, w_R = _scaled_gradients(rows)
+        scale_R = (stash_max_R - rows.log_z_R).exp() / STASH_SCALE
+        # 16-bit gradients take the stash's place, row by row: a block is read before it is written.
+        is_in_place = dtype.itemsize == stash_RC.element_size()
+        out_RC = stash_RC.view(dtype) if is_in_place else torch.empty_like(stash_RC, dtype=dtype)
+        for block in _blocks(stash_RC):
+            p_BC = stash_RC[block].to(u_R.dtype).mul_(scale_R[block, None])
+            if w_R is None:
+                grad_BC = p_BC.mul_(-u_R[block, None])
+            else:
+                log_p_BC = p_BC.clamp_min(torch.finfo(p_BC.dtype).tiny).log_()
+                grad_BC = _weigh(log_p_BC, p_BC, block, rows, u_R, w_R)
+            out_RC[block] = _add_at_target(grad_BC, columns_R[block], u_R[block])
+        return out_RC
+
+    def _like(self, block_BC: Tensor) -> Tensor:
+        """Memory of the same shape, kept for the next block."""
+        if self._scratch is None or self._scratch.numel() < block_BC.numel():
+            self._scratch = block_BC.new_empty(block_BC.numel())
+        return self._scratch[: block_BC.numel()].view_as(block_BC)
+
+
+def _merge(statistics: RowStatistics, tile: RowStatistics) -> None:
+    """Take a tile's statistics into the running ones, in place. Those of the target are the running ones already."""
+    max_R = torch.maximum(statistics.max_R, tile.max_R)
+    mine, its = statistics.relative_to(max_R), tile.relative_to(max_R)
+    statistics.max_R.copy_(max_R)
+    statistics.sum_R.copy_(mine.sum_R + its.sum_R)
+    if statistics.weighted_R is not None and mine.weighted_R is not None and its.weighted_R is not None:
+        statistics.weighted_R.copy_(mine.weighted_R + its.weighted_R)
+    if statistics.squares_R is not None and mine.squares_R is not None and its.squares_R is not None:
+        statistics.squares_R.copy_(mine.squares_R + its.squares_R)
+
+
+def _scaled_gradients(rows: RowGradients) -> tuple[Tensor, Tensor | None]:
+    """u and w, divided by the temperature."""
+    u_R, w_R, inv_R = rows.grad_log_probs_R, rows.grad_entropies_R, rows.inv_temperature_R
+    if inv_R is None:
+        return u_R, w_R
+    return u_R * inv_R, None if w_R is None else w_R * inv_R
+
+
+def _weigh(log_p_BC: Tensor, p_BC: Tensor, block: slice, rows: RowGradients, u_R: Tensor, w_R: Tensor) -> Tensor:
+    """-p (u + w (log p + H)), in place of `log_p_BC`."""
+    assert rows.entropies_R is not None, "a gradient of entropies needs the entropies"
+    constant_B = u_R[block] + w_R[block] * rows.entropies_R[block]
+    return log_p_BC.mul_(-w_R[block, None]).sub_(constant_B[:, None]).mul_(p_BC)
+
+
+def _add_at_target(grad_RC: Tensor, columns_R: Tensor, u_R: Tensor) -> Tensor:
+    """+ u at the target, in place, where it is in this tile."""
+    is_here_R, index_R1 = _target(grad_RC, columns_R)
+    at_target_R1 = grad_RC.gather(1, index_R1) + torch.where(is_here_R, u_R, 0.0)[:, None]
+    return grad_RC.scatter_(1, index_R1, at_target_R1)
+
+
+def _target(tile_RC: Tensor, columns_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether the target is in this tile, and a column of the tile that is the target's there."""
+    num_columns = tile_RC.shape[1]
+    return (columns_R >= 0) & (columns_R < num_columns), columns_R.clamp(0, num_columns - 1)[:, None]
+
+
+def _exp(x: Tensor, out: Tensor) -> Tensor:
+    """e^x. On a CPU by exp2, several times as fast as torch's exp; the factor costs |x| / 2^24 of the result."""
+    return torch.exp(x, out=out) if x.is_cuda else torch.mul(x, _LOG2_E, out=out).exp2_()
+
+
+def _blocks(tile_RC: Tensor) -> Iterator[slice]:
+    size = max(1, _BLOCK.get(tile_RC.device.type, tile_RC.numel()) // tile_RC.shape[1])
+    for first in range(0, tile_RC.shape[0], size):
+        yield slice(first, min(first + size, tile_RC.shape[0]))
