@@ -2,9 +2,9 @@
 
     python -m benchmarks.kernels [--quick] [--only C1 C7 ...] [--repeats N] [--out FILE]
 
-A case is one file of this folder with a constant CASE. Each runs in a process of its own, forked from this one, with one
-thread; it measures its baselines in the same run. Ratios are ours over the baseline. Prints a table with the bars. A
-run of all cases at full size writes benchmarks/results/kernels_cpu.json; any other writes only where --out says.
+A case is one file of this folder with a constant CASE. Each runs in a process of its own, forked from this one, with
+one thread; it measures its baselines in the same run. Ratios are ours over the baseline. Prints a table with the bars.
+A run of all cases at full size writes benchmarks/results/kernels_cpu.json; any other writes only where --out says.
 --quick: small sizes, which show that everything runs; their ratios say little, so only bars on errors and counts hold.
 
 Exit code 1 when a case fails or misses a bar. Full size: some eight minutes on a quiet machine, 6 GB of memory.

@@ -94,7 +94,7 @@ class _GradientsFirst(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor) -> Tensor:
         num_tokens = hidden_TH.shape[0]
-        size = chunk_of(*hidden_TH.shape, weight_VH.shape[0])
+        size = chunk_of(num_tokens, hidden_TH.shape[1], weight_VH.shape[0])
         grad_hidden_TH, grad_weight_VH = torch.empty_like(hidden_TH), torch.zeros_like(weight_VH)
         total = hidden_TH.new_zeros(())
         for first in range(0, num_tokens, size):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import statistics
 import time
 import traceback
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import significant
+from rlhf_megatron.runtime.processes import die_with_parent
 
 SPREAD = 0.05
 LEAST_ROUNDS = 3
@@ -112,7 +114,7 @@ def in_children(run: Callable[..., Any], jobs: Sequence[Mapping[str, Any]], time
     children = []
     for job in jobs:
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_child, args=(sender, run, job), daemon=False)
+        process = context.Process(target=_child, args=(sender, os.getpid(), run, job), daemon=False)
         process.start()
         sender.close()
         children.append((process, receiver))
@@ -133,7 +135,8 @@ def in_child(run: Callable[..., Any], timeout_s: float = CHILD_TIMEOUT_S, **job:
     return in_children(run, [job], timeout_s)[0]
 
 
-def _child(sender: Any, run: Callable[..., Any], job: Mapping[str, Any]) -> None:
+def _child(sender: Any, parent: int, run: Callable[..., Any], job: Mapping[str, Any]) -> None:
+    die_with_parent(signal.SIGKILL, parent)
     try:
         sender.send((True, run(**job)))
     except BaseException:  # whatever ends the child is the parent's to report
