@@ -1,6 +1,7 @@
 """Generalized advantage estimation: by hand, and against a plain loop over generated ragged batches."""
 
 import math
+import sys
 from dataclasses import replace
 
 import pytest
@@ -10,8 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS, AdvantageInputs, AdvantageOutputs
-from rlhf_megatron.algorithms.advantages.gae import GAEParams, discounted_sums, gae, whitened
+from rlhf_megatron.algorithms.advantages.gae import GAEParams, Moments, gae
 from rlhf_megatron.algorithms.metric_names import METRICS
+
+gae_module = sys.modules[gae.__module__]  # the package has the function under the module's name
 
 PLAIN = GAEParams(gamma=1.0, lam=1.0, whiten=False)
 
@@ -117,7 +120,27 @@ def test_whitening_over_one_token_or_none_changes_nothing() -> None:
 
 def test_equal_advantages_are_whitened_to_nothing_large() -> None:
     """Epsilon bounds what rounding can become: no division by a variance of 0."""
-    assert whitened(torch.full((7,), 0.1, dtype=torch.float64)).abs().max().item() < 1e-11
+    equal = inputs_of([1] * 7, [1] * 7, [0.1] * 7, [0.0] * 7)
+    assert gae(equal, GAEParams()).advantages_T.abs().max().item() < 1e-11
+
+
+def test_moments_do_not_depend_on_the_parts() -> None:
+    """Far from 0, where the sum of squares less the square of the sum has no digit left; in one part and in many."""
+    generator = torch.Generator().manual_seed(0)
+    column = torch.randn(1000, generator=generator, dtype=torch.float64) * 1e-3 + 1e6
+    exact = [value - 1e6 for value in column.tolist()]
+    mean = math.fsum(exact) / 1000
+    variance = math.fsum((value - mean) ** 2 for value in exact) / 999
+    for sizes in ([1000], [1, 999], [0, 500, 0, 499, 1], [7] * 142 + [6]):
+        moments = Moments()
+        for part in column.split(sizes):
+            moments = moments.joined_by(part)
+        assert moments.count == 1000 and moments.mean == pytest.approx(1e6 + mean, rel=1e-15)
+        assert moments.variance == pytest.approx(variance, rel=1e-6)
+    equal = Moments()
+    for part in torch.full((100,), 0.1, dtype=torch.float64).split(7):
+        equal = equal.joined_by(part)
+    assert equal.variance == 0.0
 
 
 def test_explained_variance_by_hand() -> None:
@@ -178,21 +201,37 @@ def check(outputs: AdvantageOutputs, advantages: list[float], returns: list[floa
         torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float32), rtol=2e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.5, 0.95, 0.9999, 1.0])
-def test_a_long_batch_is_exact_too(decay: float) -> None:
-    """200 000 tokens, one segment of 70 000 among short ones: the doubling scan against the loop, float64."""
+@pytest.mark.parametrize("lam", [0.0, 0.95, 1.0])
+def test_a_long_batch_is_exact_too(lam: float) -> None:
+    """260 000 tokens in several parts, one sample of 70 000 among short and empty ones, tools, invalid samples."""
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.cat([torch.randint(1, 900, (280,), generator=generator), torch.tensor([70_000, 1])])
-    lengths = torch.cat([lengths, torch.tensor([200_000 - int(lengths.sum())])])
-    num_after = torch.cat([torch.arange(int(n) - 1, -1, -1) for n in lengths])
-    terms = torch.randn(200_000, generator=generator, dtype=torch.float64)
-    found = discounted_sums(terms, num_after, decay)
-    expected, carried = [0.0] * 200_000, 0.0
-    after = num_after.tolist()
-    for t, term in reversed(list(enumerate(terms.tolist()))):
-        carried = term + (decay * carried if after[t] else 0.0)
-        expected[t] = carried
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-11, atol=1e-11)
+    lengths = [*torch.randint(0, 900, (280,), generator=generator).tolist(), 70_000, 1, 0]
+    lengths.append(260_000 - sum(lengths))
+    mask = (torch.rand(260_000, generator=generator) < 0.7).int().tolist()
+    rewards, values = (torch.randn(260_000, generator=generator) for _ in range(2))
+    valid = (torch.rand(len(lengths), generator=generator) < 0.9).tolist()
+    inputs = inputs_of(lengths, mask, rewards * 1e4, values * 1e4, valid)
+    advantages, returns = plain_loop(inputs, 1.0, lam)
+    found = gae(inputs, GAEParams(1.0, lam, whiten=False))
+    assert found.returns_T is not None
+    for column, expected in ((found.advantages_T, advantages), (found.returns_T, returns)):
+        torch.testing.assert_close(column, torch.tensor(expected), rtol=2e-7, atol=1e-7)
+
+
+@settings(max_examples=40, deadline=None)
+@given(inputs=ragged(), part=st.integers(1, 30))
+def test_parts_change_nothing(inputs: AdvantageInputs, part: int) -> None:
+    """Samples alone or several at a time: the same, but for the last bits of the statistics."""
+    whole = gae(inputs, GAEParams(0.95, 0.9, whiten=False)), gae(inputs, GAEParams(0.95, 0.9))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gae_module, "PART", part)
+        parts = gae(inputs, GAEParams(0.95, 0.9, whiten=False)), gae(inputs, GAEParams(0.95, 0.9))
+    assert torch.equal(parts[0].advantages_T, whole[0].advantages_T)
+    for one, other in zip(parts, whole, strict=True):
+        assert one.returns_T is not None and other.returns_T is not None
+        assert torch.equal(one.returns_T, other.returns_T)
+        torch.testing.assert_close(one.advantages_T, other.advantages_T, rtol=2e-7, atol=1e-9)
+        assert one.metrics.keys() == other.metrics.keys()
 
 
 def test_nothing_crosses_from_one_sample_to_another() -> None:

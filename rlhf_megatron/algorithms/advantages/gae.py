@@ -12,20 +12,27 @@ unchanged, and a reward on it does not count.
 
 A sample of masked status trains nothing: its advantages are 0 and its returns are its values. That makes its value
 loss 0 only until the critic's first optimizer step, so **the caller must give its tokens a value-loss weight of 0**.
+
+The step's samples are worked on in parts that stay in a cache; memory is where the time goes. The columns are the
+controller's, on the CPU; `kernels.gae` does the same where they are on a GPU.
 """
 
-# B samples, T packed tokens, N response tokens of valid samples
+# B samples, T packed tokens, N response tokens of valid samples (of a part)
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rlhf_megatron.algorithms.advantages.base import ADV_ESTIMATORS, AdvantageInputs, AdvantageOutputs
+from rlhf_megatron.algorithms.advantages.scan import discounted_sums_
 
 WHITEN_EPSILON = 1e-8  # added to the variance; the field's
+PART = 131072  # tokens of a part, about
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,61 @@ class GAEParams:
                 raise ValueError(f"{name} ({value}) must be at least 0 and at most 1; 1.0 is usual.")
 
 
+@dataclass(frozen=True)
+class Moments:
+    """Of numbers that come in parts. Equal numbers have a variance of exactly 0."""
+
+    count: int = 0
+    mean: float = 0.0
+    sum_squares: float = 0.0  # of the distances from the mean
+
+    @property
+    def variance(self) -> float:
+        """The unbiased one; 0 of fewer than two numbers."""
+        return self.sum_squares / (self.count - 1) if self.count > 1 else 0.0
+
+    def joined_by(self, column_N: Tensor) -> Moments:
+        """With the entries of `column_N`, float64 (Chan, Golub and LeVeque, "Updating formulae", 1979)."""
+        if not column_N.numel():
+            return self
+        shifted_N = column_N - column_N[0]  # exactly 0 where all are equal, which a rounded mean is not
+        distance = shifted_N.mean()
+        shifted_N -= distance
+        count = self.count + column_N.numel()
+        step = float(column_N[0] + distance) - (self.mean if self.count else 0.0)
+        between = step * step * self.count * column_N.numel() / count
+        return Moments(
+            count,
+            self.mean + step * column_N.numel() / count,
+            self.sum_squares + float(shifted_N.dot(shifted_N)) + between,
+        )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Consecutive samples."""
+
+    tokens: slice
+    kept_N: Tensor | None  # int64, which of the part's tokens train; None: all
+    lengths_B: Tensor  # tokens that train, of each sample
+    has_invalid: bool
+
+    @property
+    def num_kept(self) -> int:
+        return self.tokens.stop - self.tokens.start if self.kept_N is None else self.kept_N.numel()
+
+    def of(self, column_T: Tensor) -> Tensor:
+        """[N]: the entries of a column that train."""
+        column = column_T[self.tokens]
+        return column if self.kept_N is None else column.index_select(0, self.kept_N)
+
+    def put(self, column_T: Tensor, column_N: Tensor) -> None:
+        if self.kept_N is None:
+            column_T[self.tokens] = column_N
+        else:
+            column_T[self.tokens].scatter_(0, self.kept_N, column_N.to(column_T.dtype))
+
+
 @ADV_ESTIMATORS.register("gae", GAEParams, needs=("token_rewards", "values"))
 def gae(inputs: AdvantageInputs, params: GAEParams) -> AdvantageOutputs:
     """Advantages (whitened over the step where `params.whiten`) and returns, both 0 outside of the response mask.
@@ -48,55 +110,84 @@ def gae(inputs: AdvantageInputs, params: GAEParams) -> AdvantageOutputs:
     samples; left out where the returns do not vary.
     """
     assert inputs.token_rewards_T is not None and inputs.values_T is not None, "gae needs token_rewards and values"
-    mask_T, values_T = inputs.response_mask_T, inputs.values_T.float()
-    trains_T = mask_T & inputs.is_valid_B.repeat_interleave(inputs.offsets.diff())
-    num_after_N = _num_after(trains_T, inputs.offsets)
-    values_N = values_T[trains_T].double()
-    next_values_N = values_N.roll(-1).masked_fill(num_after_N == 0, 0.0)
-    deltas_N = inputs.token_rewards_T[trains_T].double() + params.gamma * next_values_N - values_N
-    advantages_N = discounted_sums(deltas_N, num_after_N, params.gamma * params.lam)
-
-    returns_T = values_T.masked_fill(~mask_T, 0.0)
-    returns_T[trains_T] = (advantages_N + values_N).float()
-    advantages_T = torch.zeros_like(values_T)
-    advantages_T[trains_T] = (whitened(advantages_N) if params.whiten else advantages_N).float()
-    return AdvantageOutputs(advantages_T, returns_T, _explained_variance(advantages_N, values_N))
-
-
-def discounted_sums(terms_N: Tensor, num_after_N: Tensor, decay: float) -> Tensor:
-    """y_n = terms_n + decay * y_{n + 1} within each segment; `num_after_N`: entries of the segment after each.
-
-    By doubling: when each entry sums the first k terms from it on, adding decay^k times the entry k further makes them
-    2k. log2 of the longest segment rounds over the whole column, whatever the number of segments.
-    """
-    sums_N = terms_N.clone()
-    longest = int(num_after_N.max()) + 1 if num_after_N.numel() else 0
-    reach, factor = 1, decay
-    while reach < longest and factor != 0.0:
-        further_N = factor * sums_N[reach:]
-        sums_N[:-reach] += further_N.masked_fill_(num_after_N[:-reach] < reach, 0.0)
-        reach, factor = 2 * reach, factor * factor
-    return sums_N
+    values_T = inputs.values_T
+    returns_T, advantages_T = (torch.zeros(values_T.shape, device=values_T.device) for _ in range(2))
+    sums = torch.empty(values_T.numel() + 1, dtype=torch.float64, device=values_T.device)
+    of_advantages, of_returns, num_done = Moments(), Moments(), 0
+    for part in _parts(inputs):
+        if part.has_invalid:
+            masked_T = ~inputs.response_mask_T[part.tokens]
+            returns_T[part.tokens] = values_T[part.tokens].float().masked_fill_(masked_T, 0.0)
+        values_N = part.of(values_T).double()
+        sums_N1 = sums[num_done : num_done + part.num_kept + 1]
+        advantages_N = sums_N1[:-1]
+        advantages_N.copy_(part.of(inputs.token_rewards_T))
+        _subtract_values_(advantages_N, values_N, part.lengths_B, params.gamma)
+        discounted_sums_(sums_N1, part.lengths_B, params.gamma * params.lam)
+        of_advantages = of_advantages.joined_by(advantages_N)
+        returns_N = values_N.add_(advantages_N)
+        of_returns = of_returns.joined_by(returns_N)
+        part.put(returns_T, returns_N)
+        if params.whiten:
+            num_done += part.num_kept
+        else:
+            part.put(advantages_T, advantages_N)
+    if params.whiten:
+        _put_whitened(advantages_T, sums, of_advantages, inputs)
+    return AdvantageOutputs(advantages_T, returns_T, _explained_variance(of_advantages, of_returns))
 
 
-def whitened(column_N: Tensor) -> Tensor:
-    """Mean 0 and (unbiased) variance 1; as it is where there are fewer than 2 entries, which have no variance."""
-    if column_N.numel() < 2:
-        return column_N
-    variance, mean = torch.var_mean(column_N, correction=1)
-    return (column_N - mean) * (variance + WHITEN_EPSILON).rsqrt()
+def _parts(inputs: AdvantageInputs) -> Iterator[_Part]:
+    offsets, num_samples = inputs.offsets, inputs.offsets.numel() - 1
+    has_invalid = not bool(inputs.is_valid_B.all())
+    first = 0
+    while first < num_samples:
+        start = int(offsets[first])
+        last = max(first + 1, int(torch.searchsorted(offsets, start + PART, right=True)) - 1)
+        tokens = slice(start, int(offsets[last]))
+        borders = offsets[first : last + 1] - start
+        trains_T = inputs.response_mask_T[tokens]
+        if has_invalid:
+            trains_T = trains_T & inputs.is_valid_B[first:last].repeat_interleave(borders.diff())
+        kept_N = _places(trains_T)
+        if kept_N.numel() == trains_T.numel():
+            yield _Part(tokens, None, borders.diff(), has_invalid)
+        else:
+            yield _Part(tokens, kept_N, torch.searchsorted(kept_N, borders).diff(), has_invalid)
+        first = last
 
 
-def _num_after(trains_T: Tensor, offsets: Tensor) -> Tensor:
-    """[N] int64: how many of the True tokens of its sample follow each True token."""
-    counts_T = trains_T.cumsum(0)  # True tokens up to and with this one
-    before = torch.cat([counts_T.new_zeros(1), counts_T])  # before each position, and of all
-    at_end_B = before[offsets[1:]]
-    return (at_end_B.repeat_interleave(offsets.diff()) - counts_T)[trains_T]
+def _places(is_one_T: Tensor) -> Tensor:
+    """int64 indices of the True entries. numpy's search is several times as fast as torch's."""
+    if is_one_T.device.type != "cpu":
+        return is_one_T.nonzero().view(-1)
+    return torch.from_numpy(np.flatnonzero(is_one_T.numpy()))
 
 
-def _explained_variance(advantages_N: Tensor, values_N: Tensor) -> dict[str, float]:
-    if values_N.numel() < 2:
+def _subtract_values_(rewards_N: Tensor, values_N: Tensor, lengths_B: Tensor, gamma: float) -> None:
+    """Rewards become deltas. What follows a segment's last entry is not read."""
+    if not rewards_N.numel():
+        return
+    last_S = lengths_B[lengths_B > 0].cumsum(0) - 1
+    rewards_N -= values_N
+    deltas_S = rewards_N.index_select(0, last_S)
+    rewards_N[:-1].add_(values_N[1:], alpha=gamma)
+    rewards_N.scatter_(0, last_S, deltas_S)
+
+
+def _put_whitened(advantages_T: Tensor, sums: Tensor, moments: Moments, inputs: AdvantageInputs) -> None:
+    """To mean 0 and (unbiased) variance 1; as it is where there are fewer than 2 entries, which have no variance."""
+    mean, scale = moments.mean, (moments.variance + WHITEN_EPSILON) ** -0.5
+    num_done = 0
+    for part in _parts(inputs):
+        column_N = sums[num_done : num_done + part.num_kept]
+        if moments.count > 1:
+            column_N.sub_(mean).mul_(scale)
+        part.put(advantages_T, column_N)
+        num_done += part.num_kept
+
+
+def _explained_variance(of_advantages: Moments, of_returns: Moments) -> dict[str, float]:
+    if of_returns.count < 2 or not of_returns.variance > 0:
         return {}
-    variance = (advantages_N + values_N).var().item()
-    return {"critic/vf_explained_var": 1.0 - advantages_N.var().item() / variance} if variance > 0 else {}
+    return {"critic/vf_explained_var": 1.0 - of_advantages.variance / of_returns.variance}
