@@ -79,8 +79,10 @@ def try_triton(device: torch.device) -> str:
     if not support.is_usable:
         return support.why_not
     try:
-        from rlhf_megatron.kernels.log_prob_triton import smallest_tile_error
+        from rlhf_megatron.kernels.log_prob_triton import is_interpreted, smallest_tile_error
 
+        if is_interpreted():
+            return "TRITON_INTERPRET is set: kernels would run in Python, thousands of times slower; unset it."
         error = smallest_tile_error(device)
     except Exception as problem:  # whatever a compiler, a linker or a driver raises: it is reported, not handled
         hint = "" if shutil.which("gcc") or shutil.which("clang") else " (no gcc or clang is found: install one)"

@@ -1,0 +1,317 @@
+"""`TritonTileOps`: what `TorchTileOps` does with a tile of logits, in Triton kernels that read the tile once.
+
+A program has one row (a few, of a narrow tile) and goes over its columns in blocks; where the whole row fits in one
+block it stays in registers. Nothing is shared between programs and no sum depends on their order: the same input gives
+the same bits. Of what differs from call to call only the sizes of the blocks are compile-time constants; `num_rows` is
+not specialised at all, so that other numbers of rows and tokens compile nothing.
+
+All arithmetic is float32, without contraction to fused multiply-adds: e^(z - m) of the largest z must be exactly 1.
+"""
+
+# R rows of a tile or of a program, C columns of a tile, B columns of a block
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlhf_megatron.kernels.tile_ops import MIN_LOGIT, STASH_SCALE, RowGradients, RowStatistics, TorchTileOps
+
+MAX_BLOCK = 8192  # columns held in registers at a time: 32 float32 a thread in 8 warps
+MIN_ELEMENTS = 1024  # of a program: narrow tiles have several rows in one
+_COLUMNS_OF_A_WARP = 1024
+
+_MIN = tl.constexpr(MIN_LOGIT)
+_SCALE = tl.constexpr(STASH_SCALE)
+
+
+class TritonTileOps:
+    """See `tile_ops.TileOps`. Tiles in float64 are given to `TorchTileOps`: these kernels compute in float32."""
+
+    def __init__(self) -> None:
+        self._torch = TorchTileOps()
+
+    def update(
+        self,
+        logits_RC: Tensor,
+        inv_temperature_R: Tensor | None,
+        columns_R: Tensor,
+        statistics: RowStatistics,
+        stash_RC: Tensor | None = None,
+        stash_max_R: Tensor | None = None,
+    ) -> None:
+        """Leaves `logits_RC` as it is, which may be bfloat16 or float16 too: a tile that another GEMM rounded."""
+        if logits_RC.dtype == torch.float64:
+            self._torch.update(logits_RC, inv_temperature_R, columns_R, statistics, stash_RC, stash_max_R)
+            return
+        if logits_RC.numel() == 0:
+            return
+        logits_RC = _with_dense_rows(logits_RC)
+        grid, sizes = _launch(logits_RC)
+        running = [statistics.max_R, statistics.sum_R, statistics.target_R, statistics.weighted_R, statistics.squares_R]
+        assert len({(x.stride(0), x.dtype) for x in running if x is not None}) == 1, "statistics are rows of one tensor"
+        assert (stash_RC is None) == (stash_max_R is None), "a stash comes with its maxima"
+        assert stash_RC is None or (stash_RC.dtype == torch.float16 and stash_RC.stride(1) == 1), "no such stash"
+        _update_kernel[grid](
+            logits_RC,
+            logits_RC.stride(0),
+            _dense(inv_temperature_R),
+            _dense(columns_R),
+            *running,
+            statistics.max_R.stride(0),
+            stash_RC,
+            0 if stash_RC is None else stash_RC.stride(0),
+            stash_max_R,
+            0 if stash_max_R is None else stash_max_R.stride(0),
+            *logits_RC.shape,
+            **sizes,
+        )
+
+    def grad_logits(self, logits_RC: Tensor, columns_R: Tensor, rows: RowGradients, dtype: torch.dtype) -> Tensor:
+        """In the memory of `logits_RC` where that has `dtype`."""
+        if logits_RC.dtype == torch.float64:
+            return self._torch.grad_logits(logits_RC, columns_R, rows, dtype)
+        logits_RC = _with_dense_rows(logits_RC)
+        grad_RC = logits_RC if logits_RC.dtype == dtype else torch.empty_like(logits_RC, dtype=dtype)
+        _grad_logits(logits_RC, None, columns_R, rows, grad_RC)
+        return grad_RC
+
+    def grad_logits_from_stash(
+        self, stash_RC: Tensor, stash_max_R: Tensor, columns_R: Tensor, rows: RowGradients, dtype: torch.dtype
+    ) -> Tensor:
+        """In the memory of `stash_RC` where `dtype` has 16 bits."""
+        if rows.log_z_R.dtype == torch.float64:
+            return self._torch.grad_logits_from_stash(stash_RC, stash_max_R, columns_R, rows, dtype)
+        assert stash_RC.stride(1) == 1, "rows of a stash are dense"
+        grad_RC = stash_RC.view(dtype) if dtype.itemsize == 2 else torch.empty_like(stash_RC, dtype=dtype)
+        _grad_logits(stash_RC, stash_max_R, columns_R, rows, grad_RC)
+        return grad_RC
+
+
+def is_interpreted() -> bool:
+    """True where TRITON_INTERPRET was set when this module was imported: kernels run in Python, on the CPU's memory."""
+    return not isinstance(_update_kernel, triton.JITFunction)
+
+
+def smallest_tile_error(device: torch.device) -> float:
+    """Largest error of an update by hand, for `triton_support.try_triton`: compiles and launches one kernel."""
+    logits_RC = torch.tensor([[1.0, 2.0, 5.0]], device=device).log()  # probabilities 1/8, 2/8, 5/8
+    max_R, sum_R, target_R = torch.tensor([[MIN_LOGIT], [0.0], [-torch.inf]], device=device).unbind()
+    columns_R = torch.tensor([1], device=device)
+    TritonTileOps().update(logits_RC, None, columns_R, RowStatistics(max_R, sum_R, target_R, None, None))
+    found = torch.cat([max_R.exp() * sum_R, target_R.exp()])
+    return float((found - torch.tensor([8.0, 2.0], device=device)).abs().max())
+
+
+def _grad_logits(
+    tile_RC: Tensor, stash_max_R: Tensor | None, columns_R: Tensor, rows: RowGradients, grad_RC: Tensor
+) -> None:
+    if tile_RC.numel() == 0:
+        return
+    grid, sizes = _launch(tile_RC)
+    is_entropy_used = rows.entropies_R is not None and rows.grad_entropies_R is not None
+    _grad_kernel[grid](
+        tile_RC,
+        tile_RC.stride(0),
+        _dense(stash_max_R),
+        _dense(columns_R),
+        _dense(rows.log_z_R),
+        _dense(rows.inv_temperature_R),
+        _dense(rows.grad_log_probs_R),
+        _dense(rows.entropies_R) if is_entropy_used else None,
+        _dense(rows.grad_entropies_R) if is_entropy_used else None,
+        grad_RC,
+        grad_RC.stride(0),
+        *tile_RC.shape,
+        **sizes,
+    )
+
+
+def _launch(tile_RC: Tensor) -> tuple[tuple[int], dict[str, Any]]:
+    """Grid and constants. They depend on the number of columns alone, by powers of two: few kernels are compiled."""
+    num_rows, num_columns = tile_RC.shape
+    block = min(triton.next_power_of_2(num_columns), MAX_BLOCK)
+    rows_of_program = max(MIN_ELEMENTS // block, 1)
+    sizes = {
+        "NUM_ROWS": rows_of_program,
+        "BLOCK": block,
+        "IS_ONE_BLOCK": num_columns <= block,
+        "num_warps": max(block * rows_of_program // _COLUMNS_OF_A_WARP, 1),
+        "enable_fp_fusion": False,
+    }
+    return (triton.cdiv(num_rows, rows_of_program),), sizes
+
+
+def _dense(x_R: Tensor | None) -> Tensor | None:
+    """One number a row, next to each other: a temperature may be one number expanded to all rows."""
+    return None if x_R is None else x_R.contiguous()
+
+
+def _with_dense_rows(tile_RC: Tensor) -> Tensor:
+    return tile_RC if tile_RC.stride(1) == 1 else tile_RC.contiguous()
+
+
+@triton.jit
+def _tile_pointers(tile, stride, rows_R, columns_B):
+    return tile + rows_R[:, None] * stride + columns_B[None, :]
+
+
+@triton.jit
+def _load_z(logits, stride, rows_R, is_row_R, columns_B, num_columns, inv_temperature_R):
+    """z of a block, float32; the least float where there is no logit: it has no probability."""
+    is_here_RB = is_row_R[:, None] & (columns_B < num_columns)[None, :]
+    logits_RB = tl.load(_tile_pointers(logits, stride, rows_R, columns_B), mask=is_here_RB, other=0.0).to(tl.float32)
+    return tl.where(is_here_RB, logits_RB * inv_temperature_R[:, None], _MIN)
+
+
+@triton.jit
+def _store_stash(stash, stride, rows_R, is_row_R, columns_B, num_columns, exp_RB):
+    is_here_RB = is_row_R[:, None] & (columns_B < num_columns)[None, :]
+    tl.store(_tile_pointers(stash, stride, rows_R, columns_B), (exp_RB * _SCALE).to(tl.float16), mask=is_here_RB)
+
+
+@triton.jit(do_not_specialize=["num_rows", "running_stride", "stash_max_stride"])
+def _update_kernel(
+    logits,
+    logits_stride,
+    inv_temperatures,
+    columns,
+    maxima,
+    sums,
+    targets,
+    weighteds,
+    squares,
+    running_stride,
+    stash,
+    stash_stride,
+    stash_maxima,
+    stash_max_stride,
+    num_rows,
+    num_columns,
+    NUM_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_ONE_BLOCK: tl.constexpr,
+):
+    rows_R = tl.program_id(0).to(tl.int64) * NUM_ROWS + tl.arange(0, NUM_ROWS)  # 64 bits: row * stride passes 2^31
+    is_row_R = rows_R < num_rows
+    inv_temperature_R = tl.full([NUM_ROWS], 1.0, tl.float32)
+    if inv_temperatures is not None:
+        inv_temperature_R = tl.load(inv_temperatures + rows_R, mask=is_row_R, other=1.0)
+    running_R = rows_R * running_stride
+
+    # The statistics of this tile alone, then one merge into the running ones: the stash wants the tile's own maximum.
+    max_R = tl.full([NUM_ROWS], _MIN, tl.float32)
+    sum_R = tl.zeros([NUM_ROWS], tl.float32)
+    weighted_R = tl.zeros([NUM_ROWS], tl.float32)
+    square_R = tl.zeros([NUM_ROWS], tl.float32)
+    for start in range(0, 1 if IS_ONE_BLOCK else num_columns, BLOCK):
+        columns_B = start + tl.arange(0, BLOCK)
+        z_RB = _load_z(logits, logits_stride, rows_R, is_row_R, columns_B, num_columns, inv_temperature_R)
+        new_max_R = tl.maximum(max_R, tl.max(z_RB, 1))
+        shift_R = max_R - new_max_R
+        scale_R = tl.exp(shift_R)
+        below_RB = z_RB - new_max_R[:, None]
+        exp_RB = tl.exp(below_RB)
+        if weighteds is not None:
+            weighted_R = (weighted_R + shift_R * sum_R) * scale_R + tl.sum(below_RB * exp_RB, 1)
+        if squares is not None:
+            square_R = square_R * (scale_R * scale_R) + tl.sum(exp_RB * exp_RB, 1)
+        sum_R = sum_R * scale_R + tl.sum(exp_RB, 1)
+        max_R = new_max_R
+        if IS_ONE_BLOCK:  # noqa: SIM102
+            if stash is not None:
+                _store_stash(stash, stash_stride, rows_R, is_row_R, columns_B, num_columns, exp_RB)
+
+    if stash is not None:
+        tl.store(stash_maxima + rows_R * stash_max_stride, max_R, mask=is_row_R)
+        if not IS_ONE_BLOCK:  # only now is the maximum known; the row is still in the cache
+            for start in range(0, num_columns, BLOCK):
+                columns_B = start + tl.arange(0, BLOCK)
+                z_RB = _load_z(logits, logits_stride, rows_R, is_row_R, columns_B, num_columns, inv_temperature_R)
+                exp_RB = tl.exp(z_RB - max_R[:, None])
+                _store_stash(stash, stash_stride, rows_R, is_row_R, columns_B, num_columns, exp_RB)
+
+    column_R = tl.load(columns + rows_R, mask=is_row_R, other=-1)
+    is_target_R = is_row_R & (column_R >= 0) & (column_R < num_columns)
+    target_R = tl.load(logits + rows_R * logits_stride + column_R, mask=is_target_R, other=0.0).to(tl.float32)
+    tl.store(targets + running_R, target_R * inv_temperature_R, mask=is_target_R)
+
+    old_max_R = tl.load(maxima + running_R, mask=is_row_R, other=_MIN)
+    old_sum_R = tl.load(sums + running_R, mask=is_row_R, other=0.0)
+    new_max_R = tl.maximum(old_max_R, max_R)
+    old_shift_R = old_max_R - new_max_R
+    shift_R = max_R - new_max_R
+    old_scale_R = tl.exp(old_shift_R)
+    scale_R = tl.exp(shift_R)
+    if weighteds is not None:
+        old_weighted_R = tl.load(weighteds + running_R, mask=is_row_R, other=0.0)
+        old_weighted_R = (old_weighted_R + old_shift_R * old_sum_R) * old_scale_R
+        weighted_R = (weighted_R + shift_R * sum_R) * scale_R
+        tl.store(weighteds + running_R, old_weighted_R + weighted_R, mask=is_row_R)
+    if squares is not None:
+        old_square_R = tl.load(squares + running_R, mask=is_row_R, other=0.0) * (old_scale_R * old_scale_R)
+        tl.store(squares + running_R, old_square_R + square_R * (scale_R * scale_R), mask=is_row_R)
+    tl.store(sums + running_R, old_sum_R * old_scale_R + sum_R * scale_R, mask=is_row_R)
+    tl.store(maxima + running_R, new_max_R, mask=is_row_R)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _grad_kernel(
+    tile,
+    tile_stride,
+    stash_maxima,
+    columns,
+    log_zs,
+    inv_temperatures,
+    grad_log_probs,
+    entropies,
+    grad_entropies,
+    grads,
+    grad_stride,
+    num_rows,
+    num_columns,
+    NUM_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_ONE_BLOCK: tl.constexpr,
+):
+    """d loss / d logit of logits, or of a stash where `stash_maxima` is given. `grads` may be the tile's memory: a
+    program stores the elements that it has loaded, and no others."""
+    rows_R = tl.program_id(0).to(tl.int64) * NUM_ROWS + tl.arange(0, NUM_ROWS)
+    is_row_R = rows_R < num_rows
+    log_z_R = tl.load(log_zs + rows_R, mask=is_row_R, other=0.0)
+    inv_temperature_R = tl.full([NUM_ROWS], 1.0, tl.float32)
+    if inv_temperatures is not None:
+        inv_temperature_R = tl.load(inv_temperatures + rows_R, mask=is_row_R, other=1.0)
+    column_R = tl.load(columns + rows_R, mask=is_row_R, other=-1)
+    column_R = tl.where((column_R >= 0) & (column_R < num_columns), column_R, -1).to(tl.int32)
+    grad_R = tl.load(grad_log_probs + rows_R, mask=is_row_R, other=0.0) * inv_temperature_R
+    if entropies is not None:
+        entropy_R = tl.load(entropies + rows_R, mask=is_row_R, other=0.0)
+        grad_entropy_R = tl.load(grad_entropies + rows_R, mask=is_row_R, other=0.0) * inv_temperature_R
+    if stash_maxima is not None:
+        log_scale_R = tl.load(stash_maxima + rows_R, mask=is_row_R, other=0.0) - log_z_R
+        scale_R = tl.exp(log_scale_R) / _SCALE
+
+    for start in range(0, 1 if IS_ONE_BLOCK else num_columns, BLOCK):
+        columns_B = start + tl.arange(0, BLOCK)
+        if stash_maxima is None:
+            z_RB = _load_z(tile, tile_stride, rows_R, is_row_R, columns_B, num_columns, inv_temperature_R)
+            log_p_RB = z_RB - log_z_R[:, None]
+            p_RB = tl.exp(log_p_RB)
+        else:
+            is_here_RB = is_row_R[:, None] & (columns_B < num_columns)[None, :]
+            kept_RB = tl.load(_tile_pointers(tile, tile_stride, rows_R, columns_B), mask=is_here_RB, other=0.0)
+            p_RB = kept_RB.to(tl.float32) * scale_R[:, None]
+            log_p_RB = tl.log(tl.maximum(p_RB, 1.2e-38))  # p log p = 0 where nothing was kept
+        towards_RB = -grad_R[:, None]
+        if entropies is not None:
+            towards_RB = towards_RB - grad_entropy_R[:, None] * (log_p_RB + entropy_R[:, None])
+        at_target_RB = tl.where(columns_B[None, :] == column_R[:, None], grad_R[:, None], 0.0)
+        grad_RB = towards_RB * p_RB + at_target_RB
+        is_here_RB = is_row_R[:, None] & (columns_B < num_columns)[None, :]
+        pointers_RB = _tile_pointers(grads, grad_stride, rows_R, columns_B)
+        tl.store(pointers_RB, grad_RB.to(grads.dtype.element_ty), mask=is_here_RB)

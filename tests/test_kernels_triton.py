@@ -1,0 +1,225 @@
+"""TritonTileOps against TorchTileOps, element by element: under triton's interpreter, and on CUDA where there is one.
+
+Both compute in float32 in their own order: maxima, targets and what follows from one element are equal bit for bit,
+sums within the rounding of a sum, 16-bit results within one unit of the last place (the interpreter cuts bfloat16 off
+where a device rounds).
+"""
+
+# R rows, C columns of a tile
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton_interpreter import TritonInterpreter
+
+from rlhf_megatron.kernels.tile_ops import MIN_LOGIT, STASH_SCALE, RowGradients, RowStatistics, TileOps, TorchTileOps
+
+Pairs = dict[str, tuple[Tensor, Tensor]]  # what Triton found, what torch did
+
+
+@dataclass(frozen=True)
+class Case:
+    """Two tiles of one row each after the other; the second one's logits are `growth` times as large."""
+
+    num_rows: int
+    num_columns: int
+    growth: float = 1.5  # below 1: the first tile keeps the maximum
+    has_temperature: bool = True
+    has_entropy: bool = True
+    has_squares: bool = True
+    has_stash: bool = True
+    grad_dtype: torch.dtype = torch.float32
+    logits_dtype: torch.dtype = torch.float32
+    layout: str = "dense"  # "rows": a part of wider memory; "columns": every other column of it; "torch": float32
+
+
+def randn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def tile(case: Case, factor: float, device: str) -> Tensor:
+    """The same values in every layout. What lies around them is NaN: nobody may read it."""
+    logits_RC = (5.0 * factor * randn(case.num_rows, case.num_columns, seed=1)).to(device, case.logits_dtype)
+    if case.layout == "torch":
+        return logits_RC.float()
+    wide_RC = torch.full((case.num_rows, 2 * case.num_columns + 3), torch.nan, dtype=case.logits_dtype, device=device)
+    views = {"rows": wide_RC[:, 3 : 3 + case.num_columns], "columns": wide_RC[:, 1 : 1 + 2 * case.num_columns : 2]}
+    if case.layout == "dense":
+        return logits_RC
+    views[case.layout].copy_(logits_RC)
+    return views[case.layout]
+
+
+def results(ops: TileOps, case: Case, device: str) -> dict[str, Tensor]:
+    num_rows, num_columns = case.num_rows, case.num_columns
+    inv_temperature_R = (0.5 + randn(num_rows, seed=2).abs()).to(device) if case.has_temperature else None
+    columns_R = (torch.arange(num_rows) * 7919 % (2 * num_columns) - num_columns // 2).to(
+        device
+    )  # half of them elsewhere
+    columns_R[:2] = torch.tensor([0, num_columns - 1])[:num_rows]
+    running = torch.zeros(5, num_rows, device=device)
+    running[0], running[2] = MIN_LOGIT, -torch.inf
+    max_R, sum_R, target_R, weighted_R, squares_R = running
+    statistics = RowStatistics(
+        max_R, sum_R, target_R, weighted_R if case.has_entropy else None, squares_R if case.has_squares else None
+    )
+    stash_RC = torch.full((num_rows, num_columns), torch.nan, dtype=torch.float16, device=device)
+    stash_max_R = torch.full((num_rows, 3), torch.nan, device=device)[:, 1]
+    stash = (stash_RC, stash_max_R) if case.has_stash else (None, None)
+    ops.update(tile(case, 1.0, device), inv_temperature_R, columns_R, statistics)
+    ops.update(tile(case, case.growth, device), inv_temperature_R, columns_R - num_columns // 3, statistics, *stash)
+
+    log_z_R = max_R + sum_R.log()
+    entropies_R, grad_entropies_R = 0.5 * log_z_R, randn(num_rows, seed=4).to(device)
+    rows = RowGradients(
+        log_z_R,
+        inv_temperature_R,
+        randn(num_rows, seed=3).to(device),
+        entropies_R if case.has_entropy else None,
+        grad_entropies_R if case.has_entropy else None,
+    )
+    found = {name: x_R for name, x_R in vars(statistics).items() if x_R is not None}
+    found["grad"] = ops.grad_logits(tile(case, 1.0, device), columns_R, rows, case.grad_dtype)
+    if case.has_stash:
+        found |= {"stash": stash_RC.clone(), "stash max": stash_max_R.clone()}
+        found["grad from stash"] = ops.grad_logits_from_stash(stash_RC, stash_max_R, columns_R, rows, case.grad_dtype)
+    return found
+
+
+def both(case: Case, device: str, max_block: int | None = None) -> Pairs:
+    from rlhf_megatron.kernels import log_prob_triton
+
+    usual = log_prob_triton.MAX_BLOCK
+    log_prob_triton.MAX_BLOCK = max_block or usual
+    try:
+        found = results(log_prob_triton.TritonTileOps(), case, device)
+    finally:
+        log_prob_triton.MAX_BLOCK = usual
+    expected = results(TorchTileOps(), replace(case, layout="torch"), device)
+    return {name: (found[name].cpu(), expected[name].cpu()) for name in expected}
+
+
+@pytest.fixture(params=["interpreted", pytest.param("cuda", marks=pytest.mark.gpu)])
+def run(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
+    """Calls a function of this file with `device=`, where Triton's kernels run."""
+    if request.param == "cuda":
+        yield lambda job, *args, **kwargs: job(*args, device="cuda", **kwargs)
+        return
+    interpreter: TritonInterpreter = request.getfixturevalue("triton_interpreter")
+    yield lambda job, *args, **kwargs: interpreter.run(job, *args, device="cpu", **kwargs)
+
+
+def check(pairs: Pairs) -> None:
+    for name, (found, expected) in pairs.items():
+        assert found.dtype == expected.dtype and found.shape == expected.shape, name
+        if name in ("max_R", "target_R", "stash max"):
+            assert torch.equal(found, expected), name
+            continue
+        info = torch.finfo(found.dtype)
+        is_float32 = found.dtype == torch.float32
+        rtol = 2e-6 if is_float32 else 1.01 * info.eps
+        step = info.smallest_normal * info.eps  # of float16 below 6e-5
+        atol = 1.01 * step + 1e-6 * expected.float().abs().max().item()  # differences cancel to less than their terms
+        assert (found.double() - expected.double()).abs().sub(rtol * expected.double().abs()).max() <= atol, name
+        assert expected.abs().max() > 0.01, f"{name}: nothing was compared"
+
+
+BLOCK = 64  # in place of 8192, so that small rows have several blocks
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(1, 1),
+        Case(3, 5, growth=0.5),
+        Case(33, 40, has_temperature=False),
+        Case(9, 200, layout="rows"),
+        Case(9, 130, growth=0.5, grad_dtype=torch.float16, layout="columns"),
+        Case(5, 64, grad_dtype=torch.bfloat16, has_temperature=False, layout="rows"),
+        Case(6, 193, has_entropy=False, has_squares=False, grad_dtype=torch.bfloat16),
+        Case(6, 129, has_entropy=False, has_stash=False),
+        Case(6, 65, has_squares=False, has_stash=False, logits_dtype=torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_equals_torch(run: Callable[..., Any], case: Case) -> None:
+    """Rows of one block and of several, the last one cut; 33 rows of 40 columns are several rows a program."""
+    check(run(both, case, max_block=BLOCK))
+
+
+@pytest.mark.parametrize("num_columns", [1000, 8192, 8200, 20000])
+def test_equals_torch_with_real_blocks(run: Callable[..., Any], num_columns: int) -> None:
+    check(run(both, Case(2, num_columns, grad_dtype=torch.bfloat16)))
+
+
+def by_hand(device: str) -> Pairs:
+    from rlhf_megatron.kernels.log_prob_triton import TritonTileOps
+
+    ops = TritonTileOps()
+    running = torch.tensor([[MIN_LOGIT], [0.0], [-torch.inf], [0.0], [0.0]], device=device)
+    stash_RC, stash_max_R = torch.empty(1, 3, dtype=torch.float16, device=device), torch.empty(1, device=device)
+    logits_RC = torch.tensor([[1.0, 2.0, 5.0]], device=device).log()
+    columns_R, half_R = torch.tensor([1], device=device), torch.tensor([0.5], device=device)
+    statistics = RowStatistics(*running.unbind())
+    ops.update(2.0 * logits_RC, half_R, columns_R, statistics, stash_RC, stash_max_R)
+    log_z_R = statistics.max_R + statistics.sum_R.log()
+    rows = RowGradients(log_z_R, half_R, torch.tensor([4.0], device=device), None, None)
+    p_RC = torch.tensor([[1 / 8, 2 / 8, 5 / 8]])
+    grad_RC = 2.0 * torch.tensor([[-1 / 8, 6 / 8, -5 / 8]])
+    mean_z = (p_RC * p_RC.log()).sum()
+    stash = (STASH_SCALE * p_RC / p_RC.max()).half()
+    log_5 = torch.tensor([5.0]).log()
+    pairs = {
+        "max": (statistics.max_R, log_5),
+        "sum": (statistics.sum_R, torch.tensor([8 / 5])),
+        "target": (statistics.target_R, torch.tensor([2.0]).log()),
+        "weighted": (statistics.weighted_R, (mean_z - p_RC.max().log()).reshape(1) * 8 / 5),
+        "squares": (statistics.squares_R, torch.tensor([(1 + 4 + 25) / 25])),
+        "stash": (stash_RC.clone(), stash),
+        "stash max": (stash_max_R, log_5),
+        "grad": (ops.grad_logits(2.0 * logits_RC, columns_R, rows, torch.float32), grad_RC),
+        "grad from stash": (ops.grad_logits_from_stash(stash_RC, stash_max_R, columns_R, rows, torch.float32), grad_RC),
+    }
+    return {name: (found.cpu().float(), expected.float()) for name, (found, expected) in pairs.items()}
+
+
+def test_by_hand(run: Callable[..., Any]) -> None:
+    """Probabilities 1/8, 2/8, 5/8 at temperature 2; an upstream gradient of 4 for the second."""
+    for name, (found, expected) in run(by_hand).items():
+        torch.testing.assert_close(found, expected, rtol=3e-4 if "stash" in name else 1e-6, atol=1e-7, msg=name)
+
+
+def special(device: str) -> dict[str, Any]:
+    """float64, and no rows."""
+    from rlhf_megatron.kernels.log_prob_triton import TritonTileOps
+
+    ops = TritonTileOps()
+    exact = {}
+    for name, candidate in {"triton": ops, "torch": TorchTileOps()}.items():
+        running = torch.zeros(5, 4, dtype=torch.float64, device=device)
+        running[0] = MIN_LOGIT
+        logits_RC = randn(4, 9, seed=5).double().to(device)
+        columns_R = torch.arange(4, device=device)
+        candidate.update(logits_RC.clone(), None, columns_R, RowStatistics(*running.unbind()))
+        rows = RowGradients(running[0] + running[1].log(), None, running[2], running[3], running[4])
+        exact[name] = torch.cat(
+            [running.flatten(), candidate.grad_logits(logits_RC, columns_R, rows, torch.float64).flatten()]
+        )
+    none_R = torch.empty(0, device=device)
+    empty_RC = torch.empty(0, 7, device=device)
+    ops.update(empty_RC, none_R, none_R.long(), RowStatistics(none_R, none_R, none_R, none_R, none_R))
+    rows = RowGradients(none_R, none_R, none_R, None, None)
+    return {
+        "float64": torch.equal(exact["triton"], exact["torch"]) and exact["torch"].dtype == torch.float64,
+        "no rows": tuple(ops.grad_logits(empty_RC, none_R.long(), rows, torch.bfloat16).shape),
+    }
+
+
+def test_float64_is_left_to_torch_and_no_rows_to_nobody(run: Callable[..., Any]) -> None:
+    assert run(special) == {"float64": True, "no rows": (0, 7)}
