@@ -101,7 +101,14 @@ class _LinearLogProb(torch.autograd.Function):
         group = call.tp_group if num_rows > 0 else None
         outcome = _outcome(packed.rows() if group is None else packed.over(group))
         ctx.save_for_backward(
-            hidden_SH, weight_VH, columns_R, rows_R, inv_temperature_R, outcome.log_z_R, outcome.entropies_R
+            hidden_SH,
+            weight_VH,
+            columns_R,
+            rows_R,
+            inv_temperature_R,
+            outcome.log_z_R,
+            outcome.log_z_rest_R,
+            outcome.entropies_R,
         )
         ctx.call, ctx.stash = call, stash
         ctx.set_materialize_grads(False)
@@ -114,7 +121,7 @@ class _LinearLogProb(torch.autograd.Function):
     def backward(
         ctx: Any, grad_log_probs_R: Tensor | None, grad_entropies_R: Tensor | None, _: None
     ) -> tuple[Tensor | None, ...]:
-        hidden_SH, weight_VH, columns_R, rows_R, inv_temperature_R, log_z_R, entropies_R = ctx.saved_tensors
+        hidden_SH, weight_VH, columns_R, rows_R, inv_temperature_R, log_z_R, rest_R, entropies_R = ctx.saved_tensors
         call, stash = ctx.call, ctx.stash
         num_rows = len(columns_R)
         gradients = RowGradients(
@@ -123,6 +130,7 @@ class _LinearLogProb(torch.autograd.Function):
             torch.zeros_like(log_z_R) if grad_log_probs_R is None else grad_log_probs_R.contiguous(),
             None if grad_entropies_R is None else entropies_R,
             None if grad_entropies_R is None else grad_entropies_R.contiguous(),
+            rest_R,
         )
         # A rows have a gradient. What the ranks exchange has a shape that does not depend on which.
         active_A = _rows_with_gradient(gradients)
@@ -164,15 +172,18 @@ class _LinearLogProb(torch.autograd.Function):
 class _Outcome:
     log_probs_R: Tensor
     log_z_R: Tensor
+    log_z_rest_R: Tensor  # what rounding left out
     entropies_R: Tensor | None
     sum_squares_R: Tensor | None
 
 
 def _outcome(of: RowStatistics) -> _Outcome:
     log_sum_R = of.sum_R.log()
+    log_z_R = of.max_R + log_sum_R
     return _Outcome(
         (of.target_R - of.max_R) - log_sum_R,
-        of.max_R + log_sum_R,
+        log_z_R,
+        (of.max_R - log_z_R) + log_sum_R,
         None if of.weighted_R is None else log_sum_R - of.weighted_R / of.sum_R,
         None if of.squares_R is None else of.squares_R / of.sum_R.square(),
     )

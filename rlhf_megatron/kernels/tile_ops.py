@@ -58,6 +58,7 @@ class RowGradients:
     grad_log_probs_R: Tensor  # u
     entropies_R: Tensor | None  # H; None where w is
     grad_entropies_R: Tensor | None  # w; None: the entropy has no gradient
+    log_z_rest_R: Tensor | None = None  # what rounding left out of `log_z_R`; at logits of 200 it is 1e-5 of all p
 
     def of(self, rows: slice | Tensor) -> RowGradients:
         """Those of some rows: views of a slice, copies of an index."""
@@ -67,6 +68,7 @@ class RowGradients:
             self.grad_log_probs_R[rows],
             None if self.entropies_R is None else self.entropies_R[rows],
             None if self.grad_entropies_R is None else self.grad_entropies_R[rows],
+            None if self.log_z_rest_R is None else self.log_z_rest_R[rows],
         )
 
 
@@ -144,35 +146,29 @@ class TorchTileOps:
         _merge(statistics, tile)
 
     def grad_logits(self, logits_RC: Tensor, columns_R: Tensor, rows: RowGradients, dtype: torch.dtype) -> Tensor:
-        u_R, w_R = _scaled_gradients(rows)
+        weights = _Weights.of(rows)
         for block in _blocks(logits_RC):
             z_BC = logits_RC[block]
             if rows.inv_temperature_R is not None:
                 z_BC.mul_(rows.inv_temperature_R[block, None])
             log_p_BC = z_BC.sub_(rows.log_z_R[block, None])
-            if w_R is None:
-                _exp(log_p_BC, log_p_BC).mul_(-u_R[block, None])
-            else:
-                p_BC = _exp(log_p_BC, self._like(log_p_BC))
-                _weigh(log_p_BC, p_BC, block, rows, u_R, w_R)
-        return _add_at_target(logits_RC, columns_R, u_R).to(dtype)
+            p_BC = _exp(log_p_BC, log_p_BC if weights.slope_R is None else self._like(log_p_BC))
+            weights.apply(log_p_BC, p_BC, block)
+        return _add_at_target(logits_RC, columns_R, weights.target_R).to(dtype)
 
     def grad_logits_from_stash(
         self, stash_RC: Tensor, stash_max_R: Tensor, columns_R: Tensor, rows: RowGradients, dtype: torch.dtype
     ) -> Tensor:
-        u_R, w_R = _scaled_gradients(rows)
+        weights = _Weights.of(rows)
         scale_R = (stash_max_R - rows.log_z_R).exp() / STASH_SCALE
         # 16-bit gradients take the stash's place, row by row: a block is read before it is written.
         is_in_place = dtype.itemsize == stash_RC.element_size()
         out_RC = stash_RC.view(dtype) if is_in_place else torch.empty_like(stash_RC, dtype=dtype)
         for block in _blocks(stash_RC):
-            p_BC = stash_RC[block].to(u_R.dtype).mul_(scale_R[block, None])
-            if w_R is None:
-                grad_BC = p_BC.mul_(-u_R[block, None])
-            else:
-                log_p_BC = p_BC.clamp_min(torch.finfo(p_BC.dtype).tiny).log_()
-                grad_BC = _weigh(log_p_BC, p_BC, block, rows, u_R, w_R)
-            out_RC[block] = _add_at_target(grad_BC, columns_R[block], u_R[block])
+            p_BC = stash_RC[block].to(scale_R.dtype).mul_(scale_R[block, None])
+            log_p_BC = p_BC if weights.slope_R is None else p_BC.clamp_min(torch.finfo(p_BC.dtype).tiny).log_()
+            weights.apply(log_p_BC, p_BC, block)
+            out_RC[block] = _add_at_target(log_p_BC, columns_R[block], weights.target_R[block])
         return out_RC
 
     def _like(self, block_BC: Tensor) -> Tensor:
@@ -194,19 +190,37 @@ def _merge(statistics: RowStatistics, tile: RowStatistics) -> None:
         statistics.squares_R.copy_(mine.squares_R + its.squares_R)
 
 
-def _scaled_gradients(rows: RowGradients) -> tuple[Tensor, Tensor | None]:
-    """u and w, divided by the temperature."""
-    u_R, w_R, inv_R = rows.grad_log_probs_R, rows.grad_entropies_R, rows.inv_temperature_R
-    if inv_R is None:
-        return u_R, w_R
-    return u_R * inv_R, None if w_R is None else w_R * inv_R
+@dataclass(frozen=True)
+class _Weights:
+    """The gradient as what it needs of a row: p (constant + slope log p), and the target's own part."""
 
+    target_R: Tensor  # u / temperature
+    constant_R: Tensor
+    slope_R: Tensor | None  # None: 0
 
-def _weigh(log_p_BC: Tensor, p_BC: Tensor, block: slice, rows: RowGradients, u_R: Tensor, w_R: Tensor) -> Tensor:
-    """-p (u + w (log p + H)), in place of `log_p_BC`."""
-    assert rows.entropies_R is not None, "a gradient of entropies needs the entropies"
-    constant_B = u_R[block] + w_R[block] * rows.entropies_R[block]
-    return log_p_BC.mul_(-w_R[block, None]).sub_(constant_B[:, None]).mul_(p_BC)
+    @staticmethod
+    def of(rows: RowGradients) -> _Weights:
+        """For p = e^(z - log_z_R), which lacks the factor of the rest of log Z: it goes into the row's numbers."""
+        u_R, w_R, H_R = rows.grad_log_probs_R, rows.grad_entropies_R, rows.entropies_R
+        inv_R, rest_R = rows.inv_temperature_R, rows.log_z_rest_R
+        target_R = u_R if inv_R is None else u_R * inv_R
+        if w_R is None:
+            constant_R, slope_R = -target_R, None
+        else:
+            assert H_R is not None, "a gradient of entropies needs the entropies"
+            slope_R = -w_R if inv_R is None else -w_R * inv_R
+            constant_R = slope_R * (H_R if rest_R is None else H_R - rest_R) - target_R
+        if rest_R is not None:
+            factor_R = (-rest_R).exp()
+            constant_R, slope_R = constant_R * factor_R, None if slope_R is None else slope_R * factor_R
+        return _Weights(target_R, constant_R, slope_R)
+
+    def apply(self, log_p_BC: Tensor, p_BC: Tensor, block: slice) -> None:
+        """In place of `log_p_BC`, which may be `p_BC` where there is no slope."""
+        if self.slope_R is None:
+            log_p_BC.mul_(self.constant_R[block, None])
+        else:
+            log_p_BC.mul_(self.slope_R[block, None]).add_(self.constant_R[block, None]).mul_(p_BC)
 
 
 def _add_at_target(grad_RC: Tensor, columns_R: Tensor, u_R: Tensor) -> Tensor:
