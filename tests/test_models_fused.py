@@ -1,0 +1,343 @@
+"""Which fused path is taken: the rules, what is found of packages in real directories, and the adapters to kernels."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_models_build_attention import documents
+from torch import Tensor
+
+from rlhf_megatron.config.schema import MegatronConfig
+from rlhf_megatron.models.attention import _by_length, _varlen, packed_documents
+from rlhf_megatron.models.flash import call_package, call_torch, flash_kernel
+from rlhf_megatron.models.fused import (
+    Choice,
+    choose_adam,
+    choose_attention,
+    choose_compiled_activation,
+    choose_gradient_fusion,
+    choose_norm,
+)
+from rlhf_megatron.parallel import packages
+from rlhf_megatron.parallel.packages import Package, find_apex, find_package, find_transformer_engine, try_import
+from rlhf_megatron.parallel.weight_grad import has_float32_product, wgrad_gemm_accum_fp32
+
+NO_FLASH: dict[Any, str] = {name: f"{name} is not here" for name in ("flash_attn_3", "torch", "flash_attn_2")}
+HOPPER, AMPERE, ADA, TURING, BLACKWELL = (9, 0), (8, 0), (8, 9), (7, 5), (10, 0)
+
+
+def without(*names: str) -> dict[Any, str]:
+    return {name: why_not for name, why_not in NO_FLASH.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_dim", "absent", "name"),
+    [
+        (HOPPER, "bfloat16", 128, {}, "flash_attn_3"),
+        (HOPPER, "float16", 64, without("torch", "flash_attn_2"), "torch"),
+        (HOPPER, "bfloat16", 128, without("flash_attn_2"), "flash_attn_2"),
+        (AMPERE, "bfloat16", 128, {}, "torch"),  # the third one has kernels for Hopper only
+        (BLACKWELL, "bfloat16", 128, {}, "torch"),
+        (ADA, "bfloat16", 192, {}, "torch"),
+        (AMPERE, "bfloat16", 256, {}, "torch"),
+        (ADA, "bfloat16", 256, {}, "by_length"),
+        (HOPPER, "float32", 128, {}, "by_length"),
+        (HOPPER, "bfloat16", 264, {}, "by_length"),
+        (HOPPER, "bfloat16", 100, {}, "by_length"),
+        (TURING, "float16", 64, {}, "by_length"),
+        (HOPPER, "bfloat16", 128, NO_FLASH, "by_length"),
+    ],
+)
+def test_attention(
+    capability: tuple[int, int], dtype: str, head_dim: int, absent: Mapping[Any, str], name: str
+) -> None:
+    choice = choose_attention("cuda", dtype, head_dim, capability, absent)
+    assert choice.name == name
+    is_best = name == "flash_attn_3" or (name == "torch" and capability != HOPPER)
+    assert bool(choice.why_not) is not is_best, choice
+
+
+def test_attention_says_what_is_missing() -> None:
+    assert choose_attention("cpu", "bfloat16", 64, (0, 0), {}) == Choice(
+        "by_length", "flash attention runs on CUDA only"
+    )
+    choice = choose_attention("cuda", "bfloat16", 64, HOPPER, NO_FLASH)
+    assert choice.why_not == "torch's: torch is not here; flash-attn: flash_attn_2 is not here"
+    assert "pip install --no-build-isolation flash-attn" in choice.fix
+    assert "hopper" in choose_attention("cuda", "bfloat16", 64, HOPPER, without("torch")).fix
+    assert "head dimension (100)" in choose_attention("cuda", "bfloat16", 100, HOPPER, {}).why_not
+
+
+def test_norm() -> None:
+    assert choose_norm("cpu", "transformer_engine", True, "", True).name == "plain"
+    assert choose_norm("cuda", "transformer_engine", False, "absent", False) == Choice("transformer_engine")
+    assert choose_norm("cuda", "local", True, "", True) == Choice("torch")
+    assert choose_norm("cuda", "local", False, "", True) == Choice("apex")
+    plain = choose_norm("cuda", "local", False, "apex is not installed", False)
+    assert plain == Choice(
+        "plain", "this torch has no kernel for RMSNorm; Apex: apex is not installed", "torch 2.9 or newer"
+    )
+    assert "without its norms" in choose_norm("cuda", "local", False, "", False).why_not
+
+
+def test_adam() -> None:
+    assert choose_adam("cuda", "transformer_engine") == Choice("transformer_engine")
+    assert choose_adam("cuda", "torch") == Choice("torch")
+    assert choose_adam("cpu", "apex").name == "torch"
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "impl", "dtype", "has_extension", "has_product", "name"),
+    [
+        (None, "cpu", "local", "bfloat16", True, True, "off"),
+        (True, "cpu", "local", "bfloat16", False, False, "torch"),
+        (True, "cpu", "transformer_engine", "float32", False, False, "torch"),  # plain torch under its names
+        (None, "cuda", "transformer_engine", "bfloat16", False, False, "transformer_engine"),
+        (None, "cuda", "local", "bfloat16", True, True, "apex"),
+        (None, "cuda", "local", "float64", True, False, "torch"),
+        (None, "cuda", "local", "bfloat16", False, True, "torch"),
+        (None, "cuda", "local", "bfloat16", False, False, "off"),
+        (None, "cuda", "local", "float32", False, False, "torch"),
+        (False, "cuda", "transformer_engine", "bfloat16", True, True, "off"),
+    ],
+)
+def test_gradient_fusion(
+    setting: bool | None,
+    device: Any,
+    impl: Any,
+    dtype: str,
+    has_extension: bool,
+    has_product: bool,
+    name: str,
+) -> None:
+    choice = choose_gradient_fusion(setting, device, impl, dtype, has_extension, has_product)
+    assert choice.name == name
+    assert bool(choice.why_not) is (name == "off")
+
+
+def test_a_gradient_fusion_that_nothing_can_do_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"gradient_accumulation_fusion \(true\).*bfloat16.*torch 2.8.*leave it null"):
+        choose_gradient_fusion(True, "cuda", "local", "bfloat16", False, False)
+
+
+def test_compiled_activations() -> None:
+    assert choose_compiled_activation("cpu", "").name == "plain"
+    assert choose_compiled_activation("cuda", "") == Choice("compiled")
+    assert "triton is not installed" in choose_compiled_activation("cuda", "triton is not installed").why_not
+
+
+@pytest.mark.parametrize("setting", [None, True, False])
+def test_the_configuration_of_megatron_follows(setting: bool | None) -> None:
+    import models_build_jobs as jobs
+
+    from rlhf_megatron.models.build import build_model
+    from rlhf_megatron.parallel.layout import Layout
+    from rlhf_megatron.parallel.world import create_world, destroy_world
+
+    world = create_world(Layout(1), torch.device("cpu"))
+    try:
+        megatron = MegatronConfig(gradient_accumulation_fusion=setting)
+        config = build_model(jobs.hf_config(), world, torch.float32, megatron).transformer_config
+    finally:
+        destroy_world()
+    assert config.gradient_accumulation_fusion is bool(setting)  # on a CPU only where it is asked for
+    assert not config.bias_activation_fusion and not config.bias_dropout_fusion
+    assert not config.apply_rope_fusion and not config.masked_softmax_fusion and not config.persist_layer_norm
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Callable[[str, str], None]]:
+    """Writes modules into a directory that comes first on the path; forgets them afterwards."""
+    before = set(sys.modules)
+    sys.path.insert(0, str(tmp_path))
+    try_import.cache_clear()
+
+    def write(name: str, text: str) -> None:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        importlib.invalidate_caches()
+
+    yield write
+    sys.path.remove(str(tmp_path))
+    try_import.cache_clear()
+    for name in set(sys.modules) - before:
+        if getattr(sys.modules[name], "__file__", None) and str(tmp_path) in str(sys.modules[name].__file__):
+            del sys.modules[name]
+    importlib.invalidate_caches()
+
+
+Site = Callable[[str, str], None]
+
+
+def test_a_package_and_its_version(site: Site) -> None:
+    assert find_package("some_kernels") == Package("some_kernels", False, "", "some_kernels is not installed")
+    site("some_kernels/__init__.py", "raise RuntimeError('imported')")
+    site("some_kernels-1.2.dist-info/METADATA", "Metadata-Version: 2.1\nName: some-kernels\nVersion: 1.2\n")
+    assert find_package("some_kernels", ("no-such-name", "some-kernels")) == Package("some_kernels", True, "1.2")
+    assert find_package("some_kernels").is_usable  # found without running it
+
+
+def test_apex_of_pypi_is_not_nvidias(site: Site) -> None:
+    site("apex/__init__.py", "")
+    site("apex/models.py", "raise RuntimeError('another project')")
+    found = find_apex()
+    assert found.is_present and not found.is_usable
+    assert "not NVIDIA's Apex" in found.why_not and "pip uninstall apex" in found.why_not
+
+
+def test_apex_without_its_extensions_is_of_no_use(site: Site) -> None:
+    for part in ("", "optimizers/", "multi_tensor_apply/"):
+        site(f"apex/{part}__init__.py", "")
+    assert "amp_C" in find_apex().why_not
+    site("amp_C.py", "")
+    assert find_apex().is_usable
+    assert not packages.has_gradient_extension()
+    site("fused_weight_gradient_mlp_cuda.py", "")
+    assert packages.has_gradient_extension()
+
+
+def test_transformer_engine_without_its_torch_part(site: Site) -> None:
+    site("transformer_engine/__init__.py", "raise AssertionError('Could not find transformer-engine')")
+    assert "has no transformer_engine.pytorch" in find_transformer_engine().why_not
+    site("transformer_engine/pytorch/__init__.py", "")
+    assert find_transformer_engine().is_usable  # what importing says is another question
+    assert try_import("transformer_engine.pytorch", "Linear") == (
+        None,
+        "AssertionError: Could not find transformer-engine",
+    )
+
+
+def test_a_broken_kernel_is_one_line(site: Site) -> None:
+    site("flash_attn.py", "raise OSError('libx.so: undefined symbol: _ZN3c104cuda\\nand more')")
+    assert try_import("flash_attn", "flash_attn_varlen_func") == (
+        None,
+        "OSError: libx.so: undefined symbol: _ZN3c104cuda",
+    )
+    assert try_import("torch.nn.functional", "no_such_function")[1].startswith("AttributeError: ")
+
+
+def test_nothing_is_imported_for_a_cpu(site: Site) -> None:
+    site("flash_attn_interface.py", "raise SystemExit('imported')")
+    assert flash_kernel(torch.device("cpu"), torch.bfloat16, 64).call is None
+
+
+def oracle(query: Tensor, key: Tensor, value: Tensor, borders: Any, scale: float) -> Tensor:
+    """Causal attention by sequence, the last query at the last key, in float64."""
+    outputs = []
+    for number in range(len(borders[0]) - 1):
+        rows = slice(int(borders[0][number]), int(borders[0][number + 1]))
+        columns = slice(int(borders[1][number]), int(borders[1][number + 1]))
+        q, (k, v) = query[rows].double(), (t[columns].double() for t in (key, value))
+        group = q.shape[1] // k.shape[1]
+        scores = torch.einsum("qnd,knd->nqk", q, k.repeat_interleave(group, 1)) * scale
+        num_keys, num_queries = k.shape[0], q.shape[0]
+        seen = torch.arange(num_keys)[None] <= torch.arange(num_queries)[:, None] + num_keys - num_queries
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        outputs.append(torch.einsum("nqk,knd->qnd", weights, v.repeat_interleave(group, 1)))
+    return torch.cat(outputs).to(query.dtype)
+
+
+def torch_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):  # type: ignore[no-untyped-def]
+    assert is_causal
+    return oracle(query, key, value, (cu_seq_q, cu_seq_k), query.shape[-1] ** -0.5)
+
+
+def torch_2_11(query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):  # type: ignore[no-untyped-def]
+    assert window_size == (-1, 0)
+    return oracle(query, key, value, (cu_q, cu_k), scale)
+
+
+def torch_2_13(  # type: ignore[no-untyped-def]
+    query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
+):
+    assert window_size == (-1, 0) and enable_gqa is (query.shape[1] != key.shape[1])
+    return oracle(query, key, value, (cu_q, cu_k), scale)
+
+
+def flash_attn_2(  # type: ignore[no-untyped-def]
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
+    window_size=(-1, -1), deterministic=False,
+):  # fmt: skip
+    assert causal and deterministic is torch.are_deterministic_algorithms_enabled()
+    return oracle(q, k, v, (cu_seqlens_q, cu_seqlens_k), softmax_scale)
+
+
+def flash_attn_3(  # type: ignore[no-untyped-def]
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, softmax_scale=None, causal=False,
+):  # fmt: skip
+    assert causal
+    return oracle(q, k, v, (cu_seqlens_q, cu_seqlens_k), softmax_scale), "sums of the softmax"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        *(call_torch(function) for function in (torch_2_10, torch_2_11, torch_2_13)),
+        *(call_package(function) for function in (flash_attn_2, flash_attn_3)),
+    ],
+    ids=["torch-2.10", "torch-2.11", "torch-2.13", "flash-attn-2", "flash-attn-3"],
+)
+@pytest.mark.parametrize("num_groups", [2, 4])
+@pytest.mark.parametrize("scale", [0.125, 0.3])  # what a function without that option takes for 64, and another
+def test_every_kernel_gets_what_it_asks_for(call: Any, num_groups: int, scale: float) -> None:
+    """Functions with the signatures of real releases, computed in float64, against the path that a CPU takes."""
+    torch.manual_seed(0)
+    lengths = [3, 17, 1, 5]
+    q, k, v = (torch.randn(sum(lengths), heads, 64, dtype=torch.float64) for heads in (4, num_groups, num_groups))
+    docs = documents(lengths)
+    got = _varlen(q, k, v, docs, scale, call)
+    torch.testing.assert_close(got, _by_length(q, k, v, docs, scale), atol=1e-12, rtol=0)
+
+
+def test_deterministic_gradients_are_asked_for() -> None:
+    docs = packed_documents(torch.tensor([0, 2], dtype=torch.int32), 2, torch.arange(2))
+    q = torch.randn(2, 1, 8)
+    torch.use_deterministic_algorithms(True)
+    try:
+        _varlen(q, q, q, docs, 0.3, call_package(flash_attn_2))  # which asserts that it is told
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "buffer", "bound"),
+    [
+        (torch.float32, torch.float32, 1e-6),
+        (torch.bfloat16, torch.float32, 1e-6),  # operands are exact in bfloat16: nothing is rounded but sums
+        (torch.float64, torch.float32, 1e-6),
+        (torch.bfloat16, torch.bfloat16, 2e-2),
+    ],
+)
+def test_a_weight_gradient_is_added_in_the_buffers_precision(
+    dtype: torch.dtype, buffer: torch.dtype, bound: float
+) -> None:
+    torch.manual_seed(0)
+    x, grad = torch.randn(50, 12).to(dtype), torch.randn(50, 7).to(dtype)
+    main_grad = torch.randn(7, 12).to(buffer)
+    want = main_grad.double() + grad.double().t() @ x.double()
+    place = main_grad.data_ptr()
+    wgrad_gemm_accum_fp32(x, grad, main_grad)
+    assert main_grad.data_ptr() == place and main_grad.dtype == buffer
+    assert float((main_grad - want).norm() / want.norm()) <= bound
+
+
+@pytest.mark.gpu
+def test_a_weight_gradient_on_cuda_makes_no_copy_of_the_buffer() -> None:
+    assert has_float32_product(), f"torch {torch.__version__} is older than 2.8"
+    torch.manual_seed(0)
+    x, grad = (torch.randn(512, size, device="cuda", dtype=torch.bfloat16) for size in (1024, 2048))
+    main_grad = torch.randn(2048, 1024, device="cuda")
+    want = main_grad.double() + grad.double().t() @ x.double()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    wgrad_gemm_accum_fp32(x, grad, main_grad)
+    assert torch.cuda.max_memory_allocated() - before < main_grad.nbytes // 4
+    assert float((main_grad - want).norm() / want.norm()) <= 1e-5
