@@ -1,4 +1,4 @@
-"""Training by the fused paths: weight gradients added by the matrix product, and an Adam that counts steps elsewhere."""
+"""Training by fused paths: weight gradients added by the matrix product, an Adam that counts its steps elsewhere."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_fused_adam_has_its_moments_before_the_first_step(dist_pool: DistPool, s
 STAND_INS = {
     "apex/__init__.py": "",
     "apex/optimizers/__init__.py": "class FusedAdam:\n    pass\n\n\nclass FusedSGD:\n    pass\n",
-    "apex/multi_tensor_apply/__init__.py": "def multi_tensor_applier(*arguments):\n    raise RuntimeError('CUDA only')\n",
+    "apex/multi_tensor_apply/__init__.py": "def multi_tensor_applier(*tensors):\n    raise RuntimeError('CUDA')\n",
     "amp_C.py": "multi_tensor_l2norm = multi_tensor_scale = None\n",
 }
 CODE = """
