@@ -26,7 +26,7 @@ from workers_jobs import (
     whole,
 )
 
-from rlhf_megatron.config.schema import OptimConfig
+from rlhf_megatron.config.schema import KernelsConfig, OptimConfig
 from rlhf_megatron.data.batch import MiniBatch, select
 from rlhf_megatron.parallel.world import World
 
@@ -266,7 +266,8 @@ def two_references(
     actor = make_actor(world, NAME, state, megatron=megatron)
     config = reference.HF_CONFIGS[NAME]
     settings = actor.config.megatron
-    frozen = MegatronReference(config, StateSource(state), world, torch.float32, 50, settings, is_offloaded=True)
+    head = (50, KernelsConfig())
+    frozen = MegatronReference(config, StateSource(state), world, torch.float32, *head, settings, is_offloaded=True)
     shard, plan = share(world, batch, 40)
 
     def both() -> tuple[Any, Any]:

@@ -272,4 +272,5 @@ def _reference(
         hf_config = read_hf_config(path)
         weights = weight_source(path, None, hf_config, world.layout.tp)
     offload = config.reference.param_offload
-    return MegatronReference(hf_config, weights, world, dtype, actor.log_prob_chunk_size, actor.megatron, offload)
+    head = (actor.log_prob_chunk_size, actor.kernels)
+    return MegatronReference(hf_config, weights, world, dtype, *head, actor.megatron, offload)

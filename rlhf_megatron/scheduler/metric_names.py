@@ -84,6 +84,10 @@ METRICS: dict[str, tuple[str, str]] = {
     "perf/tokens_per_s": ("tokens/s", "prompt and response tokens of a step over its wall time"),
     "perf/tokens_per_s/generate": ("tokens/s", "response tokens over the time of `generate`"),
     "perf/tokens_per_s/update": ("tokens/s", "tokens x epochs over the time of `update`"),
+    "perf/num_head_fallbacks": (
+        "count",
+        "times a rank gave up a backend of the LM head that failed its self-check, actor and reference together",
+    ),
     "perf/ettr": (
         "share",
         "effective training time: time in steps, evaluations and warm-up that count / since the first launch",

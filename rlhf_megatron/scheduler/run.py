@@ -34,6 +34,7 @@ from rlhf_megatron.scheduler.engines import (
     transfer_parent,
 )
 from rlhf_megatron.scheduler.guard import StageGuard
+from rlhf_megatron.scheduler.head_watch import HeadWatch
 from rlhf_megatron.scheduler.journal import Journal
 from rlhf_megatron.scheduler.keeper import Keeper
 from rlhf_megatron.scheduler.loop import LoopPlan, run
@@ -106,8 +107,21 @@ def train(
         recorder = Recorder(run_dir / "record") if is_recorded else None
         journal = Journal(run_dir / "journal", settings_digest(flat(as_yaml(config)))) if trainer.save_freq else None
         skips = Skips(trainer, Capsules(run_dir, config, tracker.note), tracker.note)
+        policies = ["actor", "reference"] if plugins.needs_reference else ["actor"]
         stages = Stages(
-            config, group, fleet, data, plugins, weight_sync, recorder, scorer, journal, tracker.clock.add, skips, turns
+            config,
+            group,
+            fleet,
+            data,
+            plugins,
+            weight_sync,
+            recorder,
+            scorer,
+            journal,
+            on_regained=tracker.clock.add,
+            skips=skips,
+            turns=turns,
+            heads=HeadWatch(group, policies, tracker.note),
         )
         checkpointer = Checkpointer(config, group, run_dir, tracker.note, turns)
         state = (

@@ -34,6 +34,7 @@ from rlhf_megatron.scheduler.desync import check_replicas
 from rlhf_megatron.scheduler.evaluation import EvaluationResult, EvaluationSet, evaluate, first_items
 from rlhf_megatron.scheduler.finite import bad_columns
 from rlhf_megatron.scheduler.generation import build_requests, collect
+from rlhf_megatron.scheduler.head_watch import HeadWatch
 from rlhf_megatron.scheduler.journal import Journal
 from rlhf_megatron.scheduler.mismatch_check import MismatchCheck
 from rlhf_megatron.scheduler.plugins import Plugins
@@ -73,6 +74,7 @@ class Stages:
         on_regained: Callable[[float], None] = lambda seconds: None,
         skips: Skips | None = None,
         turns: Turns | None = None,
+        heads: HeadWatch | None = None,
     ) -> None:
         """`on_regained`: told the seconds that a former process spent on what the journal gave back.
 
@@ -92,6 +94,7 @@ class Stages:
         self.advantage_stage = AdvantageStage(config.algorithm, plugins)
         self.skips = skips or Skips(config.trainer)
         self.turns = turns or NoTurns()
+        self.heads = heads
         self._step_metrics: dict[str, float] = {}
         self._step_began = 0.0
         self._is_policy_new = True  # the engines have not got it
@@ -178,6 +181,7 @@ class Stages:
         else:
             self._step_metrics |= run_updates(self.group, updates, step, self.skips)
         self._step_metrics |= self._check_replicas(step)
+        self._step_metrics |= self.heads.metrics() if self.heads is not None else {}
         self._step_metrics["policy/lag"] = (version - batch.policy_versions.float()).mean().item()
         self._step_metrics["rollout/num_samples"] = float(len(batch))
         return self._step_metrics

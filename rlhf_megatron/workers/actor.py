@@ -16,7 +16,9 @@ from rlhf_megatron.data.plan import ReplicaPlan
 from rlhf_megatron.models.families.base import HFConfig
 from rlhf_megatron.parallel.world import World
 from rlhf_megatron.workers.contract import UpdateResult
-from rlhf_megatron.workers.forward import RowLogProbs, forward_log_probs
+from rlhf_megatron.workers.findings import HeadReport
+from rlhf_megatron.workers.forward import forward_log_probs
+from rlhf_megatron.workers.log_prob_head import LogProbHead
 from rlhf_megatron.workers.losses import make_row_losses
 from rlhf_megatron.workers.pack import MicroBatch, Packed, pack, token_columns
 from rlhf_megatron.workers.trained_model import Phase, RowLossFunction, TrainedModel
@@ -48,6 +50,7 @@ class MegatronActor(TrainedRole):
         self.losses = make_row_losses(config)
         self.trained = TrainedModel(hf_config, weights, world, dtype, config.megatron, phases)
         self.model = self.trained.model
+        self.head = LogProbHead("actor", self.model, world, dtype, config.log_prob_chunk_size, config.kernels)
 
     def log_probs(
         self, batch: TokenBatch, plan: ReplicaPlan, temperature: float, with_entropy: bool = False
@@ -55,7 +58,7 @@ class MegatronActor(TrainedRole):
         """See `contract.ForwardWorker`."""
         faults.reach("actor.before_log_probs")
         self.trained.memory.require("parameters")
-        rows = RowLogProbs(self.model, self.world, temperature, with_entropy, self.config.log_prob_chunk_size)
+        rows = self.head.rows(temperature, with_entropy)
         return forward_log_probs(self.trained.chunks, rows, self.world, batch, plan)
 
     def update(
@@ -70,6 +73,10 @@ class MegatronActor(TrainedRole):
         """See `contract.TrainedWorker`."""
         return self.trained.look_again(*self._work(batch, plan, temperature, loss))
 
+    def head_report(self) -> HeadReport | None:
+        """See `contract.ForwardWorker`."""
+        return self.head.report()
+
     def _work(
         self, batch: MiniBatch, plan: ReplicaPlan, temperature: float, loss: str
     ) -> tuple[Packed, RowLossFunction]:
@@ -78,7 +85,7 @@ class MegatronActor(TrainedRole):
         row_loss = self.losses[loss]
         world = self.world
         packed = pack(batch, plan, world.layout, world.coordinates.cp, COLUMNS, world.device)
-        rows = RowLogProbs(self.model, world, temperature, row_loss.needs_entropy, self.config.log_prob_chunk_size)
+        rows = self.head.rows(temperature, row_loss.needs_entropy)
 
         def of_rows(hidden_SH: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor], Tensor]:
             log_probs_R, entropies_R = rows(hidden_SH, micro)

@@ -17,7 +17,7 @@ from rlhf_megatron.checkpoint.manifest import SaveResult
 from rlhf_megatron.data.batch import LogProbs, MiniBatch, TokenBatch, ValueMiniBatch, Values
 from rlhf_megatron.data.plan import ReplicaPlan
 from rlhf_megatron.models.table import Rule
-from rlhf_megatron.workers.findings import Findings, ReplicaReport
+from rlhf_megatron.workers.findings import Findings, HeadReport, ReplicaReport
 from rlhf_megatron.workers.memory import MemoryReport
 from rlhf_megatron.workers.offload import TRAINER_PARTS, TrainerPart
 
@@ -105,6 +105,9 @@ class ForwardWorker(Worker, Protocol):
         self, batch: TokenBatch, plan: ReplicaPlan, temperature: float, with_entropy: bool = False
     ) -> LogProbs | None:
         """log p(token | before) at `response_mask`, of the distribution softmax(logits / temperature)."""
+
+    def head_report(self) -> HeadReport | None:
+        """How its log-probs are computed, and what was found out about that; None off the last stage."""
 
 
 class TrainWorker(ForwardWorker, TrainedWorker, Protocol):

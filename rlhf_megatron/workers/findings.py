@@ -1,4 +1,5 @@
-"""What a rank tells of numbers that are not finite and of replicas that differ. Passive; the controller reads it."""
+"""What a rank tells of numbers that are not finite, of replicas that differ and of its head. Passive; the controller
+reads it."""
 
 from __future__ import annotations
 
@@ -72,3 +73,15 @@ class ReplicaReport:
     seconds: float
     differences: tuple[Difference, ...]
     not_finite: tuple[BadTensor, ...]  # parameters
+
+
+@codec.register
+@dataclass(frozen=True)
+class HeadReport:
+    """What a rank of the last stage tells of its head."""
+
+    where: str  # "actor dp1 pp0 tp3"
+    choice: str  # backend, why, stash
+    backend: str  # in use now
+    num_checks_left: int
+    notices: tuple[str, ...]  # one a fall-back

@@ -1,4 +1,4 @@
-"""The forward-only pass that all models share, and the one place where rows become log-probs."""
+"""The forward-only pass that all models share."""
 
 from __future__ import annotations
 
@@ -10,44 +10,10 @@ from torch.distributed import all_reduce
 
 from rlhf_megatron.data.batch import LogProbs, TokenBatch
 from rlhf_megatron.data.plan import ReplicaPlan
-from rlhf_megatron.kernels.log_prob import linear_log_prob
-from rlhf_megatron.models.build import MegatronModel
-from rlhf_megatron.models.head import head_weight, whole_sequence
 from rlhf_megatron.parallel.world import World
+from rlhf_megatron.workers.log_prob_head import RowLogProbs
 from rlhf_megatron.workers.pack import MicroBatch, pack
 from rlhf_megatron.workers.pipeline import run_micro_batches
-
-
-class RowLogProbs:
-    """(hidden_SH, micro-batch) -> log-probs and entropies of the target tokens. Last stage, all tp ranks."""
-
-    def __init__(
-        self, model: MegatronModel, world: World, temperature: float, with_entropy: bool, chunk_size: int
-    ) -> None:
-        self.weight_VH = head_weight(model.chunks[-1]) if world.is_last_stage else None
-        self.vocab_size = model.vocab_size
-        self.vocab_start = model.vocab_start
-        self.world = world
-        self.temperature = temperature
-        self.with_entropy = with_entropy
-        self.chunk_size = chunk_size
-
-    def __call__(self, hidden_SH: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor | None]:
-        assert self.weight_VH is not None, "rows are on the last pipeline stage only"
-        is_split = self.world.layout.sequence_parallel
-        whole_SH = whole_sequence(hidden_SH, self.world.tp_group) if is_split else hidden_SH
-        outputs = linear_log_prob(
-            whole_SH.index_select(0, micro.rows),
-            self.weight_VH,
-            micro.targets,
-            temperature=self.temperature,
-            vocab_start=self.vocab_start,
-            vocab_size=self.vocab_size,
-            tp_group=self.world.tp_group,
-            chunk_size=self.chunk_size,
-            with_entropy=self.with_entropy,
-        )
-        return outputs.log_probs_R, outputs.entropies_R
 
 
 def forward_log_probs(

@@ -12,14 +12,16 @@ from torch import Tensor, nn
 from rlhf_megatron.checkpoint.hf_reader import HFReader
 from rlhf_megatron.checkpoint.load_model import load_hf, local_shards, named_parameters
 from rlhf_megatron.checkpoint.source import WeightSource
-from rlhf_megatron.config.schema import MegatronConfig
+from rlhf_megatron.config.schema import KernelsConfig, MegatronConfig
 from rlhf_megatron.data.batch import LogProbs, TokenBatch
 from rlhf_megatron.data.plan import ReplicaPlan
 from rlhf_megatron.models.build import build_model
 from rlhf_megatron.models.families.base import HFConfig, table_for
 from rlhf_megatron.models.table import Rule
 from rlhf_megatron.parallel.world import World
-from rlhf_megatron.workers.forward import RowLogProbs, forward_log_probs
+from rlhf_megatron.workers.findings import HeadReport
+from rlhf_megatron.workers.forward import forward_log_probs
+from rlhf_megatron.workers.log_prob_head import LogProbHead
 from rlhf_megatron.workers.memory import MemoryReport, report
 from rlhf_megatron.workers.offload import Offload
 
@@ -27,9 +29,9 @@ from rlhf_megatron.workers.offload import Offload
 class MegatronReference:
     """Made on all ranks of the pool at once, each with the same arguments but `world`.
 
-    `chunk_size`: vocabulary columns that the head handles at a time. `megatron`: settings of the pool, of which those
-    that concern gradients are without effect here. `is_offloaded`: keep the weights in host memory between calls; their
-    storages on the device are empty then, on a CPU too.
+    `chunk_size`: vocabulary columns that the head handles at a time, and `kernels`: how. `megatron`: settings of the
+    pool, of which those that concern gradients are without effect here. `is_offloaded`: keep the weights in host memory
+    between calls; their storages on the device are empty then, on a CPU too.
 
     Raises ValueError for an architecture or layout that is not supported.
     """
@@ -41,14 +43,15 @@ class MegatronReference:
         world: World,
         dtype: torch.dtype,
         chunk_size: int,
+        kernels: KernelsConfig,
         megatron: MegatronConfig,
         is_offloaded: bool = False,
     ) -> None:
         self.world = world
-        self.chunk_size = chunk_size
         self.is_offloaded = is_offloaded
         self.model = build_model(hf_config, world, dtype, megatron)
         self.table = table_for(hf_config, world.layout.tp, self.model.impl)
+        self.head = LogProbHead("reference", self.model, world, dtype, chunk_size, kernels)
         load_hf(self.model.chunks, self.table, weights, world.coordinates.tp, world.layout.tp)
         # Parameters keep requires_grad, though no pass records a gradient: frozen ones go through another linear layer
         # of megatron's, which rounds differently, and the KL against an equal actor would not be 0.
@@ -61,8 +64,12 @@ class MegatronReference:
     ) -> LogProbs | None:
         """See `contract.ForwardWorker`."""
         with self._on_device():
-            rows = RowLogProbs(self.model, self.world, temperature, with_entropy, self.chunk_size)
+            rows = self.head.rows(temperature, with_entropy)
             return forward_log_probs(self.model.chunks, rows, self.world, batch, plan)
+
+    def head_report(self) -> HeadReport | None:
+        """See `contract.ForwardWorker`."""
+        return self.head.report()
 
     def copy_weights(self, chunks: list[nn.Module]) -> None:
         """Become the model of `chunks` (the actor's, after a warm-up), which has the same layout and configuration."""

@@ -1,0 +1,100 @@
+"""The head of a policy on one rank: hidden states become log-probs and entropies of rows, by the backend in use."""
+
+# S tokens of this rank (its part of the sequence under sequence parallelism), R rows, V vocabulary shard, H hidden
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron.config.schema import KernelsConfig
+from rlhf_megatron.kernels.log_prob import Backend, linear_log_prob
+from rlhf_megatron.kernels.self_check import SelfCheck, check_backend
+from rlhf_megatron.models.build import MegatronModel
+from rlhf_megatron.models.head import head_weight
+from rlhf_megatron.parallel.world import World
+from rlhf_megatron.workers.findings import HeadReport
+from rlhf_megatron.workers.head_backend import CheckedBackend, choose_backend
+from rlhf_megatron.workers.main_grad import sink_of
+from rlhf_megatron.workers.pack import MicroBatch
+
+logger = logging.getLogger(__name__)
+
+
+class LogProbHead:
+    """One a role, for the whole run. Made on all ranks; used on the last stage.
+
+    Raises ValueError for a backend that cannot run.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        model: MegatronModel,
+        world: World,
+        dtype: torch.dtype,
+        chunk_size: int,
+        kernels: KernelsConfig,
+    ) -> None:
+        self.model = model
+        self.world = world
+        self.chunk_size = chunk_size
+        choice = choose_backend(kernels, world.device, dtype)
+        self.checked = CheckedBackend(choice, kernels.num_self_checks, role, world)
+        if world.is_leader and world.coordinates.dp == 0:
+            logger.info("head of the %s: %s", role, choice)
+
+    def rows(self, temperature: float, with_entropy: bool) -> RowLogProbs:
+        """What a pass asks of its rows."""
+        return RowLogProbs(self, temperature, with_entropy)
+
+    def report(self) -> HeadReport | None:
+        """None off the last stage."""
+        return self.checked.report() if self.world.is_last_stage else None
+
+
+class RowLogProbs:
+    """(hidden_SH, micro-batch) -> log-probs and entropies of the target tokens. Last stage, all tp ranks."""
+
+    def __init__(self, head: LogProbHead, temperature: float, with_entropy: bool) -> None:
+        self.head = head
+        self.temperature = temperature
+        self.with_entropy = with_entropy
+
+    def __call__(self, hidden_SH: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor | None]:
+        head, model, world = self.head, self.head.model, self.head.world
+        weight_VH = head_weight(model.chunks[-1])
+        sink, stash_bytes = sink_of(weight_VH), head.checked.choice.stash_bytes
+
+        def check(backend: Backend) -> SelfCheck:
+            return check_backend(
+                backend,
+                hidden_SH,
+                weight_VH,
+                temperature=self.temperature,
+                num_columns=min(max(model.vocab_size - model.vocab_start, 0), weight_VH.shape[0]),
+                chunk_size=head.chunk_size,
+                has_sink=sink is not None,
+                stash_bytes=stash_bytes,
+            )
+
+        head.checked.examine(check)
+        outputs = linear_log_prob(
+            hidden_SH,
+            weight_VH,
+            micro.targets,
+            temperature=self.temperature,
+            vocab_start=model.vocab_start,
+            vocab_size=model.vocab_size,
+            tp_group=world.tp_group,
+            chunk_size=head.chunk_size,
+            with_entropy=self.with_entropy,
+            rows_R=micro.rows,
+            is_sequence_split=world.layout.sequence_parallel,
+            sink=sink if torch.is_grad_enabled() else None,
+            stash_bytes=stash_bytes if torch.is_grad_enabled() else 0,
+            backend=head.checked.backend,
+        )
+        return outputs.log_probs_R, outputs.entropies_R
