@@ -1,49 +1,62 @@
 """What a row of the batch costs: the supervised loss, or the policy loss that the configuration names. Built once."""
 
+# R rows
+
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlhf_megatron.algorithms.losses import POLICY_LOSSES, PolicyLossInputs, PolicyLossOutputs
+from rlhf_megatron.algorithms.losses import EXPLICIT_LOSSES, POLICY_LOSSES, PolicyLossInputs, PolicyLossOutputs
 from rlhf_megatron.algorithms.losses.compose import RegularizerParams, total_token_loss
 from rlhf_megatron.algorithms.losses.sft import sft_loss
 from rlhf_megatron.config.params import params_from_mapping
 from rlhf_megatron.config.schema import ActorConfig
+from rlhf_megatron.kernels.policy_loss import FusedPolicyLoss
 
 Columns = Mapping[str, Tensor]
 """Name of a MiniBatch column -> its values at the rows' target tokens, [R]."""
 
 
+Sums = tuple[Tensor, dict[str, Tensor]]
+"""(the rows' share of the loss, with grad; their share of each metric)."""
+FUSED_DTYPES = (torch.float32,)  # of the log-probs; float64 is for comparisons, which want the specification itself
+
+
 @dataclass(frozen=True)
 class RowLoss:
-    """A loss of rows. `function`: (log-probs [R], entropies [R] or None, columns) -> loss and metrics a row."""
+    """A loss of rows. `function`: (log-probs [R], entropies [R] or None, columns) -> loss and metrics a row.
+
+    `fused`: from the same arguments, the weighted sums of what `function` returns.
+    """
 
     function: Callable[[Tensor, Tensor | None, Columns], PolicyLossOutputs]
     needs_entropy: bool
+    fused: Callable[[Tensor, Tensor | None, Columns], Sums] | None = None
 
-    def __call__(
-        self, log_probs_R: Tensor, entropies_R: Tensor | None, columns: Columns
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """(the rows' share of the loss, with grad; their share of each metric)."""
-        value, shares = weighted(self.function(log_probs_R, entropies_R, columns), columns)
+    def __call__(self, log_probs_R: Tensor, entropies_R: Tensor | None, columns: Columns) -> Sums:
+        if self.fused is not None and log_probs_R.dtype in FUSED_DTYPES:
+            value, shares = self.fused(log_probs_R, entropies_R, columns)
+        else:
+            value, shares = weighted(self.function(log_probs_R, entropies_R, columns), columns)
         return value, {"actor/loss": value.detach(), **shares}
 
 
-def weighted(terms: PolicyLossOutputs, columns: Columns) -> tuple[Tensor, dict[str, Tensor]]:
-    """(the rows' share of the loss, with grad; their share of each metric): sums with the weights of the columns."""
+def weighted(terms: PolicyLossOutputs, columns: Columns) -> Sums:
+    """Sums with the weights of the columns."""
     value = (terms.token_loss_T * columns["loss_weights"]).sum()
-    shares = torch.stack(list(terms.metrics.values())) @ columns["metric_weights"]
-    return value, dict(zip(terms.metrics, shares, strict=True))
+    weights_R = columns["metric_weights"]
+    return value, {name: torch.dot(metric_R.to(weights_R.dtype), weights_R) for name, metric_R in terms.metrics.items()}
 
 
 def make_row_losses(config: ActorConfig) -> dict[str, RowLoss]:
     """The losses that `update` takes by name. Raises ValueError for an unknown policy loss or wrong parameters."""
-    entry = POLICY_LOSSES.get(config.policy_loss.loss_mode)
+    name = config.policy_loss.loss_mode
+    entry = POLICY_LOSSES.get(name)
     params: Any = None
     if entry.params is not None:
         params = params_from_mapping(entry.params, config.policy_loss.params, "actor.policy_loss.params")
@@ -54,24 +67,45 @@ def make_row_losses(config: ActorConfig) -> dict[str, RowLoss]:
     )
     needs_entropy = config.entropy_coeff != 0 or "entropies" in entry.needs
 
+    def inputs(log_probs_R: Tensor, entropies_R: Tensor | None, columns: Columns) -> PolicyLossInputs:
+        return _inputs(log_probs_R, entropies_R, columns, name, entry.needs)
+
     def policy(log_probs_R: Tensor, entropies_R: Tensor | None, columns: Columns) -> PolicyLossOutputs:
-        missing = [
-            name for name in ("advantages", "old_log_probs", *entry.needs) if name not in (*columns, "entropies")
-        ]
-        if missing:
-            raise ValueError(f"policy loss {entry.name!r} needs the columns {missing}, which the mini-batch lacks.")
-        inputs = PolicyLossInputs(
-            log_probs_T=log_probs_R,
-            old_log_probs_T=columns["old_log_probs"],
-            advantages_T=columns["advantages"],
-            response_mask_T=torch.ones_like(log_probs_R, dtype=torch.bool),  # rows are response tokens
-            entropies_T=entropies_R,
-            ref_log_probs_T=columns.get("ref_log_probs"),
-            rollout_log_probs_T=columns.get("rollout_log_probs"),
-        )
-        return total_token_loss(entry.build, params, inputs, regularizers)
+        return total_token_loss(entry.build, params, inputs(log_probs_R, entropies_R, columns), regularizers)
+
+    explicit = EXPLICIT_LOSSES.get(name).build if config.kernels.fused_loss and name in EXPLICIT_LOSSES else None
+    use_triton = config.kernels.backend in ("auto", "triton")
+    fused = None if explicit is None else FusedPolicyLoss(explicit, params, regularizers, use_triton)
+
+    def fused_policy(log_probs_R: Tensor, entropies_R: Tensor | None, columns: Columns) -> Sums:
+        assert fused is not None, f"{name} has no fused form"
+        read = inputs(log_probs_R, entropies_R, columns)
+        return fused(read, columns["loss_weights"], columns["metric_weights"])
 
     def supervised(log_probs_R: Tensor, entropies_R: Tensor | None, columns: Columns) -> PolicyLossOutputs:
         return sft_loss(log_probs_R)
 
-    return {"policy": RowLoss(policy, needs_entropy), "sft": RowLoss(supervised, needs_entropy=False)}
+    return {
+        "policy": RowLoss(policy, needs_entropy, fused_policy if fused is not None else None),
+        "sft": RowLoss(supervised, needs_entropy=False),
+    }
+
+
+def _inputs(
+    log_probs_R: Tensor, entropies_R: Tensor | None, columns: Columns, name: str, needs: Sequence[str]
+) -> PolicyLossInputs:
+    """What the policy loss `name` reads. Raises ValueError for a column that it `needs` and the mini-batch lacks."""
+    needed = ("advantages", "old_log_probs", *needs)
+    missing = [column for column in needed if column not in (*columns, "entropies")]
+    if missing:
+        raise ValueError(f"policy loss {name!r} needs the columns {missing}, which the mini-batch lacks.")
+    return PolicyLossInputs(
+        log_probs_T=log_probs_R,
+        old_log_probs_T=columns["old_log_probs"],
+        advantages_T=columns["advantages"],
+        response_mask_T=torch.ones_like(log_probs_R, dtype=torch.bool),  # rows are response tokens
+        entropies_T=entropies_R,
+        ref_log_probs_T=columns.get("ref_log_probs"),
+        rollout_log_probs_T=columns.get("rollout_log_probs"),
+        correction_weights_T=columns.get("correction_weights"),
+    )

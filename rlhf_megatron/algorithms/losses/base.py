@@ -5,6 +5,12 @@
 
 Nothing here masks, averages or divides: the caller sums `token_loss_T * loss_weights_T` (see `aggregate`). `needs`
 names the columns that must not be None, beside log_probs.
+
+A loss may also tell its gradient instead of leaving it to autograd, which takes a few times longer. That form is
+registered under the same name, and is what trains where `actor.kernels.fused_loss` is on; the other one specifies it:
+
+    @EXPLICIT_LOSSES.register("ppo_clip")
+    def ppo_clip_explicit(inputs: PolicyLossInputs, params: PPOClipParams, scratch: Scratch) -> ExplicitOutputs: ...
 """
 
 # T tokens of a micro-batch: all, or only those with a True response mask
@@ -17,6 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rlhf_megatron.algorithms.losses.scratch import Scratch
 from rlhf_megatron.registry import Registry
 
 
@@ -31,6 +38,7 @@ class PolicyLossInputs:
     entropies_T: Tensor | None = None  # nats, with grad
     ref_log_probs_T: Tensor | None = None  # frozen reference
     rollout_log_probs_T: Tensor | None = None  # as the engine reported
+    correction_weights_T: Tensor | None = None  # factor of the policy loss for off-policy tokens; not of KL and entropy
 
 
 @dataclass(frozen=True)
@@ -41,3 +49,17 @@ class PolicyLossOutputs:
 
 PolicyLoss = Callable[[PolicyLossInputs, Any], PolicyLossOutputs]
 POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss")
+
+
+@dataclass(frozen=True)
+class ExplicitOutputs:
+    """Of a block, in tensors of the scratch. None has grad."""
+
+    token_loss_T: Tensor
+    grad_T: Tensor  # d token_loss / d log_probs
+    metrics: dict[str, Tensor]  # as in PolicyLossOutputs; may be the loss, or columns that came in
+
+
+ExplicitLoss = Callable[[PolicyLossInputs, Any, Scratch], ExplicitOutputs]
+"""Each token by itself: it is called on blocks of rows, cut anywhere. Loss and gradient are the caller's to change."""
+EXPLICIT_LOSSES: Registry[ExplicitLoss] = Registry("policy loss with an explicit gradient")

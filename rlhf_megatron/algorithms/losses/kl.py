@@ -16,7 +16,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import Tensor
+
+from rlhf_megatron.algorithms.losses.scratch import Scratch
 
 KLType = Literal["k1", "k2", "k3"]  # of a loss
 KLPenaltyType = Literal["k1", "k2", "k3", "abs"]  # of a reward
@@ -38,3 +41,20 @@ def kl_estimate(log_probs_T: Tensor, ref_log_probs_T: Tensor, kind: KLPenaltyTyp
         log_ratio_T = (-diff_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         return (log_ratio_T.expm1() - log_ratio_T).clamp(-MAX_K3, MAX_K3)
     raise ValueError(f"unknown KL estimator {kind!r}; known: {', '.join(KL_TYPES)}.")
+
+
+def kl_explicit(log_probs_T: Tensor, ref_log_probs_T: Tensor, kind: KLType, scratch: Scratch) -> tuple[Tensor, Tensor]:
+    """(`kl_estimate`, its gradient with respect to `log_probs_T`), both in tensors of `scratch`."""
+    diff_T = torch.sub(log_probs_T, ref_log_probs_T, out=scratch.take())
+    if kind == "k1":
+        return diff_T, scratch.take().fill_(1.0)
+    if kind == "k2":
+        return torch.mul(diff_T, diff_T, out=scratch.take()).mul_(0.5), diff_T
+    if kind == "k3":
+        log_ratio_T = diff_T.neg_().clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        grad_T = torch.expm1(log_ratio_T, out=scratch.take())
+        raw_T = torch.sub(grad_T, log_ratio_T, out=log_ratio_T)
+        kl_T = torch.clamp(raw_T, -MAX_K3, MAX_K3, out=scratch.take())
+        is_inside_T = raw_T.eq_(kl_T)  # where the first clamp bites, this one does: k3(+-20) is over 10
+        return kl_T, grad_T.mul_(is_inside_T).neg_()
+    raise ValueError(f"unknown KL estimator {kind!r} of a loss; known: k1, k2, k3.")
