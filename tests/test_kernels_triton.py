@@ -33,6 +33,7 @@ class Case:
     has_temperature: bool = True
     has_entropy: bool = True
     has_squares: bool = True
+    has_rest: bool = True
     has_stash: bool = True
     grad_dtype: torch.dtype = torch.float32
     logits_dtype: torch.dtype = torch.float32
@@ -83,6 +84,7 @@ def results(ops: TileOps, case: Case, device: str) -> dict[str, Tensor]:
         randn(num_rows, seed=3).to(device),
         entropies_R if case.has_entropy else None,
         grad_entropies_R if case.has_entropy else None,
+        0.2 * randn(num_rows, seed=6).to(device) if case.has_rest else None,
     )
     found = {name: x_R for name, x_R in vars(statistics).items() if x_R is not None}
     found["grad"] = ops.grad_logits(tile(case, 1.0, device), columns_R, rows, case.grad_dtype)
@@ -141,9 +143,9 @@ BLOCK = 64  # in place of 8192, so that small rows have several blocks
         Case(33, 40, has_temperature=False),
         Case(9, 200, layout="rows"),
         Case(9, 130, growth=0.5, grad_dtype=torch.float16, layout="columns"),
-        Case(5, 64, grad_dtype=torch.bfloat16, has_temperature=False, layout="rows"),
+        Case(5, 64, grad_dtype=torch.bfloat16, has_temperature=False, has_rest=False, layout="rows"),
         Case(6, 193, has_entropy=False, has_squares=False, grad_dtype=torch.bfloat16),
-        Case(6, 129, has_entropy=False, has_stash=False),
+        Case(6, 129, has_entropy=False, has_stash=False, has_rest=False),
         Case(6, 65, has_squares=False, has_stash=False, logits_dtype=torch.bfloat16),
     ],
     ids=str,

@@ -12,6 +12,7 @@ All arithmetic is float32, without contraction to fused multiply-adds: e^(z - m)
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ _COLUMNS_OF_A_WARP = 1024
 
 _MIN = tl.constexpr(MIN_LOGIT)
 _SCALE = tl.constexpr(STASH_SCALE)
+_LOG_SCALE = tl.constexpr(math.log(STASH_SCALE))
+_SMALLEST = tl.constexpr(2.0**-24)  # above 0 in float16
 
 
 class TritonTileOps:
@@ -120,6 +123,7 @@ def _grad_logits(
         _dense(stash_max_R),
         _dense(columns_R),
         _dense(rows.log_z_R),
+        _dense(rows.log_z_rest_R),
         _dense(rows.inv_temperature_R),
         _dense(rows.grad_log_probs_R),
         _dense(rows.entropies_R) if is_entropy_used else None,
@@ -266,6 +270,7 @@ def _grad_kernel(
     stash_maxima,
     columns,
     log_zs,
+    log_z_rests,
     inv_temperatures,
     grad_log_probs,
     entropies,
@@ -283,35 +288,46 @@ def _grad_kernel(
     rows_R = tl.program_id(0).to(tl.int64) * NUM_ROWS + tl.arange(0, NUM_ROWS)
     is_row_R = rows_R < num_rows
     log_z_R = tl.load(log_zs + rows_R, mask=is_row_R, other=0.0)
+    rest_R = tl.zeros([NUM_ROWS], tl.float32)
+    if log_z_rests is not None:
+        rest_R = tl.load(log_z_rests + rows_R, mask=is_row_R, other=0.0)
     inv_temperature_R = tl.full([NUM_ROWS], 1.0, tl.float32)
     if inv_temperatures is not None:
         inv_temperature_R = tl.load(inv_temperatures + rows_R, mask=is_row_R, other=1.0)
     column_R = tl.load(columns + rows_R, mask=is_row_R, other=-1)
     column_R = tl.where((column_R >= 0) & (column_R < num_columns), column_R, -1).to(tl.int32)
-    grad_R = tl.load(grad_log_probs + rows_R, mask=is_row_R, other=0.0) * inv_temperature_R
+    target_R = tl.load(grad_log_probs + rows_R, mask=is_row_R, other=0.0) * inv_temperature_R
+
+    # x is e^(y), and p = factor x: of logits y = z - log Z, of a stash y = log(stash). All else goes into the row's
+    # numbers: the gradient is (constant + slope y) x, and what is added at the target.
+    if stash_maxima is None:
+        shift_R = -rest_R
+        factor_R = tl.exp(shift_R)
+    else:
+        log_scale_R = tl.load(stash_maxima + rows_R, mask=is_row_R, other=0.0) - log_z_R - rest_R
+        shift_R = log_scale_R - _LOG_SCALE
+        factor_R = tl.exp(log_scale_R) / _SCALE
+    constant_R = -target_R * factor_R
     if entropies is not None:
         entropy_R = tl.load(entropies + rows_R, mask=is_row_R, other=0.0)
-        grad_entropy_R = tl.load(grad_entropies + rows_R, mask=is_row_R, other=0.0) * inv_temperature_R
-    if stash_maxima is not None:
-        log_scale_R = tl.load(stash_maxima + rows_R, mask=is_row_R, other=0.0) - log_z_R
-        scale_R = tl.exp(log_scale_R) / _SCALE
+        slope_R = -tl.load(grad_entropies + rows_R, mask=is_row_R, other=0.0) * inv_temperature_R * factor_R
+        constant_R += slope_R * (entropy_R + shift_R)
 
     for start in range(0, 1 if IS_ONE_BLOCK else num_columns, BLOCK):
         columns_B = start + tl.arange(0, BLOCK)
+        is_here_RB = is_row_R[:, None] & (columns_B < num_columns)[None, :]
         if stash_maxima is None:
             z_RB = _load_z(tile, tile_stride, rows_R, is_row_R, columns_B, num_columns, inv_temperature_R)
-            log_p_RB = z_RB - log_z_R[:, None]
-            p_RB = tl.exp(log_p_RB)
+            y_RB = z_RB - log_z_R[:, None]
+            x_RB = tl.exp(y_RB)
         else:
-            is_here_RB = is_row_R[:, None] & (columns_B < num_columns)[None, :]
-            kept_RB = tl.load(_tile_pointers(tile, tile_stride, rows_R, columns_B), mask=is_here_RB, other=0.0)
-            p_RB = kept_RB.to(tl.float32) * scale_R[:, None]
-            log_p_RB = tl.log(tl.maximum(p_RB, 1.2e-38))  # p log p = 0 where nothing was kept
-        towards_RB = -grad_R[:, None]
-        if entropies is not None:
-            towards_RB = towards_RB - grad_entropy_R[:, None] * (log_p_RB + entropy_R[:, None])
-        at_target_RB = tl.where(columns_B[None, :] == column_R[:, None], grad_R[:, None], 0.0)
-        grad_RB = towards_RB * p_RB + at_target_RB
-        is_here_RB = is_row_R[:, None] & (columns_B < num_columns)[None, :]
+            x_RB = tl.load(_tile_pointers(tile, tile_stride, rows_R, columns_B), mask=is_here_RB, other=0.0)
+            x_RB = x_RB.to(tl.float32)
+            y_RB = tl.log(tl.maximum(x_RB, _SMALLEST))
+        if entropies is None:
+            grad_RB = constant_R[:, None] * x_RB
+        else:
+            grad_RB = (constant_R[:, None] + slope_R[:, None] * y_RB) * x_RB
+        grad_RB += tl.where(columns_B[None, :] == column_R[:, None], target_R[:, None], 0.0)
         pointers_RB = _tile_pointers(grads, grad_stride, rows_R, columns_B)
         tl.store(pointers_RB, grad_RB.to(grads.dtype.element_ty), mask=is_here_RB)
