@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_megatron.algorithms.losses.value_loss import value_loss
 from rlhf_megatron.checkpoint.source import WeightSource
 from rlhf_megatron.checkpoint.value_model import read_value_model, value_model_config, with_value_head
 from rlhf_megatron.config.schema import CriticConfig, MegatronConfig
@@ -20,7 +19,7 @@ from rlhf_megatron.models.head import value_head
 from rlhf_megatron.parallel.world import World
 from rlhf_megatron.workers.contract import UpdateResult
 from rlhf_megatron.workers.forward import forward_columns
-from rlhf_megatron.workers.losses import weighted
+from rlhf_megatron.workers.losses import value_sums
 from rlhf_megatron.workers.pack import MicroBatch, Packed, pack, token_columns
 from rlhf_megatron.workers.trained_model import Phase, RowLossFunction, TrainedModel
 from rlhf_megatron.workers.trained_role import TrainedRole
@@ -87,10 +86,8 @@ class MegatronCritic(TrainedRole):
         packed = pack(batch, plan, world.layout, world.coordinates.cp, COLUMNS, world.device)
 
         def of_rows(hidden_SH: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-            old_R, returns_R = micro.columns["old_values"], micro.columns["returns"]
             values_R = self._row_values(hidden_SH, micro)
-            terms = value_loss(values_R, old_R, returns_R, self.config.cliprange_value)
-            return *weighted(terms, micro.columns), values_R
+            return *value_sums(values_R, micro.columns, self.config.cliprange_value), values_R
 
         return packed, of_rows
 

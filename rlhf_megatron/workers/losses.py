@@ -1,4 +1,4 @@
-"""What a row of the batch costs: the supervised loss, or the policy loss that the configuration names. Built once."""
+"""What a row of the batch costs: the supervised loss, the policy loss that the configuration names, the value loss."""
 
 # R rows
 
@@ -14,9 +14,11 @@ from torch import Tensor
 from rlhf_megatron.algorithms.losses import EXPLICIT_LOSSES, POLICY_LOSSES, PolicyLossInputs, PolicyLossOutputs
 from rlhf_megatron.algorithms.losses.compose import RegularizerParams, total_token_loss
 from rlhf_megatron.algorithms.losses.sft import sft_loss
+from rlhf_megatron.algorithms.losses.value_loss import value_loss
 from rlhf_megatron.config.params import params_from_mapping
 from rlhf_megatron.config.schema import ActorConfig
 from rlhf_megatron.kernels.policy_loss import FusedPolicyLoss
+from rlhf_megatron.kernels.value_loss import fused_value_loss
 
 Columns = Mapping[str, Tensor]
 """Name of a MiniBatch column -> its values at the rows' target tokens, [R]."""
@@ -51,6 +53,16 @@ def weighted(terms: PolicyLossOutputs, columns: Columns) -> Sums:
     value = (terms.token_loss_T * columns["loss_weights"]).sum()
     weights_R = columns["metric_weights"]
     return value, {name: torch.dot(metric_R.to(weights_R.dtype), weights_R) for name, metric_R in terms.metrics.items()}
+
+
+def value_sums(values_R: Tensor, columns: Columns, cliprange_value: float) -> Sums:
+    """Of the critic's loss."""
+    old_R, returns_R = columns["old_values"], columns["returns"]
+    if values_R.dtype in FUSED_DTYPES:
+        return fused_value_loss(
+            values_R, old_R, returns_R, cliprange_value, columns["loss_weights"], columns["metric_weights"]
+        )
+    return weighted(value_loss(values_R, old_R, returns_R, cliprange_value), columns)
 
 
 def make_row_losses(config: ActorConfig) -> dict[str, RowLoss]:
