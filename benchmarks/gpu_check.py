@@ -1,13 +1,17 @@
-"""All tests that need CUDA, and the engine benchmark on it: `make gpu-check`, with the system's Python and torch.
+"""All tests that need CUDA, and the kernels' benchmarks on it: `make gpu-check`, with the system's Python and torch.
 
-    python -m benchmarks.gpu_check [--skip-benchmarks]
+    python -m benchmarks.gpu_check [--part 1|2] [--only tests G1 ...] [--budget-s 570] [--output DIR] [--commit NAME]
 
-Installs nothing and needs no network. megatron-core may come as a wheel on PYTHONPATH; a check whose packages are
-missing is skipped, by name. With pytest every test marked `gpu` runs (those in tests/gpu and the ones beside the other
-tests); without it the functions of tests/gpu/gpu_checks.py run by themselves. Prints one line a test and writes
-benchmarks/results/gpu_check-<date>-<commit>.json: device, versions, and per test outcome, seconds and figures.
+Part 1: the tests of kernels and training, then G1 to G9. Part 2: G10, G11, the tests that start servers, and the
+bundled engine's benchmark. Without --part both, one after the other; each takes `budget-s` seconds at most, and what
+does not fit is named. Installs nothing and needs no network: megatron-core, transformers, liger-kernel and
+cut-cross-entropy may come as wheels on PYTHONPATH; what needs a missing one is skipped by name.
 
-Exit code 1 when a test failed. Without a CUDA device it says so, writes nothing, and exits with 0.
+Prints one line a test and a figure, and writes benchmarks/results/gpu_check-<date>-<commit>[-part<n>].json after each
+of them: device, clocks and power, versions, outcomes, figures with their bars. --quick: tiny sizes, on a CPU too.
+
+Exit code 1 when a test failed or a case broke; a bar that is missed is reported, not an error. Without a CUDA device it
+says so, writes nothing, and exits with 0.
 """
 
 from __future__ import annotations
@@ -15,109 +19,102 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
-import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ROOT, commit, versions, write_result
+from benchmarks.common import RESULTS, ROOT, commit, versions, write_result
+from benchmarks.gpu.children import CASES, environment, num_missed, run_case
+from benchmarks.gpu.published import PUBLISHED
 
-PACKAGES = ("torch", "triton", "megatron-core", "transformers", "numpy", "pytest")
-TESTS = ROOT / "tests"
-MESSAGE_LENGTH = 2000
-BENCHMARK_TIMEOUT_S = 300
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Of one test. `figures`: what it measured."""
-
-    name: str
-    outcome: str  # "passed", "failed" or "skipped"
-    seconds: float
-    message: str = ""
-    figures: dict[str, float | str] = field(default_factory=dict)
-
-
-def files_with_gpu_tests(directory: Path = TESTS) -> list[Path]:
-    """Only these are collected: another test file may import what is not installed here."""
-    return sorted(path for path in directory.rglob("test_*.py") if "mark.gpu" in path.read_text())
-
-
-def run_pytest(files: list[Path], arguments: tuple[str, ...] = ("-m", "gpu")) -> list[Outcome]:
-    """Each test of `files` that `arguments` select. A file that cannot be imported counts as one failed test."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", *map(str, files), *arguments, "-q", "-p", "no:cacheprovider"]
-        command += [f"--junitxml={report}", "-o", "junit_family=xunit1", "--continue-on-collection-errors"]
-        code = subprocess.run(command, cwd=ROOT, env=environment()).returncode
-        if not report.is_file():
-            raise RuntimeError(f"pytest exited with {code} and wrote no report: {' '.join(command)}")
-        return read_report(report)
+PACKAGES = (
+    "torch",
+    "triton",
+    "megatron-core",
+    "transformers",
+    "numpy",
+    "pytest",
+    "liger-kernel",
+    "cut-cross-entropy",
+    "transformer-engine",
+)
+PARTS = {
+    1: ("tests", "G1", "G2", "G3", "G4", "G6", "G8", "G9", "G5", "G7"),
+    2: ("G10", "G11", "slow-tests", "local-engine"),
+}
+TESTS_BUDGET_S, SLOW_TESTS_BUDGET_S, ENGINE_BUDGET_S = 170.0, 150.0, 200.0
+LEAST_S = 15.0  # less time than this is no time for another process
 
 
-def read_report(path: Path) -> list[Outcome]:
-    """The outcomes in a junit file."""
-    return [_outcome(case) for case in ElementTree.parse(path).getroot().iter("testcase")]
+class Check:
+    """One part's result file, written again after each of its steps."""
+
+    def __init__(self, part: int | None, name: str | None, directory: Path, is_quick: bool) -> None:
+        from benchmarks.gpu.device_state import describe_device, device_state
+
+        self.commit = name or commit().rstrip("+")
+        self.file = f"gpu_check-{time.strftime('%Y-%m-%d', time.gmtime())}-{self.commit}"
+        self.file += f"-part{part}" if part is not None else ""
+        self.directory = directory
+        self.result: dict[str, Any] = {
+            "commit": self.commit,  # of the sources, where these came without their history
+            "device": describe_device(),
+            "device_state": {"before": device_state()},
+            "gpu_versions": versions(PACKAGES),
+            "is_quick": is_quick,
+            "counts": {},
+            "tests": [],
+            "cases": {},
+            "published": PUBLISHED,
+        }
+
+    def write(self) -> Path:
+        return write_result(self.file, "python -m benchmarks.gpu_check", self.result, self.directory)
+
+    @property
+    def has_failed(self) -> bool:
+        broken = [case for case in self.result["cases"].values() if case["outcome"] == "failed"]
+        return bool(broken or self.result["counts"].get("failed") or "failed" in self.result.get("local_engine", {}))
 
 
-def _outcome(case: ElementTree.Element) -> Outcome:
-    name = f"{case.get('classname', '')}::{case.get('name', '')}".removeprefix("::")
-    kind, message = "passed", ""
-    for tag, word in (("skipped", "skipped"), ("failure", "failed"), ("error", "failed")):
-        found = case.find(tag)
-        if found is not None:
-            kind, message = word, f"{found.get('message') or ''}\n{found.text or ''}".strip()[-MESSAGE_LENGTH:]
-    figures = {str(item.get("name")): _number(item.get("value") or "") for item in case.iter("property")}
-    return Outcome(name, kind, float(case.get("time") or 0), message, figures)
+def run_part(check: Check, steps: Sequence[str], budget_s: float, is_quick: bool) -> None:
+    deadline = time.monotonic() + budget_s
+    for step in steps:
+        left_s = deadline - time.monotonic()
+        print(f"{step}  ({left_s:.0f} s left)", flush=True)
+        if left_s < LEAST_S:
+            check.result.setdefault("out_of_time", []).append(step)
+            print("  left out: the time is up")
+        elif step in CASES:
+            check.result["cases"][step] = run_case(step, min(CASES[step].budget_s, left_s), is_quick)
+        elif step == "local-engine":
+            check.result["local_engine"] = run_local_engine(min(ENGINE_BUDGET_S, left_s))
+        else:
+            limit_s = TESTS_BUDGET_S if step == "tests" else SLOW_TESTS_BUDGET_S
+            add_tests(check, is_slow_wanted=step == "slow-tests", budget_s=min(limit_s, left_s))
+        check.write()
 
 
-def _number(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
+def add_tests(check: Check, is_slow_wanted: bool, budget_s: float) -> None:
+    from benchmarks.gpu import gpu_tests
+
+    if importlib.util.find_spec("pytest") is not None:
+        files = [file for file in gpu_tests.files_with_gpu_tests() if gpu_tests.is_slow(file) == is_slow_wanted]
+        outcomes = gpu_tests.run_pytest(files, budget_s=budget_s)
+    else:
+        outcomes = [] if is_slow_wanted else gpu_tests.run_gpu_checks()
+    counts = gpu_tests.print_outcomes(outcomes)
+    check.result["tests"] += [asdict(outcome) for outcome in outcomes]
+    check.result["counts"] = dict(Counter(check.result["counts"]) + counts)
 
 
-def run_functions(checks: Mapping[str, Callable[[], dict[str, float]]], missing: type[Exception]) -> list[Outcome]:
-    """Without pytest: call each check. `missing`: what a check raises whose packages are not there."""
-    outcomes = []
-    for name, check in checks.items():
-        start = time.perf_counter()
-        kind, message, figures = "passed", "", {}
-        try:
-            figures = check()
-        except missing as error:
-            kind, message = "skipped", str(error)
-        except Exception:  # any failure of a check is its outcome
-            kind, message = "failed", traceback.format_exc()[-MESSAGE_LENGTH:]
-        outcomes.append(Outcome(name, kind, round(time.perf_counter() - start, 3), message, dict(figures)))
-    return outcomes
-
-
-def run_gpu_checks() -> list[Outcome]:
-    import torch
-
-    sys.path.insert(0, str(TESTS / "gpu"))
-    import gpu_checks
-
-    device = torch.device("cuda")
-    checks = {
-        name: lambda check=check: check(device, torch.bfloat16)  # type: ignore[misc]
-        for name, check in gpu_checks.CHECKS.items()
-    }
-    return run_functions(checks, gpu_checks.MissingPackageError)
-
-
-def run_benchmark() -> dict[str, Any]:
+def run_local_engine(budget_s: float) -> dict[str, Any]:
     """The local engine against transformers on the GPU; {"skipped": why} where it cannot run."""
     missing = [name for name in ("transformers", "numpy") if importlib.util.find_spec(name) is None]
     if missing:
@@ -132,78 +129,67 @@ def run_benchmark() -> dict[str, Any]:
                 env=environment(),
                 capture_output=True,
                 text=True,
-                timeout=BENCHMARK_TIMEOUT_S,
+                timeout=budget_s,
             )
         except subprocess.TimeoutExpired:
-            return {"failed": f"not done after {BENCHMARK_TIMEOUT_S} s"}
+            return {"out of time": f"not done after {budget_s:.0f} s"}
         if done.returncode:
-            return {"failed": done.stderr[-MESSAGE_LENGTH:]}
+            return {"failed": done.stderr[-2000:]}
         print(done.stdout, end="")
         return json.loads(output.read_text())
 
 
-def environment() -> dict[str, str]:
-    """Children find the package and what lies on this process's path, without an installation."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+def summarise(check: Check) -> None:
+    """The last lines: what is asked first."""
+    for name, case in check.result["cases"].items():
+        figures = [figure for figure in case["figures"] if figure["bar"] is not None]
+        print(f"{name:4} {case['what']}: {case['outcome']}, {case['seconds']:.0f} s")
+        for figure in figures:
+            sign = ">=" if figure["is_more_better"] else "<="
+            verdict = "met" if figure["is_met"] else "NOT MET"
+            bar = f"{sign} {figure['bar']:g}"
+            print(f"       {figure['what']:62} {figure['value']:>10g} {figure['unit']:9} bar {bar}: {verdict}")
+    counts = ", ".join(f"{number} {kind}" for kind, number in check.result["counts"].items())
+    print(f"tests: {counts or 'none'}; bars missed: {num_missed(check.result['cases'])}; {check.write()}")
 
 
-def describe_device() -> dict[str, Any]:
-    import torch
-
-    properties = torch.cuda.get_device_properties(0)
-    return {
-        "name": properties.name,
-        "capability": f"{properties.major}.{properties.minor}",
-        "memory_bytes": properties.total_memory,
-        "multiprocessors": properties.multi_processor_count,
-        "cuda": torch.version.cuda,
-    }
-
-
-def print_outcomes(outcomes: list[Outcome]) -> Counter[str]:
-    for outcome in outcomes:
-        figures = ", ".join(
-            f"{key} {value:.3g}" if isinstance(value, float | int) else f"{key} {value}"
-            for key, value in outcome.figures.items()
-        )
-        why = "" if outcome.outcome == "passed" else outcome.message.strip().splitlines()[-1:]
-        print(f"{outcome.outcome:8} {outcome.seconds:7.2f} s  {outcome.name}  {figures}{why or ''}")
-    return Counter(outcome.outcome for outcome in outcomes)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--skip-benchmarks", action="store_true")
-    args = parser.parse_args()
+def has_device() -> bool:
+    """Says what is missing where there is none."""
     if importlib.util.find_spec("torch") is None:
-        has_device = Path("/dev/nvidia0").exists()
-        print(
-            f"gpu-check: {'a' if has_device else 'no'} CUDA device, and {sys.executable} has no torch; nothing was run."
-        )
+        word = "a" if Path("/dev/nvidia0").exists() else "no"
+        print(f"gpu-check: {word} CUDA device, and {sys.executable} has no torch; nothing was run.")
         print("Set PYTHON to the interpreter that has it: make gpu-check PYTHON=/path/to/python3")
-        return 1 if has_device else 0
+        return False
     import torch
 
     if not torch.cuda.is_available():
         print(f"gpu-check: no CUDA device (torch {torch.__version__}); nothing was run, nothing was written.")
-        return 0
-    has_pytest = importlib.util.find_spec("pytest") is not None
-    outcomes = run_pytest(files_with_gpu_tests()) if has_pytest else run_gpu_checks()
-    counts = print_outcomes(outcomes)
-    benchmark = {"skipped": "--skip-benchmarks"} if args.skip_benchmarks else run_benchmark()
-    result = {
-        "device": describe_device(),
-        "gpu_versions": versions(PACKAGES),
-        "runner": "pytest" if has_pytest else "functions",
-        "counts": {kind: counts[kind] for kind in ("passed", "failed", "skipped")},
-        "tests": [asdict(outcome) for outcome in outcomes],
-        "local_engine": benchmark,
-    }
-    name = f"gpu_check-{time.strftime('%Y-%m-%d', time.gmtime())}-{commit().rstrip('+')}"
-    path = write_result(name, "python -m benchmarks.gpu_check", result)
-    print(f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped: {path}")
-    return 1 if counts["failed"] or not counts["passed"] or "failed" in benchmark else 0
+        return False
+    return True
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    steps = tuple(step for part in PARTS.values() for step in part)
+    parser.add_argument("--part", type=int, choices=tuple(PARTS))
+    parser.add_argument("--only", nargs="+", choices=steps, default=None, metavar="STEP", help=", ".join(steps))
+    parser.add_argument("--budget-s", type=float, default=570.0, help="of a part, seconds")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="directory of the result files")
+    parser.add_argument("--commit", help="name of the sources, where their history is not at hand")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, on a CPU too: shows that everything runs")
+    args = parser.parse_args(arguments)
+    if not args.quick and not has_device():
+        return 1 if importlib.util.find_spec("torch") is None and Path("/dev/nvidia0").exists() else 0
+    has_failed = False
+    for part in [args.part] if args.part else list(PARTS):
+        chosen = [step for step in PARTS[part] if args.only is None or step in args.only]
+        if not chosen:
+            continue
+        check = Check(part, args.commit, args.output, args.quick)
+        run_part(check, chosen, args.budget_s, args.quick)
+        summarise(check)
+        has_failed |= check.has_failed
+    return 1 if has_failed else 0
 
 
 if __name__ == "__main__":

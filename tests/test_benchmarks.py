@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import bench_engines, bench_grpo_step, common, gpu_check, quickstart_seeds, run_all
+from benchmarks import bench_engines, bench_grpo_step, common, quickstart_seeds, run_all
 
 
 def test_runs_take_turns_and_warm_ups_do_not_count() -> None:
@@ -97,60 +97,12 @@ def test_seeds_below_the_bars_are_named() -> None:
     ]
 
 
-def test_gpu_check_reads_what_pytest_reports(tmp_path: Path) -> None:
-    file = tmp_path / "test_sample.py"
-    file.write_text(
-        "import pytest\n"
-        "def test_good(record_property): record_property('error', 0.25)\n"
-        "def test_bad(): assert 1 == 2, 'one is not two'\n"
-        "def test_absent(): pytest.skip('needs a thing')\n"
-    )
-    broken = tmp_path / "test_broken.py"
-    broken.write_text("import no_such_package\n")
-    outcomes = {
-        o.name.rpartition("::")[2]: o for o in gpu_check.run_pytest([file, broken], ("--rootdir", str(tmp_path)))
-    }
-    assert (outcomes["test_good"].outcome, outcomes["test_good"].figures) == ("passed", {"error": 0.25})
-    assert outcomes["test_bad"].outcome == "failed" and "one is not two" in outcomes["test_bad"].message
-    assert outcomes["test_absent"].outcome == "skipped" and "needs a thing" in outcomes["test_absent"].message
-    broken_outcome = next(o for o in outcomes.values() if "no_such_package" in o.message)
-    assert broken_outcome.outcome == "failed" and len(outcomes) == 4
-
-
-def test_gpu_check_without_pytest() -> None:
-    def bad() -> dict[str, float]:
-        raise AssertionError("too far off")
-
-    def absent() -> dict[str, float]:
-        raise LookupError("needs a thing")
-
-    outcomes = gpu_check.run_functions({"good": lambda: {"error": 0.25}, "bad": bad, "absent": absent}, LookupError)
-    assert [(o.name, o.outcome) for o in outcomes] == [("good", "passed"), ("bad", "failed"), ("absent", "skipped")]
-    assert outcomes[0].figures == {"error": 0.25} and "too far off" in outcomes[1].message
-    assert gpu_check.print_outcomes(outcomes) == {"passed": 1, "failed": 1, "skipped": 1}
-
-
-def test_gpu_check_finds_the_gpu_tests() -> None:
-    names = [path.name for path in gpu_check.files_with_gpu_tests()]
-    assert {"test_gpu_checks.py", "test_kernels_log_prob.py"} <= set(names) and "test_registry.py" not in names
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_gpu_check_without_a_device_writes_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = set(common.RESULTS.iterdir())
-    monkeypatch.setattr("sys.argv", ["gpu_check"])
-    assert gpu_check.main() == 0
-    assert "no CUDA device" in capsys.readouterr().out and set(common.RESULTS.iterdir()) == before
-
-
 def test_the_table_names_what_is_over_its_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "actor_update.json").write_text(json.dumps({"ratio": {"quickstart": 0.9, "lognormal": 1.2}}))
     assert not run_all.print_table(["actor_update"], tmp_path)
     lines = capsys.readouterr().out.splitlines()
     assert [("OVER THE BAR" in line) for line in lines if line.startswith("actor_update")] == [False, True]
-    assert not run_all.print_table(["log_prob"], tmp_path)
+    assert not run_all.print_table(["kernels"], tmp_path)
     assert "no result" in capsys.readouterr().out
 
 
