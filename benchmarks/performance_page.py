@@ -1,0 +1,215 @@
+"""docs/performance.md, written from the files in benchmarks/results.
+
+    python -m benchmarks.performance_page --write    # writes the page
+    python -m benchmarks.performance_page            # exit code 1 where the page is not what the files say
+
+Each section tells the command, the hardware, versions and commit of its figures; a benchmark that has not been run is
+named with the command that runs it. A case with many figures is shown by the worst of each kind; the file has all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import RESULTS, ROOT
+from benchmarks.kernels.case import Figure
+from benchmarks.kernels.report import bar_of, figures_of, verdict_of
+from benchmarks.run_all import BENCHMARKS, Row, over_bar
+
+PAGE = ROOT / "docs" / "performance.md"
+MOST_FIGURES = 10  # of a case; above, the worst of each kind
+GPU_FILE = re.compile(r"gpu_check-(\d{4}-\d{2}-\d{2})-(.+?)(-part\d)?\.json")
+PACKAGES = ("torch", "triton", "megatron-core", "transformers", "liger-kernel", "cut-cross-entropy")
+
+INTRODUCTION = """\
+# Performance
+
+Written by `python -m benchmarks.performance_page --write` from the files in `benchmarks/results/`; do not edit.
+
+A value in `x` is ours over the baseline of the same run: below 1 is faster, or smaller. CPU figures are CPU seconds of
+one thread unless they say wall time. What each case does is told at the top of its file: `benchmarks/kernels/` for
+C1 to C10, `benchmarks/gpu/` for G1 to G11, [benchmarks/README.md](../benchmarks/README.md) for the rest.
+"""
+
+
+def page(directory: Path = RESULTS) -> str:
+    sections = [
+        kernels_on_cpu(directory),
+        kernels_on_gpu(directory),
+        section("Trainer step", directory, {"actor_update": None, "grpo_step": None}),
+        section("Engines", directory, {"local_engine": None}) + engine_speeds(directory),
+        section("Weight sync", directory, {"weight_sync": None, "receipt": _is_of_a_model}),
+    ]
+    return "\n".join([INTRODUCTION, *sections])
+
+
+def kernels_on_cpu(directory: Path) -> str:
+    result = read(directory / "kernels_cpu.json")
+    title = "## Kernels on a CPU\n"
+    if result is None:
+        return f"{title}\nNo run on a CPU has been recorded yet: `python -m benchmarks.kernels`.\n"
+    return f"{title}\n{provenance(result)}\n" + "".join(case_text(name, case) for name, case in result["cases"].items())
+
+
+def kernels_on_gpu(directory: Path) -> str:
+    title = "## Kernels and training on a GPU\n"
+    results = newest_gpu_results(directory)
+    if not results:
+        return (
+            f"{title}\nNo run on a GPU has been recorded yet. One command, where torch sees a GPU: "
+            "`make gpu-check PYTHON=python3`.\n"
+        )
+    text = title
+    for result in results:
+        text += f"\n{provenance(result)}\n"
+        counts = ", ".join(f"{number} {kind}" for kind, number in sorted(result.get("counts", {}).items()))
+        text += f"\nTests that need a GPU: {counts}.\n" if counts else ""
+        text += "".join(case_text(name, case) for name, case in result.get("cases", {}).items())
+        left_out = result.get("out_of_time", [])
+        text += f"\nNot run, for want of time: {', '.join(left_out)}.\n" if left_out else ""
+    return text
+
+
+def newest_gpu_results(directory: Path) -> list[dict[str, Any]]:
+    """The parts of the latest whole run. Runs of tiny sizes do not count."""
+    runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for path in sorted(directory.glob("gpu_check-*.json")):
+        match, result = GPU_FILE.fullmatch(path.name), read(path)
+        if match and result is not None and not result.get("is_quick"):
+            runs.setdefault((result["machine"]["time"][:10], match[2]), []).append(result)
+    if not runs:
+        return []
+    newest = max(runs, key=lambda run: max(result["machine"]["time"] for result in runs[run]))
+    return runs[newest]
+
+
+def case_text(name: str, case: Mapping[str, Any]) -> str:
+    text = f"\n### {name}: {case['what']}\n\n"
+    why = case.get("error") or (case.get("outcome") if case.get("outcome") != "passed" else "")
+    if not case["figures"]:
+        return f"{text}No result: {str(why).strip().splitlines()[-1] if why else 'nothing was measured'}.\n"
+    shapes = {label: detail["shape"] for label, detail in case.get("details", {}).items() if _has_shape(detail)}
+    if shapes:
+        text += "; ".join(f"{label}: {shape}" for label, shape in shapes.items()) + ".\n\n"
+    elif _has_shape(case.get("details")):
+        text += f"{case['details']['shape']}.\n\n"
+    figures = figures_of(case)
+    rows = [_figure_cells(figure) for figure in figures] if len(figures) <= MOST_FIGURES else worst_of_each(figures)
+    text += table(("what", "value", "bar", "", "beside"), rows)
+    absent = case.get("details", {}).get("absent", {})
+    return text + "".join(f"\nNot compared: {what}: {reason}.\n" for what, reason in absent.items())
+
+
+def worst_of_each(figures: Sequence[Figure]) -> list[tuple[str, ...]]:
+    """Figures named "sample: quantity", by quantity, unit and bar; those without a bar stand for themselves."""
+    groups: dict[tuple[Any, ...], list[Figure]] = {}
+    for index, figure in enumerate(figures):
+        sample, _, quantity = figure.what.rpartition(": ")
+        key = (quantity, figure.unit, figure.bar) if figure.bar is not None and sample else (index,)
+        groups.setdefault(key, []).append(figure)
+    rows = []
+    for key, group in groups.items():
+        worst = max(group, key=over_bar)
+        cells = _figure_cells(worst)
+        if len(group) > 1:
+            sample = worst.what.rpartition(": ")[0]
+            cells = (str(key[0]), *cells[1:4], f"the worst of {len(group)}: {sample}")
+        rows.append(cells)
+    return rows
+
+
+def section(title: str, directory: Path, wanted: Mapping[str, Callable[[Row], bool] | None]) -> str:
+    """Benchmarks of `run_all`, each with the rows that its function lets through."""
+    text = f"## {title}\n"
+    for name, is_wanted in wanted.items():
+        benchmark = BENCHMARKS[name]
+        result = read(directory / f"{benchmark.result}.json")
+        if result is None:
+            text += f"\nNot run yet: `python -m {benchmark.module}`.\n"
+            continue
+        rows = [row for row in benchmark.rows(result) if is_wanted is None or is_wanted(row)]
+        cells = [_row_cells(row, benchmark.baseline) for row in rows]
+        text += f"\n{provenance(result)}\n\n" + table(("what", "value", "bar", "", "baseline"), cells)
+    return text
+
+
+def engine_speeds(directory: Path) -> str:
+    result = read(directory / "engines.json")
+    if result is None:
+        return "\nStock SGLang beside it has not been run yet: `python -m benchmarks.bench_engines`.\n"
+    rows = [
+        (f"{model}, {workload}", engine, f"{speed['tokens_per_s']:.0f}")
+        for model, found in result["models"].items()
+        for workload, engines in found["workloads"].items()
+        for engine, speed in engines.items()
+    ]
+    return f"\n{provenance(result)}\n\n" + table(("model, workload", "engine", "tokens/s, wall time"), rows)
+
+
+def provenance(result: Mapping[str, Any]) -> str:
+    """One paragraph: command, hardware, versions, commit, day. What a file does not say is left out."""
+    machine, device = result.get("machine", {}), result.get("device")
+    hardware = [device["name"]] if isinstance(device, dict) else []
+    if machine:
+        hardware.append(f"{machine['cpu']}, {machine['cores']} cores")
+    elif isinstance(device, str):
+        hardware.append(device)
+    found = {"torch": result.get("torch"), **result.get("versions", {}), **result.get("gpu_versions", {})}
+    packages = [f"{name} {found[name]}" for name in ("python", *PACKAGES) if found.get(name)]
+    load = machine.get("load_average", [result["load_average"]] if "load_average" in result else [])
+    parts = [f"`{result['command']}`", *hardware, ", ".join(packages)]
+    parts += [f"commit {result['commit']}, {machine['time'][:10]}"] if "commit" in result and machine else []
+    parts += [f"load average {load[0]:g}"] if load else []
+    return "; ".join(parts) + "."
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+
+
+def read(path: Path) -> dict[str, Any] | None:
+    """None: there is no such file."""
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def _figure_cells(figure: Figure) -> tuple[str, str, str, str, str]:
+    value = f"{figure.value:.3g} {figure.unit}".strip()
+    return figure.what, value, bar_of(figure), verdict_of(figure), figure.baseline
+
+
+def _row_cells(row: Row, baseline: str) -> tuple[str, str, str, str, str]:
+    figure = Figure(row.what, row.ratio, "x", baseline, row.bar)
+    return _figure_cells(figure)
+
+
+def _is_of_a_model(row: Row) -> bool:
+    return row.what.startswith("model")
+
+
+def _has_shape(detail: Any) -> bool:
+    return isinstance(detail, dict) and isinstance(detail.get("shape"), str)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write docs/performance.md")
+    args = parser.parse_args()
+    text = page()
+    if args.write:
+        PAGE.write_text(text)
+        return 0
+    if not PAGE.is_file() or PAGE.read_text() != text:
+        print("docs/performance.md is not what the result files say: python -m benchmarks.performance_page --write")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
