@@ -225,3 +225,48 @@ def special(device: str) -> dict[str, Any]:
 
 def test_float64_is_left_to_torch_and_no_rows_to_nobody(run: Callable[..., Any]) -> None:
     assert run(special) == {"float64": True, "no rows": (0, 7)}
+
+
+@pytest.mark.gpu
+def test_repeats_bit_for_bit_and_compiles_once_on_cuda() -> None:
+    """Other numbers of rows, and of columns up to the same power of two and of the same alignment: the same kernels."""
+    from rlhf_megatron.kernels import log_prob_triton
+
+    def num_compiled() -> int:
+        kernels = (log_prob_triton._update_kernel, log_prob_triton._grad_kernel)
+        return sum(len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels)
+
+    ops = log_prob_triton.TritonTileOps()
+    first = results(ops, Case(300, 8192, grad_dtype=torch.bfloat16), "cuda")
+    second = results(ops, Case(300, 8192, grad_dtype=torch.bfloat16), "cuda")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    num_before = num_compiled()
+    for num_rows, num_columns in ((17, 8192), (1, 8192), (8191, 8192), (64, 4480), (2048, 4112)):
+        results(ops, Case(num_rows, num_columns, grad_dtype=torch.bfloat16), "cuda")
+    assert num_compiled() == num_before
+
+
+@pytest.mark.gpu
+@pytest.mark.long
+def test_offsets_beyond_32_bits_on_cuda() -> None:
+    """2^31 elements and more: 9 GB of logits, 4 GB of gradients; the last row by the formulas."""
+    from rlhf_megatron.kernels.log_prob_triton import TritonTileOps
+
+    num_rows, num_columns = 2**14 + 8, 2**17
+    logits_RC = torch.zeros(num_rows, num_columns, device="cuda")
+    logits_RC[-1] = 3.0 * randn(num_columns, seed=8).cuda()
+    columns_R = torch.full((num_rows,), num_columns - 1, device="cuda")
+    running = torch.zeros(3, num_rows, device="cuda")
+    running[0] = MIN_LOGIT
+    max_R, sum_R, target_R = running
+    ops = TritonTileOps()
+    ops.update(logits_RC, None, columns_R, RowStatistics(max_R, sum_R, target_R, None, None))
+    log_z_R = max_R + sum_R.log()
+    last_C = logits_RC[-1].double()
+    assert target_R[-1] == logits_RC[-1, -1] and abs(log_z_R[-1].double() - last_C.logsumexp(0)) < 1e-5
+    rows = RowGradients(log_z_R, None, torch.ones(num_rows, device="cuda"), None, None)
+    grad_RC = ops.grad_logits(logits_RC, columns_R, rows, torch.bfloat16)
+    expected_C = -last_C.softmax(0)
+    expected_C[-1] += 1.0
+    torch.testing.assert_close(grad_RC[-1].double(), expected_C, rtol=2**-8, atol=1e-7)
+    assert grad_RC[0, 0].item() == pytest.approx(-(2.0**-17), rel=1e-2)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-OLDEST = (3, 4)  # of triton; older ones were never tried with these kernels
+OLDEST = (3, 3)  # of triton; older ones were never tried with these kernels
 INTERPRETER_OF_ANY_NUMPY = (
     3,
     7,
