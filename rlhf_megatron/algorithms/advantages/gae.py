@@ -64,16 +64,16 @@ class Moments:
         """With the entries of `column_N`, float64 (Chan, Golub and LeVeque, "Updating formulae", 1979)."""
         if not column_N.numel():
             return self
-        shifted_N = column_N - column_N[0]  # exactly 0 where all are equal, which a rounded mean is not
-        distance = shifted_N.mean()
-        shifted_N -= distance
-        count = self.count + column_N.numel()
-        step = float(column_N[0] + distance) - (self.mean if self.count else 0.0)
-        between = step * step * self.count * column_N.numel() / count
+        # From an entry on: equal numbers are exactly 0 there, and no other entry is so far that digits are lost.
+        count, shifted_N = column_N.numel(), column_N - column_N[0]
+        total = float(shifted_N.sum())
+        sum_squares = max(float(shifted_N.dot(shifted_N)) - total * total / count, 0.0)
+        step = float(column_N[0]) + total / count - self.mean
+        share = count / (self.count + count)
         return Moments(
-            count,
-            self.mean + step * column_N.numel() / count,
-            self.sum_squares + float(shifted_N.dot(shifted_N)) + between,
+            self.count + count,
+            self.mean + step * share,
+            self.sum_squares + sum_squares + step * step * self.count * share,
         )
 
 

@@ -15,6 +15,7 @@ depend on its neighbours, not in one bit.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -51,12 +52,8 @@ def discounted_sums_(column: Tensor, lengths_S: Tensor, decay: float) -> None:
     assert column.dtype == torch.float64 and 0 <= decay <= 1
     if decay < SMALLEST_DECAY or num_entries < 1:
         return
-    length = _row_length(decay)
-    rows = _rows(lengths_S, length)
-    backwards_C = torch.arange(1, length + 1, device=column.device)
-    powers_C = torch.arange(length, dtype=torch.float64, device=column.device).sub_(length // 2)
-    falling_C = torch.exp(powers_C * math.log(decay))
-    rising_C = 1.0 / falling_C
+    backwards_C, falling_C, rising_C = _powers(decay, column.device)
+    rows = _rows(lengths_S, backwards_C.numel())
     for first, last, width, is_ragged, has_carry in _groups(rows):
         ends_R = rows.ends_R[first:last]
         places_RC = ends_R[:, None] - backwards_C[:width]
@@ -77,6 +74,15 @@ def discounted_sums_(column: Tensor, lengths_S: Tensor, decay: float) -> None:
 def _row_length(decay: float) -> int:
     exponent = -math.log(decay)
     return ROW if exponent * ROW <= 2 * MAX_EXPONENT else max(1, int(2 * MAX_EXPONENT / exponent))
+
+
+@functools.lru_cache(maxsize=1)  # a step asks many times for the same
+def _powers(decay: float, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """[C] each, as long as a row may be: j + 1, decay^(j - c) and its inverse, with c in the middle of the row."""
+    length = _row_length(decay)
+    exponents_C = torch.arange(length, dtype=torch.float64, device=device).sub_(length // 2)
+    falling_C = torch.exp(exponents_C * math.log(decay))
+    return torch.arange(1, length + 1, device=device), falling_C, 1.0 / falling_C
 
 
 def _rows(lengths_S: Tensor, length: int) -> _Rows:
