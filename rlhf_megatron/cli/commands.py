@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_megatron.cli import convert, engine, fetch, report
+from rlhf_megatron.cli import convert, doctor, engine, fetch, report
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ def add_traceback(parser: argparse.ArgumentParser) -> None:
 COMMANDS = (
     Command("train", "train a policy", _train, "rlhf_megatron.cli.train:train"),
     Command("check", "prove a run's layout on this machine, without GPUs", _check, "rlhf_megatron.cli.check:check"),
+    Command("doctor", "which fast paths are live here", doctor.add_arguments, "rlhf_megatron.cli.doctor:doctor"),
     Command("engine", "SGLang servers for runs to attach to", engine.add_arguments, "rlhf_megatron.cli.engine:engine"),
     Command("report", "what a run came to: one HTML page", report.add_arguments, "rlhf_megatron.cli.report:report"),
     Command("config", "show, check or document configurations", _config, ""),

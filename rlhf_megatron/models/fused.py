@@ -106,7 +106,7 @@ def choose_gradient_fusion(
     if device == "cpu":
         if setting is None:
             return Choice(
-                "off", "it saves nothing worth on a CPU", "gradient_accumulation_fusion: true runs it there too"
+                "off", "it saves next to nothing on a CPU", "gradient_accumulation_fusion: true runs it here too"
             )
         return Choice("torch")
     if impl == "transformer_engine":

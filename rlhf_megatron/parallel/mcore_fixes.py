@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from rlhf_megatron.parallel import weight_grad
 from rlhf_megatron.parallel.mcore_patch import Patch, apply_all
 from rlhf_megatron.parallel.packages import GRADIENT_EXTENSION
 
@@ -43,6 +42,8 @@ def _has_no_gradient_extension() -> bool:
 
 
 def _gradients_by_torch() -> None:
+    from rlhf_megatron.parallel import weight_grad  # imports torch, which those that only read the list do without
+
     layers: Any = importlib.import_module("megatron.core.tensor_parallel.layers")
     setattr(layers, GRADIENT_EXTENSION, weight_grad)
     layers._grad_accum_fusion_available = True

@@ -32,10 +32,7 @@ INSTALL = {
     ),
     "triton": "pip install --no-deps triton",
 }
-_NOT_NVIDIAS = (
-    "the package of this name is not NVIDIA's Apex (PyPI has another project under it); pip uninstall apex, then"
-    " build NVIDIA's from source"
-)
+NOT_NVIDIAS = "the package of this name is not NVIDIA's Apex: PyPI has another project under it, and NVIDIA's is built from source"
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,7 @@ def find_apex() -> Package:
         return found
     folder = _folder(APEX)
     if folder is None or not all((folder / part).exists() for part in ("optimizers", "multi_tensor_apply")):
-        return Package(APEX, True, found.version, _NOT_NVIDIAS)
+        return Package(APEX, True, found.version, NOT_NVIDIAS)
     if not _has_module("amp_C"):
         why_not = "it was built without its CUDA extensions (no module amp_C), which its optimizers and norms need"
         return Package(APEX, True, found.version, why_not)
