@@ -11,7 +11,7 @@ statistic) and so a group with one sample left (no baseline, advantage 0).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,11 @@ class AdvantageInputs:
     offsets: Tensor  # [B + 1] int64
     token_rewards_T: Tensor | None = None  # float32, per-token stream (after KL-in-reward)
     values_T: Tensor | None = None  # float32, critic
+    reward_parts: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [B] float32, terms before their weights
+    greedy_rewards_B: Tensor | None = None  # float32, of the greedy sample of each sample's prompt; nan: masked status
+    log_probs_T: Tensor | None = None  # float32, trainer's policy at the start of the update
+    rollout_log_probs_T: Tensor | None = None  # float32, as the engine reported
+    sum_squares_T: Tensor | None = None  # float32, sum of the squared probabilities of the trainer's policy
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from rlhf_megatron.algorithms.losses.scratch import Scratch
+from rlhf_megatron.algorithms.sequences import Sequences
 from rlhf_megatron.registry import Registry
 
 
@@ -38,6 +39,7 @@ class PolicyLossInputs:
     entropies_T: Tensor | None = None  # nats, with grad
     ref_log_probs_T: Tensor | None = None  # frozen reference
     rollout_log_probs_T: Tensor | None = None  # as the engine reported
+    sequences: Sequences | None = None  # of the rows; sequence-level losses need it
     correction_weights_T: Tensor | None = None  # factor of the policy loss for off-policy tokens; not of KL and entropy
 
 

@@ -1,0 +1,42 @@
+"""Sums over whole sequences, seen from the rows of one micro-batch: what sequence-level losses are made of.
+
+A micro-batch holds whole sequences, but under context parallelism a rank has only some rows of each: `reduce` adds up
+over the ranks that share them. It is the caller's collective (the same calls in the same order on all of them), so that
+no loss has one of its own.
+"""
+
+# T rows of a micro-batch on this rank, S sequences of the micro-batch (the same on all ranks that share them)
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def _same(sums: Tensor) -> Tensor:
+    return sums
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Nothing here has a gradient."""
+
+    ids_T: Tensor  # int64, the sequence of each row, in [0, num_sequences)
+    num_sequences: int
+    reduce: Callable[[Tensor], Tensor] = (
+        _same  # [K, S] float64 of this rank -> the sum over all that share the sequences
+    )
+
+    def sums(self, *columns_T: Tensor) -> tuple[Tensor, ...]:
+        """[S] float64 each: sums over whole sequences, all of one call in one exchange."""
+        stacked = torch.stack([column_T.detach().to(torch.float64) for column_T in columns_T])
+        sums = stacked.new_zeros(len(columns_T), self.num_sequences).index_add_(1, self.ids_T, stacked)
+        return tuple(self.reduce(sums))
+
+    def means(self, column_T: Tensor) -> Tensor:
+        """[S] float64: mean over the rows of each whole sequence; 0 for one without rows."""
+        total_S, count_S = self.sums(column_T, torch.ones_like(column_T))
+        return total_S / count_S.clamp(min=1)
