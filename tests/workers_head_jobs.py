@@ -1,0 +1,216 @@
+"""What runs on every rank in the tests of the head: gradients by either way, and backends that are wrong."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import workers_reference as reference
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from workers_jobs import CONFIG, make_actor, share
+
+from rlhf_megatron.config.schema import KernelsConfig
+from rlhf_megatron.data.batch import LogProbs, MiniBatch
+from rlhf_megatron.kernels.tile_ops import TorchTileOps
+from rlhf_megatron.parallel.world import World
+from rlhf_megatron.workers.findings import HeadReport
+
+
+class WrongGradient(TorchTileOps):
+    """The entropy's part of the gradient has the other sign."""
+
+    def grad_logits(self, logits_RC: Tensor, columns_R: Tensor, rows: Any, dtype: torch.dtype) -> Tensor:
+        flipped = type(rows)(**{**vars(rows), "grad_entropies_R": -rows.grad_entropies_R})
+        return super().grad_logits(logits_RC, columns_R, flipped, dtype)
+
+
+class WrongStatistics(TorchTileOps):
+    """The entropy's sum has the other sign."""
+
+    def update(self, logits_RC: Tensor, inv_R: Any, columns_R: Tensor, statistics: Any, *stash: Any) -> None:
+        super().update(logits_RC, inv_R, columns_R, statistics, *stash)
+        if statistics.weighted_R is not None:
+            statistics.weighted_R.neg_()
+
+
+class WrongStash(TorchTileOps):
+    """What was stashed is taken for e^(max - z)."""
+
+    def grad_logits_from_stash(
+        self, stash_RC: Tensor, max_R: Tensor, columns_R: Tensor, rows: Any, dtype: torch.dtype
+    ) -> Tensor:
+        return super().grad_logits_from_stash(stash_RC, -max_R, columns_R, rows, dtype)
+
+
+class Crashing(TorchTileOps):
+    """As a compiler that gives up."""
+
+    def grad_logits(self, *arguments: Any) -> Tensor:
+        raise RuntimeError("PassManager::run failed\nat line 7")
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Of one rank, after forward and backward of a mini-batch and before any optimizer step."""
+
+    main_grads: dict[str, Tensor]  # by name
+    num_micro_batches: int
+    num_without_rows: int
+    num_hooks: int  # times that the head's weight came to its gradient hook; 0 off the last stage
+    num_allocated: int  # tensors of the weight's size, of any type
+    is_weight_kept: bool  # bit for bit
+    is_flag_set: bool | None  # grad_added_to_main_grad; None off the last stage
+    grad_norm: float | None
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the tensors with `numel` elements that come into being, views left out."""
+
+    def __init__(self, numel: int, known: list[Tensor]) -> None:
+        super().__init__()
+        self.count = 0
+        self._numel = numel
+        self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self._kept: list[Tensor] = []  # so that no address is used again
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, Tensor) and tensor.numel() == self._numel:
+                address = tensor.untyped_storage().data_ptr()
+                if address not in self._known:
+                    self._known.add(address)
+                    self._kept.append(tensor)
+                    self.count += 1
+        return out
+
+
+@contextmanager
+def way(kind: str) -> Iterator[None]:
+    """ "sink": as it is. "autograd": as without main_grad. "poisoned": the stand-in is full of NaN."""
+    from rlhf_megatron.workers import log_prob_head, main_grad
+
+    gradient = main_grad.MainGradSink.gradient
+
+    def poisoned(self: Any) -> Tensor | None:
+        stand_in = gradient(self)
+        return None if stand_in is None else torch.full_like(stand_in, torch.nan)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if kind == "autograd":
+            patch.setattr(log_prob_head, "sink_of", lambda weight: None)
+        if kind == "poisoned":
+            patch.setattr(main_grad.MainGradSink, "gradient", poisoned)
+        yield
+
+
+def gradients(
+    world: World,
+    name: str,
+    state: dict[str, Tensor],
+    batch: MiniBatch,
+    kinds: tuple[str, ...],
+    token_budget: int = 40,
+    dtype: torch.dtype = torch.float32,
+    kernels: dict[str, Any] | None = None,
+    megatron: dict[str, Any] | None = None,
+    bucket_size: int | None = None,
+    num_passes: int = 1,
+) -> list[Gradients]:
+    """One entry for each of `kinds`, see `way`. All of one actor, whose weights do not change."""
+    config = replace(CONFIG, kernels=KernelsConfig(**{"num_self_checks": 0, **(kernels or {})}))
+    actor = make_actor(world, name, state, config, dtype, megatron=megatron, bucket_size=bucket_size)
+    return [_pass(actor, batch, token_budget, kind, num_passes) for kind in kinds]
+
+
+def _pass(actor: Any, batch: MiniBatch, token_budget: int, kind: str, num_passes: int) -> Gradients:
+    from rlhf_megatron.checkpoint.load_model import named_parameters
+    from rlhf_megatron.models.head import head_weight
+    from rlhf_megatron.workers.pack import pack
+
+    world = actor.world
+    shard, plan = share(world, batch, token_budget)
+    packed = pack(shard, plan, world.layout, world.coordinates.cp)
+    parameters = named_parameters(actor.model.chunks)
+    weight = head_weight(actor.model.chunks[-1]) if world.is_last_stage else None
+    known = [tensor for p in parameters.values() for tensor in (p.data, p.main_grad)]
+    before = {key: p.detach().clone() for key, p in parameters.items()}
+    hooks: list[int] = []
+    result = None
+    if weight is not None:
+        accumulator = weight.expand_as(weight).grad_fn.next_functions[0][0]
+        handle = accumulator.register_hook(lambda *unused: hooks.append(1))
+    with way(kind), Allocations(-1 if weight is None else weight.numel(), known) as allocations:
+        for _ in range(num_passes):
+            result = actor.look_again(shard, plan, reference.TEMPERATURE)
+    if weight is not None:
+        handle.remove()
+    return Gradients(
+        main_grads={key: p.main_grad.clone() for key, p in parameters.items()},
+        num_micro_batches=len(packed.micro_batches),
+        num_without_rows=sum(micro.rows.numel() == 0 for micro in packed.micro_batches),
+        num_hooks=len(hooks),
+        num_allocated=allocations.count,
+        is_weight_kept=all(torch.equal(before[key], p) for key, p in parameters.items()),
+        is_flag_set=None if weight is None else weight.grad_added_to_main_grad,  # type: ignore[attr-defined]
+        grad_norm=None if result is None else result.grad_norm,
+    )
+
+
+@dataclass(frozen=True)
+class CheckedRun:
+    """What a rank did with a backend that may be wrong."""
+
+    log_probs: LogProbs | None
+    main_grads: dict[str, Tensor]
+    report: HeadReport | None
+    warnings: list[str]
+
+
+def run_checked(
+    world: World,
+    name: str,
+    state: dict[str, Tensor],
+    batch: MiniBatch,
+    kernels: dict[str, Any],
+    mistake: type[TorchTileOps] | None = None,
+    on_tp_rank: int = 0,
+    is_triton_taken: bool = False,
+) -> CheckedRun:
+    """Log-probs, then forward and backward. `mistake`: in place of the tile operations of that tp rank.
+
+    `is_triton_taken`: triton is chosen although it does not run on this device.
+    """
+    from rlhf_megatron.checkpoint.load_model import named_parameters
+    from rlhf_megatron.kernels import log_prob
+    from rlhf_megatron.workers import head_backend
+
+    config = replace(CONFIG, kernels=KernelsConfig(**kernels))
+    records = _Records()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(head_backend.logger, "handlers", [records])
+        if mistake is not None and world.coordinates.tp == on_tp_rank:
+            patch.setattr(log_prob, "TorchTileOps", mistake)
+        if is_triton_taken:
+            patch.setattr(head_backend, "try_triton", lambda device: "")
+        actor = make_actor(world, name, state, config)
+        shard, plan = share(world, batch, 40)
+        log_probs = actor.log_probs(shard, plan, reference.TEMPERATURE, with_entropy=True)
+        actor.look_again(shard, plan, reference.TEMPERATURE)
+    grads = {key: p.main_grad.clone() for key, p in named_parameters(actor.model.chunks).items()}
+    return CheckedRun(log_probs, grads, actor.head_report(), records.messages)
+
+
+class _Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
