@@ -29,21 +29,16 @@ def device_rows(facts: Facts) -> list[Row]:
         fix = "install torch for this machine: https://pytorch.org/get-started/locally"
         return [Row("device", "torch", "broken", "nothing can run", facts.torch_error, fix)]
     if torch.why_no_cuda:
+        built = f"for CUDA {torch.cuda}" if torch.cuda else "without CUDA"
         return [
-            Row(
-                "device",
-                "torch",
-                "live",
-                f"{torch.version}, built {'for CUDA ' + torch.cuda if torch.cuda else 'without CUDA'}",
-            ),
+            Row("device", "torch", "live", f"{torch.version}, built {built}"),
             Row("device", "accelerator", "not live", "ranks are CPU processes", *_why_no_device(facts)),
             Row("device", "collectives", "live", "gloo", "NCCL needs GPUs"),
         ]
+    devices = f"{len(torch.devices)} x {torch.devices[0]}, driver {torch.driver or '?'}"
     return [
         _torch_row(facts),
-        Row(
-            "device", "accelerator", "live", f"{len(torch.devices)} x {torch.devices[0]}, driver {torch.driver or '?'}"
-        ),
+        Row("device", "accelerator", "live", devices),
         _bfloat16_row(torch.has_bfloat16),
         _nccl_row(torch.nccl),
         _links_row(facts.host, len(torch.devices)),

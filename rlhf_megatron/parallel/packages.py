@@ -32,7 +32,7 @@ INSTALL = {
     ),
     "triton": "pip install --no-deps triton",
 }
-NOT_NVIDIAS = "the package of this name is not NVIDIA's Apex: PyPI has another project under it, and NVIDIA's is built from source"
+NOT_NVIDIAS = "it is not NVIDIA's Apex: PyPI has another project of this name, NVIDIA's is built from source"
 
 
 @dataclass(frozen=True)
