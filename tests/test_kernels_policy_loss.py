@@ -1,0 +1,454 @@
+"""The policy loss in one pass: by hand in every branch, against the eager loss, finite differences, no waiting."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rlhf_megatron.algorithms.losses import PolicyLossInputs
+from rlhf_megatron.algorithms.losses.compose import RegularizerParams, total_token_loss
+from rlhf_megatron.algorithms.losses.ppo_clip import PPOClipParams, ppo_clip, ppo_clip_explicit
+from rlhf_megatron.kernels import row_loss
+from rlhf_megatron.kernels.policy_loss import FusedPolicyLoss
+
+PARAMS = PPOClipParams(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=3.0)
+GRADED = ("log_probs_T", "entropies_T")
+Results = dict[str, Tensor]  # "loss", gradients by column, sums by metric
+
+
+def make_inputs(seed: int, num_rows: int, dtype: torch.dtype, **without: None) -> PolicyLossInputs:
+    """Random rows, of which some lie far outside of every range. `without`: columns that are not there."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(scale: float) -> Tensor:
+        return scale * torch.randn(num_rows, generator=generator, dtype=torch.float64)
+
+    old = -3 * torch.rand(num_rows, generator=generator, dtype=torch.float64)
+    far = torch.tensor([30.0, -30.0, 19.0, -19.0, 11.0, -9.5], dtype=torch.float64)
+    log_probs = old + normal(0.4)
+    log_probs[: len(far)] += far[:num_rows]
+    advantages = normal(1.0)
+    advantages[::7] = 0.0
+    columns: dict[str, Any] = {
+        "log_probs_T": log_probs,
+        "old_log_probs_T": old,
+        "advantages_T": advantages,
+        "entropies_T": 2 * torch.rand(num_rows, generator=generator, dtype=torch.float64),
+        "ref_log_probs_T": old + normal(0.3),
+        "correction_weights_T": 2 * torch.rand(num_rows, generator=generator, dtype=torch.float64),
+        **without,
+    }
+    mask = torch.ones(num_rows, dtype=torch.bool)
+    return in_dtype(PolicyLossInputs(**columns, response_mask_T=mask), dtype)
+
+
+def make_weights(num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Loss and metric weights that differ from row to row; every fifth row weighs nothing."""
+    generator = torch.Generator().manual_seed(num_rows)
+    weights = torch.rand(2, num_rows, generator=generator, dtype=torch.float64) / max(num_rows, 1)
+    weights[:, 4::5] = 0.0
+    loss_weights, metric_weights = weights.to(dtype)
+    return loss_weights, metric_weights
+
+
+def in_dtype(inputs: PolicyLossInputs, dtype: torch.dtype) -> PolicyLossInputs:
+    columns = {name: getattr(inputs, name) for name in PolicyLossInputs.__dataclass_fields__}
+    return PolicyLossInputs(**{k: v if v is None or v.dtype == torch.bool else v.to(dtype) for k, v in columns.items()})
+
+
+def with_leaves(inputs: PolicyLossInputs) -> PolicyLossInputs:
+    leaves = {name: getattr(inputs, name) for name in GRADED}
+    return replace(inputs, **{k: v.detach().clone().requires_grad_() for k, v in leaves.items() if v is not None})
+
+
+def results(inputs: PolicyLossInputs, loss: Tensor, sums: dict[str, Tensor]) -> Results:
+    leaves = {name: getattr(inputs, name) for name in GRADED if getattr(inputs, name) is not None}
+    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    return {"loss": loss.detach(), **sums, **{k: g for k, g in zip(leaves, grads, strict=True) if g is not None}}
+
+
+def fused(
+    inputs: PolicyLossInputs, weights: tuple[Tensor, Tensor], params: PPOClipParams, regularizers: RegularizerParams
+) -> Results:
+    inputs = with_leaves(inputs)
+    return results(inputs, *FusedPolicyLoss(ppo_clip_explicit, params, regularizers)(inputs, *weights))
+
+
+def eager(
+    inputs: PolicyLossInputs, weights: tuple[Tensor, Tensor], params: PPOClipParams, regularizers: RegularizerParams
+) -> Results:
+    inputs = with_leaves(inputs)
+    terms = total_token_loss(ppo_clip, params, inputs, regularizers)
+    sums = {name: (metric * weights[1]).sum() for name, metric in terms.metrics.items()}
+    return results(inputs, (terms.token_loss_T * weights[0]).sum(), sums)
+
+
+def assert_equal(found: Results, expected: Results, relative: float, absolute: float) -> None:
+    """`absolute`: of a gradient relative to its largest entry; of a sum, whose terms may cancel, as it is."""
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        scale = float(value.abs().max()) if value.dim() and value.numel() else 1.0
+        torch.testing.assert_close(
+            found[name].to(value.dtype),
+            value,
+            rtol=relative,
+            atol=absolute * max(scale, 1e-30),
+            msg=f"{name}: {found[name]} is not {value}",
+        )
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 16 rows, in memory of their own."""
+    monkeypatch.setattr(row_loss, "CPU_BLOCK", 16)
+    monkeypatch.setattr(row_loss, "_kept", row_loss._Kept())
+
+
+# log-prob less old one, advantage: loss, d loss / d log-prob, ppo_kl, clipped, dual-clipped; ranges 0.8 to 1.28, dual 3
+LOG = math.log
+BY_HAND = [
+    (0.0, 2.0, -2.0, -2.0, 0.0, 0, 0),  # not moved
+    (LOG(1.1), 2.0, -2.2, -2.2, -LOG(1.1), 0, 0),  # inside
+    (LOG(1.1), -2.0, 2.2, 2.2, -LOG(1.1), 0, 0),
+    (LOG(1.5), 2.0, -2.56, 0.0, -LOG(1.5), 1, 0),  # clipped above
+    (LOG(0.5), 2.0, -1.0, -1.0, -LOG(0.5), 0, 0),  # below, but moving back is free
+    (LOG(0.5), -2.0, 1.6, 0.0, -LOG(0.5), 1, 0),  # clipped below
+    (LOG(1.5), -2.0, 3.0, 3.0, -LOG(1.5), 0, 0),  # above, but moving back is free
+    (LOG(5.0), -2.0, 6.0, 0.0, -LOG(5.0), 0, 1),  # dual clip
+    (LOG(5.0), 2.0, -2.56, 0.0, -LOG(5.0), 1, 0),  # none for a positive advantage
+    (25.0, 2.0, -2.56, 0.0, -20.0, 1, 0),  # exponent clamped above
+    (25.0, -2.0, 6.0, 0.0, -20.0, 0, 1),
+    (-25.0, 2.0, -2 * math.exp(-20), 0.0, 20.0, 0, 0),  # and below: the loss is free, the gradient still 0
+    (-20.0, 2.0, -2 * math.exp(-20), -2 * math.exp(-20), 20.0, 0, 0),  # at the clamp itself it is not
+    (-25.0, -2.0, 1.6, 0.0, 20.0, 1, 0),
+    (LOG(1.7), 0.0, 0.0, 0.0, -LOG(1.7), 0, 0),  # advantage 0: nothing to clip
+    (LOG(0.3), 0.0, 0.0, 0.0, -LOG(0.3), 0, 0),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(("moved", "advantage", "loss", "grad", "kl", "clipped", "dual"), BY_HAND)
+def test_by_hand(
+    dtype: torch.dtype, moved: float, advantage: float, loss: float, grad: float, kl: float, clipped: int, dual: int
+) -> None:
+    def column(value: float) -> Tensor:
+        return torch.tensor([value], dtype=dtype)
+
+    inputs = PolicyLossInputs(column(moved), column(0.0), column(advantage), torch.ones(1, dtype=torch.bool))
+    found = fused(inputs, (column(0.5), column(0.25)), PARAMS, RegularizerParams())
+    near = pytest.approx if dtype == torch.float64 else lambda value: pytest.approx(value, rel=1e-5)
+    assert found["loss"].item() == near(0.5 * loss)
+    assert found["log_probs_T"].tolist() == near([0.5 * grad])
+    assert found["actor/pg_loss"].item() == near(0.25 * loss)
+    assert found["actor/ppo_kl"].item() == near(0.25 * kl)
+    assert found["actor/pg_clipfrac"].item() == 0.25 * clipped
+    assert found["actor/pg_clipfrac_lower"].item() == 0.25 * dual
+    assert set(found) == {
+        "loss", "log_probs_T", "actor/pg_loss", "actor/ppo_kl", "actor/pg_clipfrac", "actor/pg_clipfrac_lower"
+    }  # fmt: skip
+
+
+# log-prob less that of the reference: estimate, d estimate / d log-prob
+KL_BY_HAND = {
+    "k1": [(0.5, 0.5, 1.0), (-30.0, -30.0, 1.0)],
+    "k2": [(0.5, 0.125, 0.5), (-3.0, 4.5, -3.0)],
+    "k3": [
+        (LOG(2.0), 0.5 - 1 + LOG(2.0), 0.5),
+        (-LOG(2.0), 2 - 1 - LOG(2.0), -1.0),
+        (1e-3, math.expm1(-1e-3) + 1e-3, -math.expm1(-1e-3)),
+        (10.5, math.exp(-10.5) + 9.5, 1 - math.exp(-10.5)),
+        (11.5, 10.0, 0.0),  # the estimate is cut at 10
+        (-3.0, 10.0, 0.0),
+        (-25.0, 10.0, 0.0),  # and the exponent at 20 before
+        (25.0, 10.0, 0.0),
+    ],
+}
+
+
+@pytest.mark.parametrize(("kind", "row"), [(kind, row) for kind, rows in KL_BY_HAND.items() for row in rows])
+def test_regularizers_by_hand(kind: Any, row: tuple[float, float, float]) -> None:
+    diff, kl, kl_grad = row
+
+    def column(value: float) -> Tensor:
+        return torch.tensor([value], dtype=torch.float64)
+
+    inputs = PolicyLossInputs(
+        column(-1.0),
+        column(-1.0),
+        column(2.0),
+        torch.ones(1, dtype=torch.bool),
+        entropies_T=column(0.7),
+        ref_log_probs_T=column(-1.0 - diff),
+        correction_weights_T=column(1.5),  # of the policy loss only
+    )
+    found = fused(inputs, (column(0.5), column(0.25)), PARAMS, RegularizerParams(0.1, kind, 0.03))
+    assert found["loss"].item() == pytest.approx(0.5 * (-3.0 + 0.1 * kl - 0.03 * 0.7), rel=1e-12)
+    assert found["log_probs_T"].item() == pytest.approx(0.5 * (-3.0 + 0.1 * kl_grad), rel=1e-12)
+    assert found["entropies_T"].item() == pytest.approx(-0.5 * 0.03, rel=1e-12)
+    assert found["actor/pg_loss"].item() == pytest.approx(0.25 * -3.0, rel=1e-12)
+    assert found["actor/kl_loss"].item() == pytest.approx(0.25 * kl, rel=1e-9)
+    assert found["actor/entropy_loss"].item() == pytest.approx(0.25 * 0.7, rel=1e-12)
+
+
+REGULARIZERS = [
+    RegularizerParams(coef, kind, entropy)
+    for kind in ("k1", "k2", "k3")
+    for coef in (0.0, 0.1)
+    for entropy in (0.0, 0.03)
+]
+
+
+@pytest.mark.parametrize("without", [{}, {"correction_weights_T": None}], ids=["corrected", "plain"])
+@pytest.mark.parametrize("regularizers", REGULARIZERS, ids=str)
+def test_equals_eager(regularizers: RegularizerParams, without: dict[str, None], small_blocks: None) -> None:
+    """Over seven blocks, the last of them ragged."""
+    inputs, weights = make_inputs(1, 103, torch.float64, **without), make_weights(103, torch.float64)
+    exact = eager(inputs, weights, PARAMS, regularizers)
+    assert_equal(fused(inputs, weights, PARAMS, regularizers), exact, 1e-12, 1e-15)
+    single = in_dtype(inputs, torch.float32)
+    in_single = eager(in_dtype(single, torch.float64), weights, PARAMS, regularizers)  # of the rounded columns
+    weights_32 = (weights[0].float(), weights[1].float())
+    assert_equal(fused(single, weights_32, PARAMS, regularizers), in_single, 1e-5, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_without_optional_columns(dtype: torch.dtype) -> None:
+    inputs = make_inputs(2, 50, dtype, entropies_T=None, ref_log_probs_T=None, correction_weights_T=None)
+    weights = make_weights(50, dtype)
+    found = fused(inputs, weights, PARAMS, RegularizerParams())
+    assert "actor/kl_loss" not in found and "actor/entropy_loss" not in found
+    assert_equal(
+        found, eager(inputs, weights, PARAMS, RegularizerParams()), 1e-5 if dtype == torch.float32 else 1e-12, 1e-6
+    )
+
+
+def test_more_rows_than_a_block_give_the_same_as_blocks_of_another_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_rows = row_loss.CPU_BLOCK + 5
+    inputs, weights = make_inputs(3, num_rows, torch.float32), make_weights(num_rows, torch.float32)
+    regularizers = RegularizerParams(0.1, "k3", 0.03)
+    two_blocks = fused(inputs, weights, PARAMS, regularizers)
+    monkeypatch.setattr(row_loss, "CPU_BLOCK", 1000)
+    monkeypatch.setattr(row_loss, "_kept", row_loss._Kept())
+    many = fused(inputs, weights, PARAMS, regularizers)
+    assert torch.equal(many["log_probs_T"], two_blocks["log_probs_T"])
+    assert_equal(many, two_blocks, 1e-6, 1e-6)
+
+
+def test_finite_differences() -> None:
+    inputs = make_inputs(4, 60, torch.float64)
+    weights = make_weights(60, torch.float64)
+    moved = (inputs.log_probs_T - inputs.old_log_probs_T).exp()
+    kl = inputs.ref_log_probs_T - inputs.log_probs_T  # type: ignore[operator]
+    borders = [(moved - border).abs() < 1e-3 for border in (0.8, 1.28, 3.0)]
+    assert not torch.stack(borders).any() and not ((kl.expm1() - kl - 10).abs() < 1e-3).any(), "not at a kink"
+    step = FusedPolicyLoss(ppo_clip_explicit, PARAMS, RegularizerParams(0.1, "k3", 0.03))
+
+    def loss(log_probs_R: Tensor, entropies_R: Tensor) -> Tensor:
+        return step(replace(inputs, log_probs_T=log_probs_R, entropies_T=entropies_R), *weights)[0]
+
+    leaves = with_leaves(inputs)
+    assert leaves.entropies_T is not None
+    assert torch.autograd.gradcheck(loss, (leaves.log_probs_T, leaves.entropies_T), eps=1e-7, atol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("log_ratio", [0.25, -0.2, 1.1])
+def test_ties_at_the_borders(dtype: torch.dtype, log_ratio: float) -> None:
+    """The ratio is the border to the last bit. Nothing is replaced, so all of the gradient is there; as in eager."""
+    ratio = torch.tensor([log_ratio], dtype=dtype).exp().item()
+    borders: dict[float, dict[str, float]] = {
+        0.25: {"clip_ratio_high": ratio - 1},
+        -0.2: {"clip_ratio_low": 1 - ratio},
+        1.1: {"clip_ratio_c": ratio},
+    }
+    params = PPOClipParams(**borders[log_ratio])
+    for advantage in (1.7, -1.7):
+        columns = [torch.tensor([value], dtype=dtype) for value in (log_ratio, 0.0, advantage)]
+        inputs = PolicyLossInputs(*columns, torch.ones(1, dtype=torch.bool))
+        weights = (torch.ones(1, dtype=dtype), torch.ones(1, dtype=dtype))
+        found, expected = (form(inputs, weights, params, RegularizerParams()) for form in (fused, eager))
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        is_clipped = log_ratio == 1.1 and advantage > 0
+        assert found["actor/pg_clipfrac"].item() == is_clipped and found["actor/pg_clipfrac_lower"].item() == 0
+        if not is_clipped:
+            assert found["log_probs_T"].item() == found["loss"].item() != 0, "d(-A r) / d log-prob is -A r"
+
+
+finite = st.floats(-60, 0)
+rows = st.tuples(
+    finite,
+    finite,
+    st.one_of(st.just(0.0), st.floats(-1e3, 1e3)),
+    finite,
+    st.floats(0, 9),
+    st.floats(0, 4),
+    st.floats(0, 1),
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.lists(rows, max_size=12),
+    st.builds(PPOClipParams, st.floats(0.01, 1), st.floats(0.01, 3), st.floats(1.01, 10)),
+    st.builds(
+        RegularizerParams, st.sampled_from([0.0, 0.1]), st.sampled_from(["k1", "k2", "k3"]), st.sampled_from([0.0, 0.2])
+    ),
+)
+def test_any_rows(table: list[tuple[float, ...]], params: PPOClipParams, regularizers: RegularizerParams) -> None:
+    columns = torch.tensor(table, dtype=torch.float64).reshape(-1, 7).unbind(1)
+    log_probs, old, advantages, ref, entropies, corrections, weights = columns
+    mask = torch.ones(len(table), dtype=torch.bool)
+    inputs = PolicyLossInputs(log_probs, old, advantages, mask, entropies, ref, None, corrections)
+    found, expected = (form(inputs, (weights, weights), params, regularizers) for form in (fused, eager))
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name], value, rtol=1e-11, atol=1e-9, msg=f"{name}: {found[name]} is not {value}"
+        )
+
+
+@pytest.mark.parametrize("num_rows", [0, 1])
+def test_no_rows(num_rows: int) -> None:
+    """A rank without rows has all metrics, and a gradient for the model behind it."""
+    inputs, weights = make_inputs(5, num_rows, torch.float32), make_weights(num_rows, torch.float32)
+    found = fused(inputs, weights, PARAMS, RegularizerParams(0.1, "k3", 0.03))
+    assert set(found) == {"loss", *GRADED, *sums_of_all_metrics()}
+    assert found["log_probs_T"].shape == found["entropies_T"].shape == (num_rows,)
+    if num_rows == 0:
+        assert all(value.sum().item() == 0 for value in found.values())
+
+
+def sums_of_all_metrics() -> set[str]:
+    names = ("pg_loss", "kl_loss", "entropy_loss", "ppo_kl", "pg_clipfrac", "pg_clipfrac_lower")
+    return {f"actor/{name}" for name in names}
+
+
+def test_rows_without_weight_have_no_gradient() -> None:
+    inputs = make_inputs(6, 20, torch.float32)
+    nothing = torch.zeros(20)
+    found = fused(inputs, (nothing, nothing), PARAMS, RegularizerParams(0.1, "k3", 0.03))
+    assert all(bool((value == 0).all()) for value in found.values())
+
+
+def test_half_precision_is_refused() -> None:
+    inputs = make_inputs(7, 8, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"log-probs are torch.bfloat16: .*Compute them in float32"):
+        fused(inputs, make_weights(8, torch.float32), PARAMS, RegularizerParams())
+
+
+def test_columns_of_another_type_are_converted() -> None:
+    inputs, weights = make_inputs(8, 40, torch.float32), make_weights(40, torch.float32)
+    others = replace(in_dtype(inputs, torch.float64), log_probs_T=inputs.log_probs_T)
+    regularizers = RegularizerParams(0.1, "k3", 0.03)
+    found, expected = (fused(some, weights, PARAMS, regularizers) for some in (others, inputs))
+    assert found["log_probs_T"].dtype == torch.float32
+    assert all(torch.equal(found[name], expected[name]) for name in found if name != "entropies_T")
+
+
+def step_of(inputs: PolicyLossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = FusedPolicyLoss(ppo_clip_explicit, PARAMS, RegularizerParams(0.1, "k3", 0.03))
+    return loss(inputs, *make_weights(inputs.log_probs_T.numel(), inputs.log_probs_T.dtype))
+
+
+def test_backward_multiplies_and_may_run_twice() -> None:
+    inputs = with_leaves(make_inputs(9, 30, torch.float32))
+    (once,) = torch.autograd.grad(step_of(inputs)[0], inputs.log_probs_T)
+    loss, sums = step_of(inputs)
+    kept = loss.item()
+    scaled = loss.div_(4)  # as Megatron's schedules do, in place
+    for _ in range(2):
+        (found,) = torch.autograd.grad(scaled, inputs.log_probs_T, retain_graph=True)
+        assert torch.equal(found, once / 4)
+    assert loss.item() == kept / 4 and not any(metric.requires_grad for metric in sums.values())
+
+
+def test_gradients_that_nobody_asks_for() -> None:
+    inputs = with_leaves(make_inputs(10, 30, torch.float32))
+    assert inputs.entropies_T is not None
+    without_bonus = FusedPolicyLoss(ppo_clip_explicit, PARAMS, RegularizerParams(0.1, "k3", 0.0))
+    loss, _ = without_bonus(inputs, *make_weights(30, torch.float32))
+    loss.backward()
+    assert inputs.entropies_T.grad is None and inputs.log_probs_T.grad is not None
+    frozen = replace(inputs, log_probs_T=inputs.log_probs_T.detach())
+    loss, _ = step_of(frozen)
+    loss.backward()
+    assert inputs.entropies_T.grad is not None
+
+
+def test_a_coefficient_without_its_column_is_refused() -> None:
+    weights = make_weights(4, torch.float32)
+    for regularizers, message in (
+        (RegularizerParams(0.1, "k3", 0.0), r"kl_loss_coef \(0.1\) needs ref_log_probs"),
+        (RegularizerParams(0.0, "k3", 0.2), r"entropy_coeff \(0.2\) needs entropies"),
+    ):
+        inputs = make_inputs(11, 4, torch.float32, ref_log_probs_T=None, entropies_T=None)
+        with pytest.raises(ValueError, match=message):
+            fused(inputs, weights, PARAMS, regularizers)
+
+
+def test_what_is_not_a_number_is_seen() -> None:
+    """In the loss, and where it came from in the gradient: skipped steps are judged by both."""
+    for column in ("log_probs_T", "old_log_probs_T", "advantages_T", "ref_log_probs_T"):
+        inputs = make_inputs(12, 40, torch.float32)
+        getattr(inputs, column)[17] = math.nan
+        found = fused(inputs, make_weights(40, torch.float32), PARAMS, RegularizerParams(0.1, "k3", 0.03))
+        assert math.isnan(found["loss"].item()), column
+        bad = found["log_probs_T"].isnan().nonzero().flatten().tolist()
+        assert bad == [17], column
+
+
+class NoWaiting(TorchDispatchMode):
+    """Fails on what makes a GPU's host wait: for a number, or for the size of a result."""
+
+    WAITING = (
+        torch.ops.aten._local_scalar_dense.default,
+        torch.ops.aten.nonzero.default,
+        torch.ops.aten.masked_select.default,
+        torch.ops.aten.equal.default,
+    )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        indices = args[1] if func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default) else ()
+        is_by_mask = any(index is not None and index.dtype == torch.bool for index in indices)
+        assert func not in self.WAITING and not is_by_mask, f"{func} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_waits_for_the_device(small_blocks: None) -> None:
+    inputs = with_leaves(make_inputs(13, 50, torch.float32))
+    with NoWaiting():
+        loss, _ = step_of(inputs)
+        loss.backward()
+    assert inputs.log_probs_T.grad is not None and inputs.log_probs_T.grad.abs().sum() > 0
+    for waits in (lambda: torch.ones(1).item(), lambda: torch.ones(2)[torch.ones(2, dtype=torch.bool)]):
+        with pytest.raises(AssertionError, match="waits for the device"), NoWaiting():
+            waits()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("use_triton", [False, True])
+def test_on_cuda(use_triton: bool) -> None:
+    """Plain torch and the kernel give what the CPU gives, without a wait."""
+    regularizers = RegularizerParams(0.1, "k3", 0.03)
+    for num_rows in (0, 1, 513, 5000):
+        inputs, weights = make_inputs(14, num_rows, torch.float64), make_weights(num_rows, torch.float64)
+        single = in_dtype(inputs, torch.float32)
+        expected = eager(in_dtype(single, torch.float64), weights, PARAMS, regularizers)
+        columns = {name: getattr(single, name) for name in PolicyLossInputs.__dataclass_fields__}
+        there = with_leaves(PolicyLossInputs(**{k: None if v is None else v.cuda() for k, v in columns.items()}))
+        cuda_weights = [weight.float().cuda() for weight in weights]
+        step = FusedPolicyLoss(ppo_clip_explicit, PARAMS, regularizers, use_triton)
+        results(there, *step(there, *cuda_weights))  # compiles, and tries Triton
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = results(there, *step(there, *cuda_weights))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert_equal({name: value.cpu() for name, value in found.items()}, expected, 1e-5, 2e-6)
