@@ -341,3 +341,22 @@ def test_a_weight_gradient_on_cuda_makes_no_copy_of_the_buffer() -> None:
     wgrad_gemm_accum_fp32(x, grad, main_grad)
     assert torch.cuda.max_memory_allocated() - before < main_grad.nbytes // 4
     assert float((main_grad - want).norm() / want.norm()) <= 1e-5
+
+
+def test_rank_0_says_what_it_takes(caplog: pytest.LogCaptureFixture) -> None:
+    import models_build_jobs as jobs
+
+    from rlhf_megatron.models.build import build_model
+    from rlhf_megatron.parallel.layout import Layout
+    from rlhf_megatron.parallel.world import create_world, destroy_world
+
+    world = create_world(Layout(1), torch.device("cpu"))
+    try:
+        with caplog.at_level("INFO", logger="rlhf_megatron.models.build"):
+            build_model(jobs.hf_config(), world, torch.float32, MegatronConfig(gradient_accumulation_fusion=True))
+    finally:
+        destroy_world()
+    assert [record.getMessage() for record in caplog.records] == [
+        "local layers; attention: by_length (flash attention runs on CUDA only); norm: plain (fused norms run on CUDA"
+        " only; here its gradient is written out by hand); weight gradients added by: torch"
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +16,16 @@ from rlhf_megatron.config.schema import MegatronConfig
 from rlhf_megatron.models.attention import PackedAttention
 from rlhf_megatron.models.backend import layer_spec, resolve_impl
 from rlhf_megatron.models.families.base import family_for, padded_vocab_size
+from rlhf_megatron.models.flash import flash_kernel
+from rlhf_megatron.models.fused import Choice
 from rlhf_megatron.models.head import expose_hidden_states, put_value_head
+from rlhf_megatron.models.norm import norm_of
 from rlhf_megatron.models.table import Head, Impl
-from rlhf_megatron.models.transformer_config import make_transformer_config
+from rlhf_megatron.models.transformer_config import gradient_fusion, make_transformer_config
 from rlhf_megatron.parallel.prepare import prepare_megatron
 from rlhf_megatron.parallel.world import World
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -44,7 +50,8 @@ def build_model(
 ) -> MegatronModel:
     """A model on `world.device`, its parameters not initialised: load weights next. Called on all ranks of a replica.
 
-    `world.layout` has the parallel sizes; of `megatron` recompute_* and transformer_impl are read.
+    `world.layout` has the parallel sizes; of `megatron` recompute_*, transformer_impl and gradient_accumulation_fusion
+    are read. Rank 0 logs which kernels it takes, and why no faster ones.
 
     Every chunk takes packed documents:
     `chunk(token_ids [1, T], position_ids [1, T], None, packed_seq_params=packed_documents(...))`. The last one of the
@@ -63,6 +70,8 @@ def build_model(
     arguments = family.transformer_arguments(hf_config)
     has_mlp_bias = arguments["add_bias_linear"] and gpt_arguments["unbiased"] != "mlp"
     config = make_transformer_config(arguments, world, dtype, megatron, impl, has_mlp_bias)
+    if world.rank == 0:
+        logger.info("%s layers; %s", impl, paths_taken(config, megatron, impl, world.device))
     vocab_size = int(hf_config["vocab_size"])
     padded = padded_vocab_size(vocab_size, world.layout.tp)
     chunks = range(world.layout.vpp)
@@ -75,6 +84,18 @@ def build_model(
         padded_vocab_size=padded,
         vocab_start=world.coordinates.tp * (padded // world.layout.tp),
     )
+
+
+def paths_taken(config: TransformerConfig, megatron: MegatronConfig, impl: Impl, device: torch.device) -> str:
+    """ "attention: torch; norm: plain (fused norms run on CUDA only); ..." """
+    dtype = config.params_dtype
+    taken: dict[str, Choice] = {
+        "attention": flash_kernel(device, dtype, config.kv_channels).choice,
+        "norm": norm_of(impl, device),
+        "weight gradients added by": gradient_fusion(megatron.gradient_accumulation_fusion, impl, dtype, device),
+    }
+    notes = {path: f" ({choice.why_not})" if choice.why_not else "" for path, choice in taken.items()}
+    return "; ".join(f"{path}: {choice.name}{notes[path]}" for path, choice in taken.items())
 
 
 def _build_chunk(

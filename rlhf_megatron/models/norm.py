@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_megatron.models.fused import Choice, choose_norm
+from rlhf_megatron.models.fused import Choice, DeviceType, choose_norm
+from rlhf_megatron.models.table import Impl
 from rlhf_megatron.parallel.packages import find_apex, try_import
 
 
@@ -34,17 +35,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
     if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64):
         return _RMSNorm.apply(x, weight, eps)
-    if x.device.type == "cuda" and local_norm().name == "apex":
+    if x.device.type == "cuda" and norm_of("local", x.device).name == "apex":
         return _of_apex()(x, weight, weight.shape, eps)
     return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
 
 
 @functools.cache
-def local_norm() -> Choice:
-    """What `rms_norm` runs on CUDA."""
+def norm_of(impl: Impl, device: torch.device) -> Choice:
+    """What the norms of these layers run: for local ones `rms_norm`."""
     apex = find_apex()
     has_norm = apex.is_usable and not has_torch_kernel() and _apex_norm()[0] is not None
-    return choose_norm("cuda", "local", has_torch_kernel(), apex.why_not, has_norm)
+    kind: DeviceType = "cuda" if device.type == "cuda" else "cpu"
+    return choose_norm(kind, impl, has_torch_kernel(), apex.why_not, has_norm)
 
 
 def has_torch_kernel() -> bool:
