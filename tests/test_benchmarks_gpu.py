@@ -360,7 +360,7 @@ def test_gpu_check_without_pytest() -> None:
 def test_gpu_check_finds_the_gpu_tests() -> None:
     files = gpu_tests.files_with_gpu_tests()
     names = [path.name for path in files]
-    assert {"test_gpu_checks.py", "test_kernels_backends.py"} <= set(names) and "test_registry.py" not in names
+    assert {"test_gpu_checks.py", "test_gpu_kernels.py"} <= set(names) and "test_registry.py" not in names
     slow = [path.name for path in files if gpu_tests.is_slow(path)]
     assert "test_gpu_local_engine.py" in slow and "test_gpu_checks.py" not in slow
 

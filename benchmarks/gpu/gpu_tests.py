@@ -144,15 +144,17 @@ def run_functions(checks: Mapping[str, Callable[[], dict[str, float]]], missing:
 
 
 def run_gpu_checks() -> list[Outcome]:
-    """The functions of tests/gpu/gpu_checks.py, in this process."""
+    """The functions of tests/gpu/gpu_kernel_checks.py and gpu_checks.py, in this process."""
     import torch
 
     sys.path.insert(0, str(TESTS / "gpu"))
     import gpu_checks
+    import gpu_kernel_checks
 
     device = torch.device("cuda")
     checks: dict[str, Any] = {
-        name: lambda check=check: check(device, torch.bfloat16) for name, check in gpu_checks.CHECKS.items()
+        name: lambda check=check: check(device, torch.bfloat16)
+        for name, check in {**gpu_kernel_checks.CHECKS, **gpu_checks.CHECKS}.items()
     }
     return run_functions(checks, gpu_checks.MissingPackageError)
 

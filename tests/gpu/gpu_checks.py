@@ -162,57 +162,13 @@ def check_attention(device: torch.device, dtype: torch.dtype) -> Figures:
     return figures
 
 
-def check_log_prob_kernel(device: torch.device, dtype: torch.dtype) -> Figures:
-    """Chunked log-probs and entropies of 16-bit inputs, summed in float32, against float64 on the same inputs."""
-    from rlhf_megatron.kernels.log_prob import linear_log_prob
-
-    generator = torch.Generator().manual_seed(0)
-    num_tokens, hidden, vocab = 300, 256, 5003
-    hidden_TH = torch.randn(num_tokens, hidden, generator=generator).to(dtype)
-    weight_VH = (torch.randn(vocab, hidden, generator=generator) * (4 / math.sqrt(hidden))).to(dtype)
-    targets_T = torch.randint(0, vocab, (num_tokens,), generator=generator)
-    token_weights_T = torch.linspace(-1.0, 2.0, num_tokens)
-
-    def run(backend: str, place: torch.device, kind: torch.dtype) -> list[Tensor]:
-        leaves = [tensor.to(place, kind).requires_grad_() for tensor in (hidden_TH, weight_VH)]
-        log_probs_T, entropies_T, _ = linear_log_prob(
-            *leaves,
-            targets_T.to(place),
-            temperature=0.8,
-            vocab_start=0,
-            vocab_size=vocab,
-            tp_group=None,
-            chunk_size=1024,
-            with_entropy=True,
-            backend=backend,  # type: ignore[arg-type]
-        )
-        assert entropies_T is not None
-        factors_T = token_weights_T.to(place, log_probs_T.dtype)
-        grads = torch.autograd.grad((factors_T * log_probs_T + factors_T.flip(0) * entropies_T).sum(), leaves)
-        return [log_probs_T, entropies_T, *grads]
-
-    found = run("chunked", device, dtype)
-    exact = run("reference", torch.device("cpu"), torch.float64)
-    assert found[0].dtype == found[1].dtype == torch.float32
-    errors = [(value.double().cpu() - truth).abs().max().item() for value, truth in zip(found[:2], exact, strict=False)]
-    figures = {"log_prob_max_error": errors[0], "entropy_max_error": errors[1]}
-    figures |= {"grad_hidden_error": relative_error(found[2], exact[2])}
-    figures |= {"grad_weight_error": relative_error(found[3], exact[3])}
-    # A matrix product on CUDA in bfloat16 rounds its result once (2^-9 of logits up to 16); the sums are float32's.
-    forward = 1e-4 if dtype == torch.float32 else 5e-2
-    backward = 1e-5 if dtype == torch.float32 else 1e-2
-    assert max(errors) <= forward, figures
-    assert max(figures["grad_hidden_error"], figures["grad_weight_error"]) <= backward, figures
-    return figures
-
-
 def check_offload(device: torch.device, dtype: torch.dtype, use_distributed_optimizer: bool = False) -> Figures:
     """Weights and moments go to host memory and come back bit for bit; the device's memory falls meanwhile."""
     need("megatron")
     from rlhf_megatron.parallel.device import memory
 
     batch = make_batch()
-    with one_rank_actor(device, dtype, use_distributed_optimizer) as (actor, _):
+    with one_rank_actor(device, dtype, use_distributed_optimizer=use_distributed_optimizer) as (actor, _):
         shard, plan = share(batch)
         actor.update(shard, plan, 1.0, "sft")  # moments that are not zero
         log_probs = actor.log_probs(shard, plan, 1.0).log_probs
@@ -275,7 +231,6 @@ CHECKS: dict[str, Callable[[torch.device, torch.dtype], Figures]] = {
     "training_step": check_training_step,
     "critic_step": check_critic_step,
     "attention": check_attention,
-    "log_prob_kernel": check_log_prob_kernel,
     "offload": check_offload,
     "offload_distributed_optimizer": partial(check_offload, use_distributed_optimizer=True),
     "sync": check_sync,
@@ -284,9 +239,9 @@ CHECKS: dict[str, Callable[[torch.device, torch.dtype], Figures]] = {
 
 @contextmanager
 def one_rank_actor(
-    device: torch.device, dtype: torch.dtype, use_distributed_optimizer: bool = False
+    device: torch.device, dtype: torch.dtype, hf_config: dict[str, Any] = CONFIG, **megatron: Any
 ) -> Iterator[tuple[Any, Any]]:
-    """(actor, world) with seeded weights; the world ends with the block."""
+    """(actor, world) with seeded weights; the world ends with the block. `megatron`: of its MegatronConfig."""
     from rlhf_megatron.checkpoint.random_init import random_source
     from rlhf_megatron.config.schema import ActorConfig, MegatronConfig, OptimConfig
     from rlhf_megatron.parallel.layout import Layout
@@ -297,9 +252,9 @@ def one_rank_actor(
     world = create_world(Layout(1), device)
     try:
         optim = OptimConfig(lr=LR)
-        megatron = MegatronConfig(use_distributed_optimizer=use_distributed_optimizer)
-        config = ActorConfig(megatron=megatron, optim=optim, log_prob_chunk_size=256)
-        yield MegatronActor(CONFIG, random_source(CONFIG, 1), world, dtype, config, {"rl": Phase(optim, 100)}), world
+        config = ActorConfig(megatron=MegatronConfig(**megatron), optim=optim, log_prob_chunk_size=256)
+        source, phases = random_source(hf_config, 1), {"rl": Phase(optim, 100)}
+        yield MegatronActor(hf_config, source, world, dtype, config, phases), world
     finally:
         destroy_world()
 

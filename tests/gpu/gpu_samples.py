@@ -61,11 +61,13 @@ def restored(result: Any, plan: Any) -> Any:
     return restore([result], [plan])
 
 
-def rounded_weights(dtype: torch.dtype, kept_as: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def rounded_weights(
+    dtype: torch.dtype, kept_as: torch.dtype = torch.float32, hf_config: dict[str, Any] = CONFIG
+) -> dict[str, Tensor]:
     """HF name -> the weights that an actor in `dtype` starts from, as `kept_as`."""
     from rlhf_megatron.checkpoint.random_init import random_hf_tensors
 
-    return {name: tensor.to(dtype).to(kept_as) for name, tensor in random_hf_tensors(CONFIG, 1)}
+    return {name: tensor.to(dtype).to(kept_as) for name, tensor in random_hf_tensors(hf_config, 1)}
 
 
 def reference_log_probs(weights: dict[str, Tensor], batch: Any) -> Tensor:

@@ -39,7 +39,8 @@ CONFIG: dict[str, Any] = {
 def token_log_probs(weights: Mapping[str, Tensor], token_ids: Tensor, config: Mapping[str, Any] = CONFIG) -> Tensor:
     """[T] token ids of one document -> [T - 1]: log p(token t + 1 | tokens 0 .. t)."""
     hidden = hidden_states(weights, token_ids, config)
-    logits = linear(hidden[:-1], weights["model.embed_tokens.weight"])
+    head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
+    logits = linear(hidden[:-1], head)
     return logits.log_softmax(-1).gather(1, token_ids[1:, None])[:, 0]
 
 
