@@ -294,8 +294,7 @@ def _grad_kernel(
     inv_temperature_R = tl.full([NUM_ROWS], 1.0, tl.float32)
     if inv_temperatures is not None:
         inv_temperature_R = tl.load(inv_temperatures + rows_R, mask=is_row_R, other=1.0)
-    column_R = tl.load(columns + rows_R, mask=is_row_R, other=-1)
-    column_R = tl.where((column_R >= 0) & (column_R < num_columns), column_R, -1).to(tl.int32)
+    column_R = tl.load(columns + rows_R, mask=is_row_R, other=-1).to(tl.int32)  # of this tile or near it: small
     target_R = tl.load(grad_log_probs + rows_R, mask=is_row_R, other=0.0) * inv_temperature_R
 
     # x is e^(y), and p = factor x: of logits y = z - log Z, of a stash y = log(stash). All else goes into the row's
