@@ -69,10 +69,6 @@ def over_bar(figure: Figure) -> float:
     return share if share == share else inf  # not a number is no good
 
 
-def gae_rows(result: Mapping[str, Any]) -> list[Row]:
-    return [Row(f"against the {name} loop, CPU time", ratio, 1.0) for name, ratio in result["ratio"].items()]
-
-
 def update_rows(result: Mapping[str, Any]) -> list[Row]:
     return [Row(f"{name}, CPU time", ratio, 1.0) for name, ratio in result["ratio"].items()]
 
@@ -111,7 +107,6 @@ BENCHMARKS = {
         "benchmarks.bench_local_engine", "local_engine", "transformers' batched generate", engine_rows
     ),
     "kernels": Benchmark("benchmarks.kernels", "kernels_cpu", "the bar of each case", kernel_rows),
-    "gae": Benchmark("benchmarks.bench_gae", "gae", "Python loop; loop over padded columns", gae_rows),
     "actor_update": Benchmark(
         "benchmarks.bench_actor_update", "actor_update", "a plain transformers + torch loop", update_rows
     ),

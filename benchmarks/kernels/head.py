@@ -2,6 +2,7 @@
 
 Ours takes turns with the naive head until the ratio is steady; the schemes and packages run once. Before anything is
 timed, all do the same small problem and must agree. The loss without entropy is compared with naive log-probs only.
+What no head that computes its logits again can be faster than is told too: four products of this shape, alone.
 """
 
 from __future__ import annotations
@@ -11,30 +12,40 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.kernels.baselines import gradients_first, naive, token_chunks
 from benchmarks.kernels.case import Case, CaseResult, Figure
-from benchmarks.kernels.head_problem import Head, Problem, Shape, check_same_work, fused, make_problem, run_head
-from benchmarks.kernels.measure import Parts, Turns, take_turns
+from benchmarks.kernels.head_problem import (
+    CHUNK_SIZE,
+    Head,
+    Problem,
+    Shape,
+    check_same_work,
+    fused,
+    make_problem,
+    run_head,
+)
+from benchmarks.kernels.measure import Parts, Turns, cpu_seconds, take_turns
 from benchmarks.kernels.published import Published, find_published
 
-OURS, OURS_LOG_PROB = "ours", "ours, log-prob only"
+OURS, OURS_LOG_PROB, OURS_STASH = "ours", "ours, log-prob only", "ours, stash"
 NAIVE, NAIVE_LOG_PROB = "naive", "naive, log-prob only"
 TOKEN_CHUNKS, GRADIENTS_FIRST = "verl's torch scheme", "Liger's FLCE scheme, log-prob only"
+BARE = "four bare products"
 AGREEMENT = Shape(67, 48, 1003)
 
 
 @dataclass(frozen=True)
 class Size:
-    """`bar`: of the ratio with entropy; `log_prob_bar`: without."""
+    """`bar`: of the ratio with entropy."""
 
     shape: Shape
     bar: float | None
-    log_prob_bar: float | None
 
 
-SIZES = {"A": Size(Shape(2048, 576, 49152), 0.85, 0.85), "B": Size(Shape(1024, 1024, 151936), 1.0, 1.02)}
-QUICK = {"quick": Size(Shape(256, 64, 8192), None, None)}
+SIZES = {"A": Size(Shape(2048, 576, 49152), 0.85), "B": Size(Shape(1024, 1024, 151936), 1.0)}
+QUICK = {"quick": Size(Shape(256, 64, 8192), None)}
 
 
 def heads(published: Published) -> dict[str, Head]:
@@ -43,16 +54,34 @@ def heads(published: Published) -> dict[str, Head]:
         NAIVE: naive(True),
         OURS_LOG_PROB: fused(with_entropy=False),
         NAIVE_LOG_PROB: naive(False),
+        OURS_STASH: with_stash,
         TOKEN_CHUNKS: token_chunks,
         GRADIENTS_FIRST: gradients_first,
         **published.heads,
     }
 
 
+def with_stash(problem: Problem) -> Tensor:
+    """All of the logits kept, two bytes each, and what is beside them."""
+    return fused(stash_bytes=3 * problem.targets_T.numel() * problem.weight_VH.shape[0])(problem)
+
+
+def bare_products(problem: Problem) -> Parts:
+    """Four times the time of the logits, in tiles of our head's width, into memory that stands."""
+    hidden_TH, weight_VH = problem.hidden_TH.detach(), problem.weight_VH.detach()
+    tile_TC = torch.empty(hidden_TH.shape[0], CHUNK_SIZE)
+
+    def products() -> None:
+        for weight_CH in weight_VH.split(CHUNK_SIZE):
+            torch.mm(hidden_TH, weight_CH.T, out=tile_TC[:, : weight_CH.shape[0]])
+
+    return {"products": 4 * cpu_seconds(products)}
+
+
 def check(all_heads: dict[str, Head]) -> None:
     """Raises where a head does not what its baseline does."""
     problem = make_problem(AGREEMENT)
-    with_entropy = {name: all_heads[name] for name in (OURS, TOKEN_CHUNKS)}
+    with_entropy = {name: all_heads[name] for name in (OURS, OURS_STASH, TOKEN_CHUNKS)}
     check_same_work(with_entropy, naive(True), problem)
     others = {name: head for name, head in all_heads.items() if name not in (*with_entropy, NAIVE)}
     check_same_work(others, naive(False), problem)
@@ -63,23 +92,25 @@ def measure(problem: Problem, all_heads: dict[str, Head]) -> Turns:
         return lambda: run_head(head, problem).seconds
 
     pairs = [(OURS, NAIVE), (OURS_LOG_PROB, NAIVE_LOG_PROB)]
-    once = [name for name in all_heads if not any(name in pair for pair in pairs)]
-    return take_turns({name: parts_of(head) for name, head in all_heads.items()}, pairs, once=once)
+    variants = {name: parts_of(head) for name, head in all_heads.items()} | {BARE: lambda: bare_products(problem)}
+    once = [name for name in variants if not any(name in pair for pair in pairs)]
+    return take_turns(variants, pairs, once=once)
 
 
 def figures_of(label: str, size: Size, turns: Turns) -> list[Figure]:
-    figures = []
-    for ours, baseline, bar in ((OURS, NAIVE, size.bar), (OURS_LOG_PROB, NAIVE_LOG_PROB, size.log_prob_bar)):
-        what = "log-prob + entropy" if ours == OURS else "log-prob only"
-        ratio = turns.ratio(ours, baseline)
-        spread = f"spread {100 * ratio.spread:.1f} % of {len(ratio.values)} rounds"
-        figures.append(Figure(f"{label}: {what}, time", ratio.value, "x", f"{baseline}; {spread}", bar))
-    for name in turns.rounds:
-        if name in (OURS, NAIVE, OURS_LOG_PROB, NAIVE_LOG_PROB):
-            continue
-        ours, what = (OURS, "log-prob + entropy") if name == TOKEN_CHUNKS else (OURS_LOG_PROB, "log-prob only")
-        figures.append(Figure(f"{label}: {what}, time", turns.ratio(ours, name).value, "x", name))
-    return figures
+    both, log_prob = f"{label}: log-prob + entropy, time", f"{label}: log-prob only, time"
+
+    def ratio(what: str, ours: str, baseline: str, bar: float | None = None) -> Figure:
+        found = turns.ratio(ours, baseline)
+        rounds = f"; spread {100 * found.spread:.1f} % of {len(found.values)} rounds" if len(found.values) > 1 else ""
+        return Figure(what, found.value, "x", baseline + rounds, bar)
+
+    figures = [ratio(both, OURS, NAIVE, size.bar), ratio(log_prob, OURS_LOG_PROB, NAIVE_LOG_PROB)]
+    if OURS_STASH in turns.rounds:
+        figures.append(ratio(f"{both}, with a stash", OURS_STASH, NAIVE))
+    figures += [ratio(both, OURS, name) for name in (TOKEN_CHUNKS, BARE) if name in turns.rounds]
+    others = (OURS, NAIVE, OURS_LOG_PROB, NAIVE_LOG_PROB, OURS_STASH, TOKEN_CHUNKS, BARE)
+    return figures + [ratio(log_prob, OURS_LOG_PROB, name) for name in turns.rounds if name not in others]
 
 
 def run(is_quick: bool) -> CaseResult:
