@@ -7,24 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from head_tools import WHOLE, LargestFloat, problem
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from rlhf_megatron.kernels import log_prob_chunked
 from rlhf_megatron.kernels.log_prob import linear_log_prob
-
-WHOLE: dict[str, Any] = {"temperature": 1.0, "vocab_start": 0, "tp_group": None, "with_entropy": True}
-
-
-def problem(
-    num_tokens: int, hidden: int, rows: int, vocab_size: int, dtype: torch.dtype, scale: float = 1.0
-) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(num_tokens + rows)
-    hidden_TH = torch.randn(num_tokens, hidden, generator=generator, dtype=torch.float64)
-    weight_VH = torch.randn(rows, hidden, generator=generator, dtype=torch.float64) * (scale / math.sqrt(hidden))
-    targets_T = torch.randint(0, vocab_size, (num_tokens,), generator=generator)
-    return hidden_TH.to(dtype).requires_grad_(), weight_VH.to(dtype).requires_grad_(), targets_T
 
 
 def results(backend: str, hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, **kwargs: Any) -> list[Tensor]:
@@ -197,20 +184,6 @@ def test_repeats_bit_for_bit() -> None:
     tensors = problem(64, 16, 301, 301, torch.float32)
     for first, second in zip(results("chunked", *tensors), results("chunked", *tensors), strict=True):
         assert torch.equal(first, second)
-
-
-class LargestFloat(TorchDispatchMode):
-    """Records the most elements that any floating-point tensor made inside has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        sizes = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        self.largest = max([self.largest, *sizes])
-        return out
 
 
 def test_no_temporary_is_larger_than_a_tile_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
