@@ -203,6 +203,19 @@ def test_apex_without_its_extensions_is_of_no_use(site: Site) -> None:
     assert packages.has_gradient_extension()
 
 
+def test_an_adam_that_cannot_run_is_refused(site: Site) -> None:
+    from rlhf_megatron.workers.optimizer import refuse_broken_adam
+
+    for part in ("", "optimizers/", "multi_tensor_apply/"):
+        site(f"apex/{part}__init__.py", "")
+    refuse_broken_adam("torch", find_apex())
+    refuse_broken_adam("transformer_engine", find_apex())
+    with pytest.raises(ValueError, match=r"FusedAdam of Apex.*amp_C.*uninstall apex, or build it again: git clone"):
+        refuse_broken_adam("apex", find_apex())
+    site("amp_C.py", "")
+    refuse_broken_adam("apex", find_apex())
+
+
 def test_transformer_engine_without_its_torch_part(site: Site) -> None:
     site("transformer_engine/__init__.py", "raise AssertionError('Could not find transformer-engine')")
     assert "has no transformer_engine.pytorch" in find_transformer_engine().why_not
@@ -212,6 +225,20 @@ def test_transformer_engine_without_its_torch_part(site: Site) -> None:
         None,
         "AssertionError: Could not find transformer-engine",
     )
+
+
+def test_a_transformer_engine_that_cannot_be_imported_is_said(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    """megatron-core is silent about an ImportError."""
+    from rlhf_megatron.models.backend import has_transformer_engine, resolve_impl
+
+    if has_transformer_engine():
+        pytest.skip("megatron-core found the real one")
+    site("transformer_engine/__init__.py", "raise ImportError('libtransformer_engine.so: undefined symbol: nvte')")
+    site("transformer_engine/pytorch/__init__.py", "")
+    assert resolve_impl("auto", torch.device("cuda")) == "local"
+    assert "cannot be imported: ImportError: libtransformer_engine.so: undefined symbol" in caplog.text
+    with pytest.raises(ValueError, match=r"undefined symbol: nvte\); pip install --no-build-isolation"):
+        resolve_impl("transformer_engine", torch.device("cuda"))
 
 
 def test_a_broken_kernel_is_one_line(site: Site) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import logging
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,9 @@ from rlhf_megatron.models.attention import PackedAttention
 from rlhf_megatron.models.norm import RMSNorm
 from rlhf_megatron.models.table import Impl, Part
 from rlhf_megatron.models.te_names import TorchSpecProvider
+from rlhf_megatron.parallel.packages import INSTALL, TRANSFORMER_ENGINE, find_transformer_engine, try_import
+
+logger = logging.getLogger(__name__)
 
 
 def has_transformer_engine() -> bool:
@@ -29,14 +33,23 @@ def has_transformer_engine() -> bool:
 def resolve_impl(transformer_impl: Literal["auto", "local", "transformer_engine"], device: torch.device) -> Impl:
     """Whose names the modules get. Raises ValueError for Transformer Engine on a GPU without it."""
     is_cuda = device.type == "cuda"
+    is_missing = is_cuda and transformer_impl != "local" and not has_transformer_engine()
+    why_not = why_no_transformer_engine() if is_missing else ""
     if transformer_impl == "auto":
-        return "transformer_engine" if is_cuda and has_transformer_engine() else "local"
-    if transformer_impl == "transformer_engine" and is_cuda and not has_transformer_engine():
+        if is_missing and find_transformer_engine().is_present:
+            logger.warning("layers are megatron-core's own, since Transformer Engine cannot be imported: %s", why_not)
+        return "local" if is_missing or not is_cuda else "transformer_engine"
+    if is_missing:
         raise ValueError(
-            f"transformer_impl ({transformer_impl}) needs Transformer Engine, which cannot be imported;"
-            " pip install transformer-engine[pytorch], or use transformer_impl local."
+            f"transformer_impl ({transformer_impl}) needs Transformer Engine, which cannot be imported ({why_not});"
+            f" {INSTALL[TRANSFORMER_ENGINE]}, or use transformer_impl local."
         )
     return transformer_impl
+
+
+def why_no_transformer_engine() -> str:
+    """Not installed, or what importing it raises."""
+    return find_transformer_engine().why_not or try_import("transformer_engine.pytorch", "Linear")[1]
 
 
 def layer_spec(impl: Impl, has_qk_norm: bool, device: torch.device, unbiased: Part | None = None) -> tuple[Any, Any]:

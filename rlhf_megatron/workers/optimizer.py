@@ -14,7 +14,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from rlhf_megatron.config.schema import OptimConfig
 from rlhf_megatron.models.fused import Adam
-from rlhf_megatron.parallel.packages import APEX, TRANSFORMER_ENGINE
+from rlhf_megatron.parallel.packages import APEX, INSTALL, TRANSFORMER_ENGINE, Package, find_apex
 from rlhf_megatron.parallel.world import World
 from rlhf_megatron.workers.nonfinite import FINITE, agreed_verdict, local_verdict, norm_of
 from rlhf_megatron.workers.optimizer_state import MOMENTS, load_state, sharded_state
@@ -35,7 +35,7 @@ class Optimizer:
     Made on all ranks at once, of chunks that are wrapped for data parallelism and hold their weights already.
     `num_steps`: optimizer steps of the run, the length of schedules that name none.
 
-    Raises ValueError when the schedules of `optim` cannot be met.
+    Raises ValueError when the schedules of `optim` cannot be met, and for an Apex that cannot make a step.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class Optimizer:
     ) -> None:
         self.chunks = chunks
         self.world = world
+        refuse_broken_adam(adam_of_megatron(), find_apex())
         self.megatron = _build(chunks, optim, dtype, world)
         self.scheduler = _schedules(self.megatron, optim, num_steps)
         for part in self.megatron.chained_optimizers:
@@ -185,6 +186,15 @@ def adam_of_megatron() -> Adam:
     """Whose Adam megatron-core took when it was imported; on a CPU torch's (`parallel.cpu_platform`)."""
     home = importlib.import_module("megatron.core.optimizer").Adam.__module__.partition(".")[0]
     return "transformer_engine" if home == TRANSFORMER_ENGINE else "apex" if home == APEX else "torch"
+
+
+def refuse_broken_adam(found: Adam, apex: Package) -> None:
+    """megatron-core takes Apex's FusedAdam where it can be imported, with or without what it runs on."""
+    if found == "apex" and not apex.is_usable:
+        raise ValueError(
+            f"megatron-core takes the FusedAdam of Apex, which is installed and cannot run: {apex.why_not}; pip"
+            f" uninstall apex, or build it again: {INSTALL[APEX]}."
+        )
 
 
 def _prepare(adam: torch.optim.Optimizer) -> None:
