@@ -70,7 +70,9 @@ def interpreted(request: pytest.FixtureRequest) -> Callable[..., Any]:
     ("sizes", "num_columns", "dtype", "with_temperature"),
     [
         ((1, 8, 3), 3, torch.float16, False),
-        ((40, 40, 600), 560, torch.bfloat16, True),  # 3 row blocks in 2 groups, 3 splits, padding
+        # 3 row blocks in 2 groups, 3 splits, padding
+        pytest.param((40, 40, 600), 560, torch.bfloat16, True, marks=pytest.mark.long),
+        ((20, 8, 40), 37, torch.bfloat16, True),
     ],
 )
 def test_equals_the_formulas(

@@ -155,7 +155,9 @@ def test_equals_torch(run: Callable[..., Any], case: Case) -> None:
     check(run(both, case, max_block=BLOCK))
 
 
-@pytest.mark.parametrize("num_columns", [1000, 8192, 8200, 20000])
+@pytest.mark.parametrize(
+    "num_columns", [8200, *(pytest.param(size, marks=pytest.mark.long) for size in (1000, 8192, 20000))]
+)
 def test_equals_torch_with_real_blocks(run: Callable[..., Any], num_columns: int) -> None:
     check(run(both, Case(2, num_columns, grad_dtype=torch.bfloat16)))
 
