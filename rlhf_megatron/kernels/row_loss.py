@@ -120,6 +120,8 @@ class _WithGradients(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         grads: list[Tensor | None] = [None, None]
         for index, (grad_R, factor) in enumerate(zip(ctx.saved_tensors, ctx.factors, strict=True)):
-            is_needed = ctx.needs_input_grad[2 + 2 * index]
-            grads += [grad_R * (upstream[0] * factor) if is_needed else None, None]
+            if not ctx.needs_input_grad[2 + 2 * index]:
+                grads += [None, None]
+                continue
+            grads += [grad_R * (upstream[0] if factor == 1 else upstream[0] * factor), None]
         return tuple(grads)

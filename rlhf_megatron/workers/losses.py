@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -115,9 +116,14 @@ def _inputs(
         log_probs_T=log_probs_R,
         old_log_probs_T=columns["old_log_probs"],
         advantages_T=columns["advantages"],
-        response_mask_T=torch.ones_like(log_probs_R, dtype=torch.bool),  # rows are response tokens
+        response_mask_T=_true(log_probs_R.device).expand(log_probs_R.shape),  # rows are response tokens
         entropies_T=entropies_R,
         ref_log_probs_T=columns.get("ref_log_probs"),
         rollout_log_probs_T=columns.get("rollout_log_probs"),
         correction_weights_T=columns.get("correction_weights"),
     )
+
+
+@functools.cache
+def _true(device: torch.device) -> Tensor:
+    return torch.ones((), dtype=torch.bool, device=device)

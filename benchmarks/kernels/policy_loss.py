@@ -1,0 +1,162 @@
+"""C8: policy and value loss of rows with metrics, forward and backward, against autograd over the same formulas.
+
+Measured is what the workers call (`RowLoss`), with `actor.kernels.fused_loss` on and off: loss, gradients and metric
+sums of ppo_clip alone, and with a k3 KL term and an entropy bonus. Both must agree before anything is timed.
+
+BENCH_KERNELS_COMPILE=1 also measures the eager loss under torch.compile, which needs a C++ compiler and minutes.
+"""
+
+# R rows
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.kernels.case import Case, CaseResult, Figure
+from benchmarks.kernels.measure import Parts, Turns, cpu_seconds, take_turns
+from rlhf_megatron.algorithms.losses.value_loss import value_loss
+from rlhf_megatron.config.schema import ActorConfig, KernelsConfig
+from rlhf_megatron.workers.losses import make_row_losses, value_sums, weighted
+
+SIZES, QUICK_SIZES = (32768, 1 << 20), (500,)
+ROWS_OF_A_TURN, MOST_CALLS = 1 << 21, 64  # small problems are called several times, for the clock
+BAR = 0.45
+AGREEMENT = 1e-5
+CLIPRANGE_VALUE = 0.5
+COMPILE_VARIABLE = "BENCH_KERNELS_COMPILE"
+CONFIGS = {
+    "ppo_clip": ActorConfig(),
+    "ppo_clip + KL + entropy": ActorConfig(use_kl_loss=True, kl_loss_coef=0.1, entropy_coeff=0.01),
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    value: Tensor
+    sums: dict[str, Tensor]
+    grads: tuple[Tensor, ...]
+
+
+Call = Callable[[], Found]
+
+
+def make_columns(num_rows: int) -> dict[str, Tensor]:
+    """A late update of a mini-batch: some tokens are outside of the range, a few far outside."""
+    generator = torch.Generator().manual_seed(num_rows)
+
+    def normal(scale: float) -> Tensor:
+        return scale * torch.randn(num_rows, generator=generator)
+
+    old = -normal(1.0).abs()
+    mean = torch.full((num_rows,), 1 / num_rows)
+    return {
+        "log_probs": old + normal(0.2),
+        "entropies": normal(1.0).abs(),
+        "old_log_probs": old,
+        "ref_log_probs": old + normal(0.2),
+        "advantages": normal(1.0),
+        "values": normal(1.0),
+        "old_values": normal(1.0),
+        "returns": normal(1.0),
+        "loss_weights": mean,
+        "metric_weights": mean.clone(),
+    }
+
+
+def policy_call(name: str, columns: dict[str, Tensor], is_fused: bool, is_compiled: bool = False) -> Call:
+    config = replace(CONFIGS[name], kernels=KernelsConfig(fused_loss=is_fused))
+    row_loss = make_row_losses(config)["policy"]
+    has_all = row_loss.needs_entropy
+    given = {key: column for key, column in columns.items() if has_all or key != "ref_log_probs"}
+    leaves = [columns[key].clone().requires_grad_() for key in ("log_probs", *(["entropies"] if has_all else []))]
+    forward: Any = torch.compile(row_loss) if is_compiled else row_loss
+
+    def call() -> Found:
+        value, sums = forward(leaves[0], leaves[1] if has_all else None, given)
+        return Found(value, sums, torch.autograd.grad(value, leaves))
+
+    return call
+
+
+def value_call(columns: dict[str, Tensor], is_fused: bool) -> Call:
+    values = columns["values"].clone().requires_grad_()
+
+    def call() -> Found:
+        if is_fused:
+            value, sums = value_sums(values, columns, CLIPRANGE_VALUE)
+        else:
+            terms = value_loss(values, columns["old_values"], columns["returns"], CLIPRANGE_VALUE)
+            value, sums = weighted(terms, columns)
+        return Found(value, sums, torch.autograd.grad(value, [values]))
+
+    return call
+
+
+def difference(found: Found, expected: Found) -> float:
+    """Largest: of gradients relative to their largest entry; of sums, which may cancel, as it is."""
+    assert list(found.sums) == list(expected.sums), "other metrics"
+    sums = zip([found.value, *found.sums.values()], [expected.value, *expected.sums.values()], strict=True)
+    differences = [(one - other).abs().item() for one, other in sums]
+    for one, other in zip(found.grads, expected.grads, strict=True):
+        differences.append(((one - other).abs().max() / other.abs().max()).item())
+    return max(differences)
+
+
+def repeated(call: Call, num_rows: int) -> Callable[[], Parts]:
+    """CPU seconds of one call, of several in a row."""
+    count = min(max(ROWS_OF_A_TURN // num_rows, 1), MOST_CALLS)
+
+    def several() -> None:
+        for _ in range(count):
+            call()
+
+    def run() -> Parts:
+        call()
+        return {"total": cpu_seconds(several) / count}
+
+    return run
+
+
+def measure(what: str, calls: dict[str, Call], num_rows: int, is_quick: bool) -> tuple[list[Figure], Turns]:
+    eager = calls["eager"]()
+    figures = [
+        Figure(f"{what}, {name}: difference", difference(call(), eager), "of the largest", "eager", AGREEMENT)
+        for name, call in calls.items()
+        if name != "eager"
+    ]
+    turns = take_turns({name: repeated(call, num_rows) for name, call in calls.items()}, [("fused", "eager")])
+    ratio = turns.ratio("fused", "eager")
+    spread = f"eager, {1e3 * min(turns.seconds('eager')):.2f} ms; spread {100 * ratio.spread:.1f} %"
+    figures.append(Figure(f"{what}, time", ratio.value, "x", spread, None if is_quick else BAR))
+    if "compiled" in calls:
+        figures.append(Figure(f"{what}, compiled, time", turns.ratio("compiled", "eager").value, "x", "eager"))
+    return figures, turns
+
+
+def run(is_quick: bool) -> CaseResult:
+    figures: list[Figure] = []
+    cpu_s: dict[str, Any] = {}
+    wants_compiled = os.environ.get(COMPILE_VARIABLE) == "1" and bool(shutil.which("g++") or shutil.which("clang++"))
+    for num_rows in QUICK_SIZES if is_quick else SIZES:
+        columns = make_columns(num_rows)
+        problems = {name: {k: policy_call(name, columns, k == "fused") for k in ("fused", "eager")} for name in CONFIGS}
+        problems["value loss"] = {kind: value_call(columns, kind == "fused") for kind in ("fused", "eager")}
+        if wants_compiled:
+            for name in CONFIGS:
+                problems[name]["compiled"] = policy_call(name, columns, is_fused=False, is_compiled=True)
+        for name, calls in problems.items():
+            what = f"{name}, {num_rows} rows"
+            found, turns = measure(what, calls, num_rows, is_quick)
+            figures += found
+            cpu_s[what] = turns.summary()
+    return CaseResult(tuple(figures), {"cpu_s": cpu_s})
+
+
+CASE = Case("C8", "policy and value loss, forward and backward", run)

@@ -1,0 +1,222 @@
+"""Which form of a loss the workers take, that both give the same metrics, and that none waits for a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+import test_algorithms_value_loss as value_loss_by_hand
+import torch
+from test_kernels_policy_loss import NoWaiting, small_blocks  # noqa: F401, a fixture
+from torch import Tensor
+
+from benchmarks import split_pure
+from benchmarks.split_invariance import PURE_BAR, pure_rows
+from benchmarks.split_pure import LossCase, Split
+from rlhf_megatron.algorithms.losses import EXPLICIT_LOSSES, POLICY_LOSSES, PolicyLossInputs, PolicyLossOutputs
+from rlhf_megatron.algorithms.losses.base import ExplicitOutputs
+from rlhf_megatron.algorithms.losses.kl import KLType
+from rlhf_megatron.algorithms.losses.scratch import Scratch
+from rlhf_megatron.algorithms.losses.value_loss import value_loss
+from rlhf_megatron.algorithms.metric_names import METRICS
+from rlhf_megatron.config.schema import ActorConfig, KernelsConfig, PolicyLossConfig
+from rlhf_megatron.kernels.value_loss import fused_value_loss
+from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.workers import losses
+from rlhf_megatron.workers.losses import RowLoss, make_row_losses, value_sums, weighted
+
+FULL = ActorConfig(entropy_coeff=0.03, use_kl_loss=True, kl_loss_coef=0.1)
+EAGER = KernelsConfig(fused_loss=False)
+
+
+def make_columns(num_rows: int, dtype: torch.dtype, device: str = "cpu") -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(num_rows)
+
+    def normal(scale: float) -> Tensor:
+        return scale * torch.randn(num_rows, generator=generator, dtype=torch.float64)
+
+    old = -normal(1.0).abs()
+    columns = {
+        "log_probs": old + normal(0.4),
+        "entropies": normal(1.0).abs(),
+        "old_log_probs": old,
+        "ref_log_probs": old + normal(0.3),
+        "rollout_log_probs": old + normal(0.01),
+        "advantages": normal(1.0),
+        "values": normal(1.0),
+        "old_values": normal(1.0),
+        "returns": normal(1.0),
+        "loss_weights": normal(1.0).abs() / max(num_rows, 1),
+        "metric_weights": normal(1.0).abs() / max(num_rows, 1),
+    }
+    return {name: column.to(device, dtype) for name, column in columns.items()}
+
+
+def run(row_loss: RowLoss, columns: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """(loss and metrics, gradients of log-probs and entropies)."""
+    leaves = [columns[name].clone().requires_grad_() for name in ("log_probs", "entropies")]
+    value, sums = row_loss(leaves[0], leaves[1] if row_loss.needs_entropy else None, columns)
+    value.backward()
+    return {"value": value.detach(), **sums}, [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+
+@pytest.mark.parametrize("kind", get_args(KLType))
+@pytest.mark.parametrize("num_rows", [0, 70])
+def test_fused_and_eager_give_the_same(kind: KLType, num_rows: int, small_blocks: None) -> None:  # noqa: F811
+    columns = make_columns(num_rows, torch.float32)
+    config = replace(FULL, kl_loss_type=kind)
+    fused, eager = (make_row_losses(some)["policy"] for some in (config, replace(config, kernels=EAGER)))
+    assert fused.fused is not None and eager.fused is None
+    (found, grads), (expected, expected_grads) = run(fused, columns), run(eager, columns)
+    assert list(found) == list(expected) and set(found) <= {"value", *METRICS} and "actor/kl_loss" in found
+    assert torch.equal(found["value"], found["actor/loss"])
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+    assert len(grads) == len(expected_grads) == 2
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(grad, expected_grad, rtol=1e-5, atol=1e-8)
+
+
+def test_float64_takes_the_specification() -> None:
+    columns = make_columns(40, torch.float64)
+    fused, eager = (make_row_losses(replace(FULL, kernels=kernels))["policy"] for kernels in (KernelsConfig(), EAGER))
+    assert fused.fused is not None
+    calls: list[torch.dtype] = []
+
+    def noted(log_probs_R: Tensor, *rest: Any) -> Any:
+        calls.append(log_probs_R.dtype)
+        return fused.fused(log_probs_R, *rest)  # type: ignore[misc]
+
+    watched = replace(fused, fused=noted)
+    (found, grads), (expected, expected_grads) = run(watched, columns), run(eager, columns)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert all(torch.equal(*pair) for pair in zip(grads, expected_grads, strict=True))
+    run(watched, make_columns(40, torch.float32))
+    assert calls == [torch.float32]
+
+
+@pytest.fixture
+def new_loss() -> Iterator[str]:
+    """A policy loss that brings its gradient; for the time of a test."""
+
+    @POLICY_LOSSES.register("reinforce", needs=("advantages",))
+    def reinforce(inputs: PolicyLossInputs, params: None) -> PolicyLossOutputs:
+        return PolicyLossOutputs(-inputs.advantages_T * inputs.log_probs_T, {})
+
+    @EXPLICIT_LOSSES.register("reinforce")
+    def reinforce_explicit(inputs: PolicyLossInputs, params: None, scratch: Scratch) -> ExplicitOutputs:
+        grad_T = torch.neg(inputs.advantages_T, out=scratch.take())
+        return ExplicitOutputs(torch.mul(grad_T, inputs.log_probs_T, out=scratch.take()), grad_T, {})
+
+    yield "reinforce"
+    del POLICY_LOSSES._entries["reinforce"], EXPLICIT_LOSSES._entries["reinforce"]
+
+
+def test_a_new_loss_brings_its_own_form(new_loss: str) -> None:
+    columns = make_columns(30, torch.float32)
+    config = replace(FULL, policy_loss=PolicyLossConfig(new_loss))
+    fused, eager = (make_row_losses(some)["policy"] for some in (config, replace(config, kernels=EAGER)))
+    assert fused.fused is not None
+    (found, grads), (expected, expected_grads) = run(fused, columns), run(eager, columns)
+    assert "actor/pg_clipfrac" not in found and list(found) == list(expected)
+    for one, other in zip([*found.values(), *grads], [*expected.values(), *expected_grads], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+def test_a_new_loss_without_one_is_taken_as_it_is(new_loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(EXPLICIT_LOSSES._entries, new_loss)
+    assert make_row_losses(replace(FULL, policy_loss=PolicyLossConfig(new_loss)))["policy"].fused is None
+
+
+def test_correction_weights_are_read_where_there_are_some() -> None:
+    columns = make_columns(20, torch.float32)
+    plain = ActorConfig()
+    twice = {**columns, "correction_weights": torch.full((20,), 2.0)}
+    for kernels in (KernelsConfig(), EAGER):
+        row_loss = make_row_losses(replace(plain, kernels=kernels))["policy"]
+        (found, grads), (once, grads_once) = run(row_loss, twice), run(row_loss, columns)
+        torch.testing.assert_close(found["actor/loss"], 2 * once["actor/loss"])
+        torch.testing.assert_close(grads[0], 2 * grads_once[0])
+        assert torch.equal(found["actor/pg_clipfrac"], once["actor/pg_clipfrac"])
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+def test_the_split_changes_nothing_with_explicit_gradients(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float64, where the workers take the eager loss: everything but the precision is as in training."""
+    monkeypatch.setattr(losses, "FUSED_DTYPES", (torch.float64,))
+    case = LossCase("ppo_clip + entropy + k3", "policy", replace(FULL, loss_agg_mode=mode))  # type: ignore[arg-type]
+    assert make_row_losses(case.config)["policy"].fused is not None
+    splits = [Split(parts=7, is_shuffled=True), Split(Layout(4, cp=2), parts=2)]
+    rows = list(pure_rows([case], splits))
+    assert {row.kind for row in rows} == {"plain means", "pure", "pure metrics"} and all(row.is_ok for row in rows)
+    explicit = split_pure.split_gradient(split_pure.make_batch(), case, Split())
+    monkeypatch.undo()
+    eager = split_pure.split_gradient(split_pure.make_batch(), case, Split())
+    for name, gradient in eager.gradients.items():
+        assert float((explicit.gradients[name] - gradient).norm()) <= PURE_BAR * float(gradient.norm()), name
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("num_rows", [0, 90])
+def test_value_loss_equals_eager(clip: float, dtype: torch.dtype, num_rows: int, small_blocks: None) -> None:  # noqa: F811
+    columns = make_columns(num_rows, dtype)
+    read = [columns[name] for name in ("old_values", "returns")]
+    weights = columns["loss_weights"], columns["metric_weights"]
+    values = [columns["values"].clone().requires_grad_() for _ in range(2)]
+    found, sums = fused_value_loss(values[0], *read, clip, *weights)
+    expected, expected_sums = weighted(value_loss(values[1], *read, clip), columns)
+    found.backward()
+    expected.backward()
+    tolerance = {"rtol": 1e-12, "atol": 1e-15} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-6}
+    assert list(sums) == list(expected_sums) and set(sums) <= set(METRICS)
+    assert num_rows == 0 or clip == 0 or 0 < sums["critic/vf_clipfrac"] < weights[1].sum()
+    for one, other in zip([found, *sums.values()], [expected, *expected_sums.values()], strict=True):
+        torch.testing.assert_close(one, other, **tolerance)
+    torch.testing.assert_close(values[0].grad, values[1].grad, **tolerance)
+
+
+@pytest.mark.parametrize(("value", "old", "target", "loss", "grad", "clipped"), value_loss_by_hand.TABLE)
+def test_value_loss_by_hand(value: float, old: float, target: float, loss: float, grad: float, clipped: int) -> None:
+    columns = [torch.tensor([number], dtype=torch.float64) for number in (value, old, target, 0.5, 0.25)]
+    values, old_values, returns, *weights = columns
+    values.requires_grad_()
+    found, sums = fused_value_loss(values, old_values, returns, 0.5, *weights)
+    found.backward()
+    assert values.grad is not None
+    assert found.item() == pytest.approx(0.5 * loss, rel=1e-12)
+    assert values.grad.item() == pytest.approx(0.5 * grad, rel=1e-12, abs=1e-15)
+    expected = {"critic/vf_loss": loss, "critic/vf_clipfrac": clipped, "critic/vpred_mean": value}
+    assert {name: 4 * metric.item() for name, metric in sums.items()} == pytest.approx(expected, rel=1e-12)
+
+
+def every_loss(columns: dict[str, Tensor]) -> Iterator[Tensor]:
+    """Forward and backward of all that workers sum over rows; the gradients."""
+    row_losses = make_row_losses(FULL)
+    for name in ("policy", "sft"):
+        yield from run(row_losses[name], columns)[1]
+    values = columns["values"].clone().requires_grad_()
+    value_sums(values, columns, 0.5)[0].backward()
+    assert values.grad is not None
+    yield values.grad
+
+
+def test_no_loss_of_rows_waits_for_the_device() -> None:
+    columns = make_columns(60, torch.float32)
+    with NoWaiting():
+        grads = list(every_loss(columns))
+    assert len(grads) == 4 and all(bool(grad.any()) for grad in grads)
+
+
+@pytest.mark.gpu
+def test_no_loss_of_rows_waits_for_a_gpu() -> None:
+    columns = make_columns(60, torch.float32, "cuda")
+    expected = list(every_loss(columns))  # compiles, and tries Triton
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = list(every_loss(columns))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True)), "not repeatable"
