@@ -1,139 +1,318 @@
-"""linear_log_prob over a sharded vocabulary equals the whole one, forward and backward."""
+"""linear_log_prob over a sharded vocabulary equals the whole one, forward and backward, and how much its ranks talk."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import DistPool
+from head_tools import Sink
 from torch import Tensor
 
-from rlhf_megatron.kernels.log_prob import linear_log_prob
+from rlhf_megatron.kernels.log_prob import Backend, linear_log_prob
+from rlhf_megatron.kernels.products import WeightGradient
 from rlhf_megatron.parallel.world import World
 
-NUM_TOKENS, HIDDEN = 45, 12
+NUM_TOKENS, HIDDEN = 44, 12
+TALK = (
+    "all_gather_into_tensor",
+    "all_gather",
+    "all_reduce",
+    "reduce_scatter_tensor",
+    "reduce_scatter",
+    "broadcast",
+    "all_to_all_single",
+    "all_gather_object",
+    "barrier",
+)
 
 
-def tensors(num_rows: int, vocab_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Hidden states, whole (padded) weight, targets, token weights: the same on every rank."""
+@dataclass(frozen=True)
+class Shape:
+    """`bounds[tp]`: rank r owns rows bounds[r] : bounds[r + 1] of the weight."""
+
+    bounds: dict[int, tuple[int, ...]]
+    vocab_size: int
+
+
+SHAPES = {
+    "even": Shape({2: (0, 16, 32), 4: (0, 8, 16, 24, 32)}, 32),
+    "padded": Shape({2: (0, 16, 32), 4: (0, 8, 16, 24, 32)}, 27),
+    "unequal": Shape({2: (0, 19, 29), 4: (0, 3, 19, 20, 29)}, 29),
+    "half of it is padding": Shape({2: (0, 16, 32), 4: (0, 8, 16, 24, 32)}, 16),
+}
+BOUNDS = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 4e-3}
+
+
+@dataclass(frozen=True)
+class Options:
+    num_rows: int | None = None
+    is_split: bool = False
+    has_sink: bool = False
+    stash_bytes: int = 0
+    backend: Backend = "chunked"
+    without: int = 0  # the first so many rows have no gradient
+
+
+OPTIONS = {
+    "all tokens": Options(),
+    "rows, some without a gradient": Options(num_rows=13, without=6),
+    "split": Options(is_split=True),
+    "split, rows, sink": Options(num_rows=13, is_split=True, has_sink=True, without=2),
+    "split, no gradient": Options(num_rows=13, is_split=True, has_sink=True, without=13),
+    "stash": Options(num_rows=13, stash_bytes=10**6, without=2),
+    "no rows": Options(num_rows=0, is_split=True, has_sink=True),
+    "reference": Options(num_rows=13, backend="reference", has_sink=True),
+    "reference, split": Options(num_rows=13, is_split=True, backend="reference"),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The same on every rank."""
+
+    hidden_SH: Tensor
+    weight_VH: Tensor
+    targets_R: Tensor
+    rows_R: Tensor | None
+    temperature_R: Tensor
+    grads_R: Tensor
+
+
+def make_problem(num_vocab_rows: int, vocab_size: int, dtype: torch.dtype, options: Options) -> Problem:
     generator = torch.Generator().manual_seed(5)
-    hidden_TH = torch.randn(NUM_TOKENS, HIDDEN, generator=generator, dtype=torch.float64)
-    weight_VH = torch.randn(num_rows, HIDDEN, generator=generator, dtype=torch.float64)
-    targets_T = torch.randint(0, vocab_size, (NUM_TOKENS,), generator=generator)
-    token_weights_T = torch.randn(NUM_TOKENS, generator=generator, dtype=torch.float64)
-    return hidden_TH.to(dtype), weight_VH.to(dtype), targets_T, token_weights_T
+    hidden_SH = torch.randn(NUM_TOKENS, HIDDEN, generator=generator, dtype=torch.float64)
+    weight_VH = torch.randn(num_vocab_rows, HIDDEN, generator=generator, dtype=torch.float64)
+    rows_R = None if options.num_rows is None else torch.randperm(NUM_TOKENS, generator=generator)[: options.num_rows]
+    num_rows = NUM_TOKENS if rows_R is None else len(rows_R)
+    targets_R = torch.randint(0, vocab_size, (num_rows,), generator=generator)
+    grads_R = torch.randn(num_rows, generator=generator, dtype=torch.float64)
+    grads_R[: options.without] = 0.0
+    temperature_R = 0.5 + torch.rand(num_rows, generator=generator)
+    return Problem(hidden_SH.to(dtype), weight_VH.to(dtype), targets_R, rows_R, temperature_R, grads_R)
 
 
-def backward_of(log_probs_T: Tensor, entropies_T: Tensor | None, token_weights_T: Tensor) -> None:
-    assert entropies_T is not None
-    token_weights_T = token_weights_T.to(log_probs_T.dtype)
-    ((log_probs_T - 0.3 * entropies_T) * token_weights_T).sum().backward()
+@contextmanager
+def counted() -> Iterator[dict[str, int]]:
+    """How often each function of torch.distributed is called inside; those never called are left out."""
+    calls: dict[str, int] = {}
+    originals = {name: getattr(dist, name) for name in TALK}
 
-
-def sharded(
-    world: World, bounds: list[int], vocab_size: int, dtype: torch.dtype, num_tokens: int = NUM_TOKENS
-) -> dict[str, Any]:
-    """Rank r owns rows bounds[r] : bounds[r + 1] of the weight."""
-    hidden_TH, weight_VH, targets_T, token_weights_T = tensors(bounds[-1], vocab_size, dtype)
-    hidden_TH = hidden_TH[:num_tokens].requires_grad_()
-    first, last = bounds[world.coordinates.tp], bounds[world.coordinates.tp + 1]
-    shard_VH = weight_VH[first:last].clone().requires_grad_()
-
-    calls = {"all_gather_into_tensor": 0, "all_reduce": 0}
-    originals = {name: getattr(dist, name) for name in calls}
-
-    def counted(name: str) -> Any:
+    def counting(name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            calls[name] += 1
+            calls[name] = calls.get(name, 0) + 1
             return originals[name](*args, **kwargs)
 
         return call
 
     try:
-        for name in calls:
-            setattr(dist, name, counted(name))
-        log_probs_T, entropies_T, _ = linear_log_prob(
-            hidden_TH,
+        for name in TALK:
+            setattr(dist, name, counting(name))
+        yield calls
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def of_this_rank(world: World, bounds: tuple[int, ...], problem: Problem, is_split: bool) -> tuple[Tensor, Tensor]:
+    """Leaves: the hidden states, or this rank's part of them, and its shard of the weight."""
+    rank, num_ranks = world.coordinates.tp, len(bounds) - 1
+    hidden_SH = problem.hidden_SH.chunk(num_ranks)[rank] if is_split else problem.hidden_SH
+    shard_VH = problem.weight_VH[bounds[rank] : bounds[rank + 1]]
+    return hidden_SH.clone().requires_grad_(), shard_VH.clone().requires_grad_()
+
+
+def sharded(
+    world: World, bounds: tuple[int, ...], vocab_size: int, problem: Problem, options: Options
+) -> dict[str, Any]:
+    hidden_SH, shard_VH = of_this_rank(world, bounds, problem, options.is_split)
+    sink_dtype = torch.promote_types(shard_VH.dtype, torch.float32)
+    sink = Sink(shard_VH, sink_dtype) if options.has_sink else None
+    with counted() as forward:
+        outputs = linear_log_prob(
+            hidden_SH,
             shard_VH,
-            targets_T[:num_tokens],
-            temperature=0.9,
-            vocab_start=first,
+            problem.targets_R,
+            temperature=problem.temperature_R,
+            vocab_start=bounds[world.coordinates.tp],
             vocab_size=vocab_size,
             tp_group=world.tp_group,
             chunk_size=7,
             with_entropy=True,
+            with_sum_squares=True,
+            rows_R=problem.rows_R,
+            is_sequence_split=options.is_split,
+            sink=sink,
+            stash_bytes=options.stash_bytes,
+            backend=options.backend,
         )
-        backward_of(log_probs_T, entropies_T, token_weights_T[:num_tokens])
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
-    assert entropies_T is not None
+    with counted() as backward:
+        loss_of(*outputs[:2], problem.grads_R).backward()
     return {
-        "log_probs": log_probs_T.detach(),
-        "entropies": entropies_T.detach(),
-        "grad_hidden": hidden_TH.grad,
-        "grad_weight": shard_VH.grad,
-        "calls": calls,
+        "log_probs": outputs.log_probs_R.detach(),
+        "entropies": outputs.entropies_R.detach(),
+        "sum_squares": outputs.sum_squares_R,
+        "grad_hidden": hidden_SH.grad,
+        "grad_weight": shard_VH.grad if sink is None else sink.buffer,
+        "num_asked": None if sink is None else sink.num_asked,
+        "calls": (forward, backward),
     }
 
 
-def whole(num_rows: int, vocab_size: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    hidden_TH, weight_VH, targets_T, token_weights_T = tensors(num_rows, vocab_size, dtype)
-    leaves = [hidden_TH.double().requires_grad_(), weight_VH.double().requires_grad_()]
-    log_probs_T, entropies_T, _ = linear_log_prob(
+def loss_of(log_probs_R: Tensor, entropies_R: Tensor | None, grads_R: Tensor) -> Tensor:
+    assert entropies_R is not None
+    return ((log_probs_R - 0.3 * entropies_R) * grads_R.to(log_probs_R.dtype)).sum()
+
+
+def whole(vocab_size: int, problem: Problem) -> dict[str, Tensor]:
+    """By the reference, in float64."""
+    leaves = [x.double().requires_grad_() for x in (problem.hidden_SH, problem.weight_VH)]
+    outputs = linear_log_prob(
         *leaves,
-        targets_T,
-        temperature=0.9,
+        problem.targets_R,
+        temperature=problem.temperature_R,
         vocab_start=0,
         vocab_size=vocab_size,
         tp_group=None,
         chunk_size=64,
         with_entropy=True,
+        with_sum_squares=True,
+        rows_R=problem.rows_R,
         backend="reference",
     )
-    backward_of(log_probs_T, entropies_T, token_weights_T)
-    assert entropies_T is not None and leaves[0].grad is not None and leaves[1].grad is not None
-    return {
-        "log_probs": log_probs_T.detach(),
-        "entropies": entropies_T.detach(),
-        "grad_hidden": leaves[0].grad,
-        "grad_weight": leaves[1].grad,
-    }
+    grads = torch.autograd.grad(loss_of(*outputs[:2], problem.grads_R), leaves)
+    names = ("log_probs", "entropies", "sum_squares", "grad_hidden", "grad_weight")
+    return dict(zip(names, (*outputs, *grads), strict=True))
 
 
-CASES = {
-    "even": ([0, 16, 32], 32),
-    "padded": ([0, 16, 32], 27),
-    "unequal": ([0, 19, 29], 29),
-    "one rank has padding only": ([0, 16, 32], 16),
-}
+def all_sharded(world: World, cases: list[tuple[str, str, torch.dtype]]) -> list[dict[str, Any]]:
+    """One job for all cases: starting one costs more than they do."""
+    results = []
+    for shape_name, options_name, dtype in cases:
+        shape, options = SHAPES[shape_name], OPTIONS[options_name]
+        bounds = shape.bounds[world.layout.tp]
+        problem = make_problem(bounds[-1], shape.vocab_size, dtype, options)
+        results.append(sharded(world, bounds, shape.vocab_size, problem, options))
+    return results
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 3e-6), (torch.bfloat16, 4e-3)])
-def test_two_shards_equal_the_whole(dist_pool: DistPool, name: str, dtype: torch.dtype, bound: float) -> None:
-    bounds, vocab_size = CASES[name]
-    ranks = dist_pool.run(sharded, tp=2, bounds=bounds, vocab_size=vocab_size, dtype=dtype)
-    expected = whole(bounds[-1], vocab_size, dtype)
-    for key in ("log_probs", "entropies", "grad_hidden"):
-        assert torch.equal(ranks[0][key], ranks[1][key]), f"{key} must have the same bits on all ranks"
-    found = {**ranks[0], "grad_weight": torch.cat([rank["grad_weight"] for rank in ranks])}
-    for key in ("log_probs", "entropies"):
-        assert (found[key].double() - expected[key]).abs().max() < min(bound, 5e-6), key
-    for key in ("grad_hidden", "grad_weight"):
-        assert found[key].dtype == dtype
-        assert (found[key].double() - expected[key]).norm() < bound * expected[key].norm(), key
-    assert torch.equal(found["grad_weight"][vocab_size:], torch.zeros_like(found["grad_weight"][vocab_size:]))
-    assert [rank["calls"] for rank in ranks] == [{"all_gather_into_tensor": 1, "all_reduce": 1}] * 2
+def expected_calls(options: Options) -> tuple[dict[str, int], dict[str, int]]:
+    """One exchange forward and one backward; a split sequence is gathered before each."""
+    if options.num_rows == 0:
+        return {}, {}
+    if options.is_split:
+        return {"all_gather_into_tensor": 2}, {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}
+    return {"all_gather_into_tensor": 1}, {"all_reduce": 1}
 
 
 @pytest.mark.dist
-def test_no_rows_need_no_exchange(dist_pool: DistPool) -> None:
-    ranks = dist_pool.run(sharded, tp=2, bounds=[0, 5, 9], vocab_size=9, dtype=torch.float32, num_tokens=0)
-    for rank, num_rows in zip(ranks, (5, 4), strict=True):
-        assert rank["log_probs"].shape == rank["entropies"].shape == (0,)
-        assert torch.equal(rank["grad_weight"], torch.zeros(num_rows, HIDDEN))
-        assert rank["calls"] == {"all_gather_into_tensor": 0, "all_reduce": 0}
+@pytest.mark.parametrize("tp", [2, 4])
+def test_shards_equal_the_whole(dist_pool: DistPool, tp: int) -> None:
+    cases = list(product(SHAPES, OPTIONS, BOUNDS))
+    results = dist_pool.run(all_sharded, tp=tp, cases=cases, timeout_s=300)
+    for (shape_name, options_name, dtype), ranks in zip(cases, zip(*results, strict=True), strict=True):
+        shape, options, bound = SHAPES[shape_name], OPTIONS[options_name], BOUNDS[dtype]
+        place = f"{shape_name}, {options_name}, {dtype}: "
+        expected = whole(shape.vocab_size, make_problem(shape.bounds[tp][-1], shape.vocab_size, dtype, options))
+        for key in ("log_probs", "entropies", "sum_squares", *(() if options.is_split else ("grad_hidden",))):
+            assert all(torch.equal(ranks[0][key], rank[key]) for rank in ranks), f"{place}{key}: all ranks, equal bits"
+        found = {**ranks[0], "grad_weight": torch.cat([rank["grad_weight"] for rank in ranks])}
+        if options.is_split:
+            found["grad_hidden"] = torch.cat([rank["grad_hidden"] for rank in ranks])
+        for key in ("log_probs", "entropies", "sum_squares"):
+            assert found[key].shape == expected[key].shape
+            errors_R = (found[key].double() - expected[key]).abs().tolist()
+            assert max(errors_R, default=0.0) < min(bound, 5e-6), place + key
+        gradient_bound = max(bound, 5e-4) if options.stash_bytes else bound
+        for key in ("grad_hidden", "grad_weight"):
+            assert (found[key].double() - expected[key]).norm() <= gradient_bound * expected[key].norm(), place + key
+        assert found["grad_hidden"].dtype == dtype
+        padding_VH = found["grad_weight"][shape.vocab_size :]
+        assert torch.equal(padding_VH, torch.zeros_like(padding_VH)), place
+        if options.backend != "reference":
+            assert [rank["calls"] for rank in ranks] == [expected_calls(options)] * tp, place
+        assert {rank["num_asked"] for rank in ranks} == {1 if options.has_sink else None}, place
+
+
+def order_of_events(world: World) -> list[str]:
+    """What the backward pass does, in order, on a rank with two chunks of columns."""
+    events: list[str] = []
+    bounds = (0, 14, 28)
+    problem = make_problem(28, 28, torch.float32, Options())
+    hidden_SH, shard_VH = of_this_rank(world, bounds, problem, is_split=False)
+    outputs = linear_log_prob(
+        hidden_SH,
+        shard_VH,
+        problem.targets_R,
+        temperature=1.0,
+        vocab_start=bounds[world.coordinates.tp],
+        vocab_size=28,
+        tp_group=world.tp_group,
+        chunk_size=7,
+        with_entropy=True,
+    )
+    all_reduce, add = dist.all_reduce, WeightGradient.add
+
+    def watched_all_reduce(*args: Any, **kwargs: Any) -> Any:
+        events.append("sum starts" if kwargs.get("async_op") else "sum")
+        return all_reduce(*args, **kwargs)
+
+    def watched_add(*args: Any) -> None:
+        events.append("weight gradient")
+        add(*args)
+
+    try:
+        dist.all_reduce, WeightGradient.add = watched_all_reduce, watched_add  # type: ignore[method-assign]
+        loss_of(*outputs[:2], problem.grads_R).backward()
+    finally:
+        dist.all_reduce, WeightGradient.add = all_reduce, add  # type: ignore[method-assign]
+    return events
+
+
+@pytest.mark.dist
+def test_the_sum_of_hidden_gradients_runs_beside_the_last_weight_gradient(dist_pool: DistPool) -> None:
+    for events in dist_pool.run(order_of_events, tp=2):
+        assert events == ["weight gradient", "sum starts", "weight gradient"]
+
+
+def kept_tensors(world: World, is_split: bool) -> list[int]:
+    """Elements of the float tensors that autograd keeps for the backward pass and that the caller does not have."""
+    bounds = (0, 14, 28)
+    problem = make_problem(28, 28, torch.float32, Options())
+    hidden_SH, shard_VH = of_this_rank(world, bounds, problem, is_split)
+    known = {x.untyped_storage().data_ptr() for x in (hidden_SH, shard_VH)}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        memory = tensor.untyped_storage().data_ptr()
+        if memory not in known and tensor.is_floating_point():
+            kept[memory] = tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        linear_log_prob(
+            hidden_SH,
+            shard_VH,
+            problem.targets_R,
+            temperature=1.0,
+            vocab_start=bounds[world.coordinates.tp],
+            vocab_size=28,
+            tp_group=world.tp_group,
+            chunk_size=7,
+            with_entropy=True,
+            is_sequence_split=is_split,
+        )
+    return sorted(kept.values())
+
+
+@pytest.mark.dist
+def test_of_a_split_sequence_only_the_part_is_kept(dist_pool: DistPool) -> None:
+    """log Z, its rest, the entropies: three numbers a row."""
+    for kept in dist_pool.run(kept_tensors, tp=2, is_split=True):
+        assert kept == [NUM_TOKENS] * 3
