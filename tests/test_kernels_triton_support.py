@@ -71,6 +71,18 @@ def test_the_device_must_be_new_enough(
     assert why_not in support.why_not and support.is_usable == (not why_not)
 
 
+def test_a_kernel_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions and device look well, and then torch cannot use the device."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("it would run")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    why_not = try_triton(torch.device("cuda", 0))
+    assert why_not.startswith("a kernel failed") and "CUDA" in why_not and why_not.endswith(".")
+    assert "\n" not in why_not
+
+
 @pytest.mark.gpu
 def test_kernels_run_on_cuda() -> None:
     assert try_triton(torch.device("cuda")) == ""

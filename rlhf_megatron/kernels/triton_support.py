@@ -87,7 +87,8 @@ def try_triton(device: torch.device) -> str:
     except Exception as problem:  # whatever a compiler, a linker or a driver raises: it is reported, not handled
         hint = "" if shutil.which("gcc") or shutil.which("clang") else " (no gcc or clang is found: install one)"
         lines = f"{type(problem).__name__}: {problem}".splitlines()
-        return f"a kernel failed{hint}: {lines[0] if lines else type(problem).__name__}"
+        line = lines[0].rstrip(".") if lines else type(problem).__name__
+        return f"a kernel failed{hint}: {line}."
     if not error < 1e-5:
         return f"a kernel gave wrong numbers: off by {error:g}."
     return ""
