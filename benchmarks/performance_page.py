@@ -82,7 +82,7 @@ def newest_gpu_results(directory: Path) -> list[dict[str, Any]]:
     for path in sorted(directory.glob("gpu_check-*.json")):
         match, result = GPU_FILE.fullmatch(path.name), read(path)
         if match and result is not None and not result.get("is_quick"):
-            runs.setdefault((result["machine"]["time"][:10], match[2]), []).append(result)
+            runs.setdefault((match[1], match[2]), []).append(result)
     if not runs:
         return []
     newest = max(runs, key=lambda run: max(result["machine"]["time"] for result in runs[run]))
@@ -91,9 +91,9 @@ def newest_gpu_results(directory: Path) -> list[dict[str, Any]]:
 
 def case_text(name: str, case: Mapping[str, Any]) -> str:
     text = f"\n### {name}: {case['what']}\n\n"
-    why = case.get("error") or (case.get("outcome") if case.get("outcome") != "passed" else "")
+    why = _last_line(case.get("error") or case.get("message", ""))
     if not case["figures"]:
-        return f"{text}No result: {str(why).strip().splitlines()[-1] if why else 'nothing was measured'}.\n"
+        return f"{text}No result: {why or 'nothing was measured'}.\n"
     shapes = {label: detail["shape"] for label, detail in case.get("details", {}).items() if _has_shape(detail)}
     if shapes:
         text += "; ".join(f"{label}: {shape}" for label, shape in shapes.items()) + ".\n\n"
@@ -102,8 +102,10 @@ def case_text(name: str, case: Mapping[str, Any]) -> str:
     figures = figures_of(case)
     rows = [_figure_cells(figure) for figure in figures] if len(figures) <= MOST_FIGURES else worst_of_each(figures)
     text += table(("what", "value", "bar", "", "beside"), rows)
-    absent = case.get("details", {}).get("absent", {})
-    return text + "".join(f"\nNot compared: {what}: {reason}.\n" for what, reason in absent.items())
+    text += f"\nNot complete: {why}.\n" if why else ""
+    details = case.get("details", {})
+    absent = {**details.get("absent", {}), **details.get("skipped", {}), **details.get("failed", {})}
+    return text + "".join(f"\nNot measured: {what}: {_last_line(reason)}.\n" for what, reason in absent.items())
 
 
 def worst_of_each(figures: Sequence[Figure]) -> list[tuple[str, ...]]:
@@ -191,6 +193,10 @@ def _row_cells(row: Row, baseline: str) -> tuple[str, str, str, str, str]:
 
 def _is_of_a_model(row: Row) -> bool:
     return row.what.startswith("model")
+
+
+def _last_line(text: str) -> str:
+    return text.strip().splitlines()[-1].rstrip(".") if text.strip() else ""
 
 
 def _has_shape(detail: Any) -> bool:

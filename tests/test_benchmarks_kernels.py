@@ -287,7 +287,7 @@ def test_the_page_shows_the_worst_and_what_failed(tmp_path: Path) -> None:
     text = performance_page.page(tmp_path)
     assert "| error | 1.1e-06 nat | <= 1e-05 | OK | the worst of 12: sample 11 |" in text
     assert "| gradient | nan x | <= 2 | MISSED | the worst of 2: sample 4 |" in text
-    assert "No result: ValueError: why." in text and "Not compared: a package: not installed." in text
+    assert "No result: ValueError: why." in text and "Not measured: a package: not installed." in text
     assert "No run on a GPU has been recorded yet" in text and "`make gpu-check PYTHON=python3`" in text
     assert "Not run yet: `python -m benchmarks.bench_grpo_step`." in text
 
@@ -295,7 +295,8 @@ def test_the_page_shows_the_worst_and_what_failed(tmp_path: Path) -> None:
 def test_the_page_shows_the_latest_run_on_a_gpu(tmp_path: Path) -> None:
     def case(value: float) -> dict[str, Any]:
         figure = {**vars(Figure("forward, rate", value, "TFLOP/s", "", 650.0, True)), "is_met": value >= 650}
-        return {"what": "forward", "outcome": "passed", "seconds": 3.0, "figures": [figure], "details": {}}
+        details = {"skipped": {"a package": "needs a wheel"}, "failed": {"too large": "Traceback\nOutOfMemoryError: 1"}}
+        return {"what": "forward", "outcome": "measured", "seconds": 3.0, "figures": [figure], "details": details}
 
     def write(name: str, day: str, cases: dict[str, Any], is_quick: bool = False) -> None:
         result = {
@@ -311,12 +312,14 @@ def test_the_page_shows_the_latest_run_on_a_gpu(tmp_path: Path) -> None:
 
     write("gpu_check-2026-01-01-aaaaa", "2026-01-01", {"G2": case(100.0)})
     write("gpu_check-2026-01-02-bbbbb-part1", "2026-01-02", {"G2": case(700.0)})
-    write("gpu_check-2026-01-02-bbbbb-part2", "2026-01-02", {"G10": case(10.0)})
+    late = {**case(10.0), "outcome": "out of time", "message": "not done after 9 s"}
+    write("gpu_check-2026-01-02-bbbbb-part2", "2026-01-02", {"G10": late})
     write("gpu_check-2026-01-03-ccccc", "2026-01-03", {"G2": case(1.0)}, is_quick=True)
     text = performance_page.page(tmp_path)
     assert "| forward, rate | 700 TFLOP/s | >= 650 | OK |  |" in text and "### G10: forward" in text
     assert "| forward, rate | 10 TFLOP/s | >= 650 | MISSED |  |" in text
-    assert "A GPU; A CPU, 4 cores; torch 9.9" not in text  # the versions of the file's own process come too
+    assert "Not measured: a package: needs a wheel." in text and "too large: OutOfMemoryError: 1." in text
+    assert text.count("Not complete: not done after 9 s.") == 1
     assert "A GPU; A CPU, 4 cores; python" in text and "torch 9.9" in text and "commit bbbbb, 2026-01-02" in text
     assert "100 TFLOP/s" not in text and "| forward, rate | 1 TFLOP/s" not in text
 

@@ -34,7 +34,7 @@ from benchmarks.kernels.case import Case, CaseResult
 from benchmarks.kernels.measure import REPEATS_VARIABLE, in_child
 from benchmarks.kernels.report import HEAD, Outcome, as_json, lines_of
 
-FULL_TIMEOUT_S, QUICK_TIMEOUT_S = 900.0, 120.0
+FULL_TIMEOUT_S, QUICK_TIMEOUT_S = 1800.0, 240.0
 
 
 def find_cases() -> tuple[list[Case], list[Outcome]]:
