@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, get_args
@@ -9,8 +10,12 @@ from typing import Any, get_args
 import pytest
 import test_algorithms_value_loss as value_loss_by_hand
 import torch
-from test_kernels_policy_loss import NoWaiting, small_blocks  # noqa: F401, a fixture
+import workers_reference as reference
+from device_waits import DeviceWaits
+from dist_pool import DistPool
+from test_kernels_policy_loss import small_blocks  # noqa: F401, a fixture
 from torch import Tensor
+from workers_jobs import make_actor, share
 
 from benchmarks import split_pure
 from benchmarks.split_invariance import PURE_BAR, pure_rows
@@ -22,8 +27,10 @@ from rlhf_megatron.algorithms.losses.scratch import Scratch
 from rlhf_megatron.algorithms.losses.value_loss import value_loss
 from rlhf_megatron.algorithms.metric_names import METRICS
 from rlhf_megatron.config.schema import ActorConfig, KernelsConfig, PolicyLossConfig
+from rlhf_megatron.data.batch import MiniBatch
 from rlhf_megatron.kernels.value_loss import fused_value_loss
 from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.parallel.world import World
 from rlhf_megatron.workers import losses
 from rlhf_megatron.workers.losses import RowLoss, make_row_losses, value_sums, weighted
 
@@ -205,9 +212,51 @@ def every_loss(columns: dict[str, Tensor]) -> Iterator[Tensor]:
 
 def test_no_loss_of_rows_waits_for_the_device() -> None:
     columns = make_columns(60, torch.float32)
-    with NoWaiting():
+    with DeviceWaits() as waits:
         grads = list(every_loss(columns))
+    assert waits.found == []
     assert len(grads) == 4 and all(bool(grad.any()) for grad in grads)
+
+
+def test_waiting_is_seen() -> None:
+    is_odd = torch.tensor([False, True])
+    for read in (lambda: torch.ones(1).item(), lambda: bool(is_odd.any()), lambda: is_odd.nonzero()):
+        with DeviceWaits() as waits:
+            read()
+        assert len(waits.found) == 1
+    with DeviceWaits() as waits:
+        torch.ones(2)[is_odd] = torch.ones(2)[is_odd]
+    assert waits.found == ["index in ", "index_put_ in "]
+
+
+def waits_of_an_update(world: World, state: dict[str, Tensor], batch: MiniBatch) -> tuple[int, list[str]]:
+    """(micro-batches, what the host would wait for in their forward and backward passes)."""
+    actor = make_actor(world, "llama", state)
+    shard, plan = share(world, batch, token_budget=40)
+    for _ in range(2):  # the head compares itself with its reference at first
+        actor.update(shard, plan, reference.TEMPERATURE)
+    packed, row_loss = actor._work(shard, plan, reference.TEMPERATURE, "policy")
+    with DeviceWaits() as waits:
+        actor.trained._pass(packed, row_loss)
+    return len(packed.micro_batches), waits.found
+
+
+@pytest.mark.dist
+def test_an_update_waits_at_most_for_the_rows_of_the_head(dist_pool: DistPool) -> None:
+    """Its backward pass asks once a micro-batch which rows have a gradient, to leave the others out.
+
+    Attention without a flash kernel, as here, reads the documents' lengths as well.
+    """
+    model = reference.make_model("llama")
+    batch = reference.make_batch()
+    with torch.no_grad():
+        batch = reference.with_past(batch, reference.token_log_probs(model, batch)[0])
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    ((num_micro_batches, found),) = dist_pool.run(waits_of_an_update, state=state, batch=batch, timeout_s=300)
+    assert num_micro_batches == 3
+    places = Counter(place.partition(",")[0] for place in found)
+    assert set(places) <= {"nonzero in kernels/log_prob_chunked.py", "_unique2 in models/document_order.py"}
+    assert max(places.values()) <= num_micro_batches
 
 
 @pytest.mark.gpu
