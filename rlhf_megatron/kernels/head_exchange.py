@@ -78,6 +78,7 @@ class GradientSum:
 
     result: Tensor
     work: dist.Work | None
+    source: Tensor | None = None  # is read until the work is done
 
     @staticmethod
     def start(gradient: Tensor, tp_group: ProcessGroup | None, is_sequence_split: bool) -> GradientSum:
@@ -90,7 +91,8 @@ class GradientSum:
         if not is_sequence_split:
             return GradientSum(gradient, dist.all_reduce(gradient, group=tp_group, async_op=True))
         part = gradient.new_empty(gradient.shape[0] // tp_group.size(), gradient.shape[1])
-        return GradientSum(part, dist.reduce_scatter_tensor(part, gradient, group=tp_group, async_op=True))
+        work = dist.reduce_scatter_tensor(part, gradient, group=tp_group, async_op=True)
+        return GradientSum(part, work, gradient)
 
     def wait(self) -> Tensor:
         if self.work is not None:

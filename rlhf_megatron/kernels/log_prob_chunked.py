@@ -37,6 +37,12 @@ _TILE_ROWS = {"cpu": 512, "cuda": 8192}  # cache-sized on a CPU; on a GPU enough
 _TILE_COLUMNS = {"cpu": 4096}  # at most; elsewhere as many as `chunk_size` says
 
 
+def tile_shape(num_rows: int, num_columns: int, chunk_size: int, device_type: str) -> tuple[int, int]:
+    """(rows, columns) of the largest tile that is made of so many rows and columns of the shard."""
+    columns = min(chunk_size, _TILE_COLUMNS.get(device_type, chunk_size), num_columns)
+    return max(1, min(_TILE_ROWS.get(device_type, num_rows), num_rows)), max(1, columns)
+
+
 @dataclass(frozen=True)
 class HeadCall:
     """What one call of the head is about, beside its tensors."""
@@ -157,7 +163,7 @@ class _LinearLogProb(torch.autograd.Function):
                 if grad_weight is not None:
                     grad_weight.add(chunk.first, chunk.last, grad_RC, tiles.hidden_RH[rows])
             if grad_weight is not None:
-                grad_weight.end_chunk(chunk.first, chunk.last)
+                grad_weight.end_chunk(chunk.last)
         return (
             None if grad_hidden is None else grad_hidden.result(hidden_SH),
             None if grad_weight is None else grad_weight.result(),
@@ -225,9 +231,9 @@ class _Tiles:
             self.row_scale_R, self.inv_temperature_R = inv_temperature_R, None
         self._weight_VH = weight_VH
         self._num_columns = call.num_columns
-        device = sequence_SH.device.type
-        self._chunk_size = max(1, min(call.chunk_size, _TILE_COLUMNS.get(device, call.chunk_size), call.num_columns))
-        self._block_size = max(1, min(_TILE_ROWS.get(device, num_rows), num_rows))
+        self._block_size, self._chunk_size = tile_shape(
+            num_rows, call.num_columns, call.chunk_size, sequence_SH.device.type
+        )
         self._num_rows = num_rows
         self._logits = self.hidden_RH.new_empty(self._block_size * self._chunk_size, dtype=self.dtype)
 

@@ -61,30 +61,38 @@ class WeightGradient:
     def __init__(self, weight_VH: Tensor, sink: WeightGradSink | None, dtype: torch.dtype) -> None:
         """`dtype`: in which products are accumulated."""
         self._sink = sink
-        self._buffer_VH = torch.zeros_like(weight_VH) if sink is None else sink.buffer_VH()
+        self._buffer_VH = torch.empty_like(weight_VH) if sink is None else sink.buffer_VH()
         if self._buffer_VH.shape != weight_VH.shape:
             raise ValueError(
                 f"the gradient buffer {tuple(self._buffer_VH.shape)} must have the weight's shape"
                 f" {tuple(weight_VH.shape)}; give the sink the buffer of this head."
             )
         self._dtype = dtype
-        self._chunk_CH: Tensor | None = None  # where the buffer's type does not hold a sum of partial products
+        self._end = 0  # rows of the weight that are done
+        self._sum_CH: Tensor | None = None  # of the chunk under way: part of the buffer, or a temporary
 
     def add(self, first: int, last: int, grad_RC: Tensor, hidden_RH: Tensor) -> None:
-        """Rows first:last of the weight get grad.T @ hidden. Calls of a chunk follow each other, then `end_chunk`."""
-        if self._buffer_VH.dtype == self._dtype:
-            add_product(self._buffer_VH[first:last], grad_RC.T, hidden_RH)
-        elif self._chunk_CH is None:
-            chunk_CH = hidden_RH.new_empty(last - first, hidden_RH.shape[1], dtype=self._dtype)
-            self._chunk_CH = multiply(grad_RC.T, hidden_RH, chunk_CH)
-        else:
-            add_product(self._chunk_CH, grad_RC.T, hidden_RH)
+        """Rows first:last of the weight get grad.T @ hidden. Chunks come in order, each with calls and `end_chunk`."""
+        assert first == self._end, "a chunk was left out"
+        if self._sum_CH is None:
+            rows_CH = self._buffer_VH[first:last]
+            is_direct = rows_CH.dtype == self._dtype  # else the buffer's type does not hold a sum of products
+            self._sum_CH = rows_CH if is_direct else torch.empty_like(rows_CH, dtype=self._dtype)
+            if self._sink is None or not is_direct:
+                multiply(grad_RC.T, hidden_RH, self._sum_CH)
+                return
+        add_product(self._sum_CH, grad_RC.T, hidden_RH)
 
-    def end_chunk(self, first: int, last: int) -> None:
-        if self._chunk_CH is not None:
-            self._buffer_VH[first:last] += self._chunk_CH
-            self._chunk_CH = None
+    def end_chunk(self, last: int) -> None:
+        assert self._sum_CH is not None, "no row was added"
+        rows_CH = self._buffer_VH[self._end : last]
+        if rows_CH.dtype != self._dtype:
+            rows_CH.copy_(self._sum_CH) if self._sink is None else rows_CH.add_(self._sum_CH)
+        self._sum_CH, self._end = None, last
 
     def result(self) -> Tensor | None:
-        """What autograd gets."""
-        return self._buffer_VH if self._sink is None else self._sink.gradient()
+        """What autograd gets. Rows that no chunk had are padding."""
+        if self._sink is not None:
+            return self._sink.gradient()
+        self._buffer_VH[self._end :].zero_()
+        return self._buffer_VH
