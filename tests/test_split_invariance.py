@@ -205,10 +205,9 @@ def run_with_local_denominators(world: World, **arguments: Any) -> Any:
 def test_a_local_denominator_is_caught_through_megatron(
     dist_pool: DistPool, case: Case, baseline: dict[str, dict[str, Tensor]]
 ) -> None:
-    lengths = case.batch["offsets"].diff()
-    assert len(set(lengths.tolist())) > 2, "replicas must have different counts"
+    """In three parts: in seven, both replicas have as many response tokens, and the mistake shows nothing."""
     (cell,) = split_mcore.run_layout(
-        dist_pool, case, Axes(dp=2), ["token-mean"], parts=(7,), job=run_with_local_denominators
+        dist_pool, case, Axes(dp=2), ["token-mean"], parts=(3,), job=run_with_local_denominators
     )
     assert compare(cell.gradients, baseline["token-mean"])[0] > 100 * MEGATRON_BAR
 

@@ -9,10 +9,10 @@ The caller sends `take(batch, plan)` to each replica and puts what comes back to
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from torch import Tensor
 
 from rlhf_megatron.data import codec
 from rlhf_megatron.data.batch import Batch, concat, select
+from rlhf_megatron.data.dealing import Bin
+from rlhf_megatron.data.packing import pack
 
 NO_OP = -1
 NO_OP_LENGTH = 2  # one prompt token, one response token that is not in the mask
@@ -38,15 +40,6 @@ class ReplicaPlan:
     packed_length: int  # tokens that every micro-batch of this call, on every replica, fits in; a packed_multiple
 
 
-@dataclass(frozen=True)
-class _Bin:
-    """A micro-batch in the making. Compares by nothing; `samples` are indices into the whole batch."""
-
-    samples: list[int]
-    cost: int
-    length: int
-
-
 def plan_replicas(
     lengths: Sequence[int],
     num_replicas: int,
@@ -58,8 +51,9 @@ def plan_replicas(
 ) -> tuple[ReplicaPlan, ...]:
     """Spread samples of the given lengths (tokens) over replicas. The same input gives the same plan.
 
-    Replicas get the same number of micro-batches (as few as the packing finds) and loads balanced by cost. A document
-    of `attention_length` tokens spends as much on attention scores as on everything else (12 x hidden size, about).
+    Replicas get the same number of micro-batches (as few as `packing` finds) and loads balanced by cost; micro-batches
+    are of even length where that allows it, so that little is padded up to the longest. A document of
+    `attention_length` tokens spends as much on attention scores as on everything else (12 x hidden size, about).
 
     `token_budget`: of a micro-batch of one replica; what its context-parallel ranks have together. Each document is
     padded to a multiple of `document_multiple`, each micro-batch to one of `packed_multiple`, both within the budget;
@@ -76,13 +70,10 @@ def plan_replicas(
     costs = [length * (attention_length + length) for length in padded]
     room = token_budget // packed_multiple * packed_multiple
 
-    num_micro_batches = _align(max(1, -(-sum(padded) // (num_replicas * room))), micro_batch_multiple)
-    while (bins := _fill_bins(padded, costs, num_replicas * num_micro_batches, room)) is None:
-        num_micro_batches += micro_batch_multiple
-
-    longest = max(micro_batch.length or _align(NO_OP_LENGTH, document_multiple) for micro_batch in bins)
+    shares = pack(padded, costs, num_replicas, micro_batch_multiple, room)
+    longest = max(micro_batch.length or _align(NO_OP_LENGTH, document_multiple) for micro_batch in chain(*shares))
     packed_length = _align(longest, packed_multiple)
-    return tuple(_replica_plan(share, packed_length) for share in _deal(bins, num_replicas, num_micro_batches))
+    return tuple(_replica_plan(share, packed_length) for share in shares)
 
 
 def take(batch: Batch, plan: ReplicaPlan) -> Batch:
@@ -131,72 +122,12 @@ def _check_budget(lengths: Sequence[int], token_budget: int, packed_multiple: in
         )
 
 
-def _fill_bins(lengths: list[int], costs: list[int], num_bins: int, token_budget: int) -> list[_Bin] | None:
-    """`num_bins` micro-batches within the budget, some empty when samples are too few; None when they do not fit."""
-    largest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    contents = _balanced(largest_first, lengths, costs, num_bins, token_budget)
-    if contents is None:
-        contents = _tight(largest_first, lengths, num_bins, token_budget)
-    if contents is None:
-        return None
-    return [_Bin(sorted(c), sum(costs[i] for i in c), sum(lengths[i] for i in c)) for c in contents]
-
-
-def _balanced(
-    order: list[int], lengths: list[int], costs: list[int], num_bins: int, token_budget: int
-) -> list[list[int]] | None:
-    """Each sample goes to the cheapest bin that has room for it. Even, but may miss a packing that exists."""
-    contents: list[list[int]] = [[] for _ in range(num_bins)]
-    heap = [(0, 0, index) for index in range(num_bins)]  # cost, length, bin
-    for sample in order:
-        full = []
-        while heap and heap[0][1] + lengths[sample] > token_budget:
-            full.append(heapq.heappop(heap))
-        if not heap:
-            return None
-        cost, length, index = heap[0]
-        contents[index].append(sample)
-        heapq.heapreplace(heap, (cost + costs[sample], length + lengths[sample], index))
-        for entry in full:
-            heapq.heappush(heap, entry)
-    return contents
-
-
-def _tight(order: list[int], lengths: list[int], num_bins: int, token_budget: int) -> list[list[int]] | None:
-    """First fit, largest first: fills bins up. A bin left empty then gets a sample of the bin with most samples."""
-    contents: list[list[int]] = [[] for _ in range(num_bins)]
-    room = [token_budget] * num_bins
-    for sample in order:
-        index = next((i for i in range(num_bins) if room[i] >= lengths[sample]), None)
-        if index is None:
-            return None
-        contents[index].append(sample)
-        room[index] -= lengths[sample]
-    for empty in (c for c in contents if not c):
-        most = max(contents, key=len)
-        if len(most) > 1:
-            empty.append(most.pop())
-    return contents
-
-
-def _deal(bins: list[_Bin], num_replicas: int, num_micro_batches: int) -> list[list[_Bin]]:
-    """`num_micro_batches` bins for each replica: the dearest bin left goes to the cheapest replica that has room."""
-    shares: list[list[_Bin]] = [[] for _ in range(num_replicas)]
-    heap = [(0, index) for index in range(num_replicas)]  # cost, replica
-    for micro_batch in sorted(bins, key=lambda b: (-b.cost, b.samples)):
-        cost, index = heapq.heappop(heap)
-        shares[index].append(micro_batch)
-        if len(shares[index]) < num_micro_batches:
-            heapq.heappush(heap, (cost + micro_batch.cost, index))
-    return shares
-
-
-def _replica_plan(share: list[_Bin], packed_length: int) -> ReplicaPlan:
+def _replica_plan(share: list[Bin], packed_length: int) -> ReplicaPlan:
     """`share` comes dearest first, so empty bins, which become no-op samples, come last."""
     samples: list[int] = []
     micro_batches = []
     for micro_batch in share:
-        held = micro_batch.samples or [NO_OP]
+        held = micro_batch.documents or (NO_OP,)
         micro_batches.append(tuple(range(len(samples), len(samples) + len(held))))
         samples += held
     return ReplicaPlan(tuple(samples), tuple(micro_batches), packed_length)
