@@ -24,6 +24,8 @@ from triton_interpreter import TritonInterpreter
 
 from rlhf_megatron.algorithms.losses import PolicyLossInputs
 from rlhf_megatron.algorithms.losses.compose import RegularizerParams
+from rlhf_megatron.kernels import policy_loss
+from rlhf_megatron.kernels.policy_loss import MAX_ERROR
 from rlhf_megatron.kernels.triton_support import interpreter_support, triton_support
 
 BLOCK = 64  # in place of 512, so that few rows have several programs
@@ -113,6 +115,36 @@ def test_what_is_not_a_number_is_seen(run: Run) -> None:
         found = run(inputs, make_weights(100, torch.float32), RegularizerParams(0.1, "k3", 0.03))
         assert math.isnan(found["loss"].item()), column
         assert found["log_probs_T"].isnan().nonzero().flatten().tolist() == [70], column
+
+
+def self_check(is_spoilt: bool, device: str) -> float:
+    from rlhf_megatron.kernels import policy_loss_triton
+    from rlhf_megatron.kernels.policy_loss import kernel_error
+
+    usual = policy_loss_triton.KL_KINDS
+    policy_loss_triton.KL_KINDS = {"k3": 2} if is_spoilt else usual
+    try:
+        return kernel_error(torch.device(device))
+    finally:
+        policy_loss_triton.KL_KINDS = usual
+
+
+def test_the_self_check_sees_a_wrong_kernel(triton_interpreter: TritonInterpreter) -> None:
+    """Another KL estimate, off by some 1e-2."""
+    assert triton_interpreter.run(self_check, is_spoilt=False, device="cpu") < 1e-6
+    assert triton_interpreter.run(self_check, is_spoilt=True, device="cpu") > 10 * MAX_ERROR
+
+
+def test_a_kernel_that_does_not_compile_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(device: torch.device) -> float:
+        raise RuntimeError("no compiler\nand a long explanation")
+
+    monkeypatch.setattr(policy_loss, "kernel_error", fails)
+    assert policy_loss._kernel_problem(torch.device("cpu")) == "its Triton kernel failed: RuntimeError: no compiler"
+    monkeypatch.setattr(policy_loss, "kernel_error", lambda device: math.nan)
+    assert "off by nan" in policy_loss._kernel_problem(torch.device("cpu"))
+    monkeypatch.setattr(policy_loss, "kernel_error", lambda device: 1e-7)
+    assert policy_loss._kernel_problem(torch.device("cpu")) == ""
 
 
 @pytest.mark.parametrize("has_all", [False, True])

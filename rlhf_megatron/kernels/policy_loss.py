@@ -18,12 +18,14 @@ from torch import Tensor
 
 from rlhf_megatron.algorithms.losses.base import ExplicitLoss, ExplicitOutputs, PolicyLossInputs
 from rlhf_megatron.algorithms.losses.compose import RegularizerParams, explicit_token_loss
-from rlhf_megatron.algorithms.losses.ppo_clip import ppo_clip_explicit
+from rlhf_megatron.algorithms.losses.ppo_clip import PPOClipParams, ppo_clip_explicit
 from rlhf_megatron.algorithms.losses.scratch import Scratch
 from rlhf_megatron.kernels.row_loss import Block, KnownGradient, RowSums, sum_rows, with_gradients
 from rlhf_megatron.kernels.triton_support import try_triton
 
 logger = logging.getLogger(__name__)
+
+MAX_ERROR = 1e-4  # of losses and gradients of about 1
 
 TritonLoss = Callable[[PolicyLossInputs, Any, RegularizerParams, Tensor, Tensor], RowSums]
 
@@ -97,7 +99,42 @@ def _triton_loss(loss: ExplicitLoss, device: torch.device) -> TritonLoss | None:
 
 @functools.cache
 def _has_triton(device: torch.device) -> bool:
-    why_not = try_triton(device)
+    why_not = try_triton(device) or _kernel_problem(device)
     if why_not:
         logger.warning("the policy loss runs in plain torch: %s", why_not)
     return not why_not
+
+
+def _kernel_problem(device: torch.device) -> str:
+    """What is wrong with the kernel on `device`; "" where it works. Waits for the device."""
+    try:
+        error = kernel_error(device)
+    except Exception as problem:  # whatever a compiler or a driver raises: it is reported, not handled
+        lines = f"{type(problem).__name__}: {problem}".splitlines()
+        return f"its Triton kernel failed: {lines[0]}"
+    return "" if error < MAX_ERROR else f"its Triton kernel is off by {error:g}."
+
+
+def kernel_error(device: torch.device) -> float:
+    """Largest difference between the Triton kernel and plain torch, on some rows inside and outside of the ranges."""
+    from rlhf_megatron.kernels.policy_loss_triton import ppo_clip_sums
+
+    count_R = torch.arange(67, dtype=torch.float32, device=device)
+    log_probs_R = -1 - (0.7 * count_R).sin()
+    inputs = PolicyLossInputs(
+        log_probs_T=log_probs_R,
+        old_log_probs_T=-1 + (1.1 * count_R).cos(),
+        advantages_T=(1.3 * count_R).sin(),
+        response_mask_T=count_R >= 0,
+        entropies_T=1 + count_R.cos(),
+        ref_log_probs_T=log_probs_R + 0.3 * (1.7 * count_R).cos(),
+        correction_weights_T=1 + count_R.sin(),
+    )
+    regularizers = RegularizerParams(kl_loss_coef=0.1, entropy_coeff=0.1)
+    weights_R = torch.full_like(count_R, 1 / 67)
+    plain = FusedPolicyLoss(ppo_clip_explicit, PPOClipParams(), regularizers)
+    expected = plain._sums(inputs, weights_R, weights_R)
+    found = ppo_clip_sums(inputs, PPOClipParams(), regularizers, weights_R, weights_R)
+    pairs = [(found.value, expected.value), (67 * found.grad_R, 67 * expected.grad_R)]
+    pairs += [(metric, expected.metrics[name]) for name, metric in found.metrics.items()]
+    return max(float((one - other).abs().max()) for one, other in pairs)
