@@ -22,7 +22,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help install engine-conformance test-sglang quickstart quickstart-ppo quickstart-seeds smollm2 smollm2-ppo test check format test-dist parity split-invariance replay-layouts test-long chaos soak bench gpu-check sglang-cpu sglang-smoke clean
+.PHONY: help install engine-conformance test-sglang quickstart quickstart-ppo quickstart-seeds smollm2 smollm2-ppo test check format test-dist parity split-invariance replay-layouts test-long chaos soak bench bench-kernels gpu-check sglang-cpu sglang-smoke clean
 
 help:
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 20
@@ -99,6 +99,9 @@ soak: $(VENV)/.installed  ## ten minutes of learning with twenty random faults
 
 bench: $(VENV)/.installed .venv-trl/.installed  ## all benchmarks; JSON under benchmarks/results/
 	$(BIN)/python -m benchmarks.run_all $(ARGS)
+
+bench-kernels: $(VENV)/.installed  ## the kernels on a CPU: ratios to naive and published ones in one run, one thread
+	$(BIN)/python -m benchmarks.kernels $(ARGS)
 
 # The baseline of the GRPO benchmark, in an environment of its own.
 .venv-trl/.installed: benchmarks/requirements-trl.txt
