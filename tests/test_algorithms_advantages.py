@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS, AdvantageInputs
-from rlhf_megatron.algorithms.advantages.grpo import GRPOParams, group_advantages, grpo
+from rlhf_megatron.algorithms.advantages.grpo import GRPOParams, grpo
+from rlhf_megatron.algorithms.groups import group_advantages
 
 
 def advantages(

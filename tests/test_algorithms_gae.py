@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS, AdvantageInputs, AdvantageOutputs
-from rlhf_megatron.algorithms.advantages.gae import GAEParams, Moments, gae
+from rlhf_megatron.algorithms.advantages.gae import GAEParams, gae
+from rlhf_megatron.algorithms.advantages.whitening import Moments
 from rlhf_megatron.algorithms.metric_names import METRICS
 
 gae_module = sys.modules[gae.__module__]  # the package has the function under the module's name

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from rlhf_megatron.algorithms.advantages.base import ADV_ESTIMATORS, AdvantageInputs, AdvantageOutputs
 from rlhf_megatron.algorithms.advantages.scan import discounted_sums_
+from rlhf_megatron.algorithms.advantages.whitening import WHITEN_EPSILON, Moments
 
-WHITEN_EPSILON = 1e-8  # added to the variance; the field's
 PART = 131072  # tokens of a part, about
 
 
@@ -45,36 +45,6 @@ class GAEParams:
         for name, value in (("gamma", self.gamma), ("lam", self.lam)):
             if not 0 <= value <= 1:
                 raise ValueError(f"{name} ({value}) must be at least 0 and at most 1; 1.0 is usual.")
-
-
-@dataclass(frozen=True)
-class Moments:
-    """Of numbers that come in parts. Equal numbers have a variance of exactly 0."""
-
-    count: int = 0
-    mean: float = 0.0
-    sum_squares: float = 0.0  # of the distances from the mean
-
-    @property
-    def variance(self) -> float:
-        """The unbiased one; 0 of fewer than two numbers."""
-        return self.sum_squares / (self.count - 1) if self.count > 1 else 0.0
-
-    def joined_by(self, column_N: Tensor) -> Moments:
-        """With the entries of `column_N`, float64 (Chan, Golub and LeVeque, "Updating formulae", 1979)."""
-        if not column_N.numel():
-            return self
-        # From an entry on: equal numbers are exactly 0 there, and no other entry is so far that digits are lost.
-        count, shifted_N = column_N.numel(), column_N - column_N[0]
-        total = float(shifted_N.sum())
-        sum_squares = max(float(shifted_N.dot(shifted_N)) - total * total / count, 0.0)
-        step = float(column_N[0]) + total / count - self.mean
-        share = count / (self.count + count)
-        return Moments(
-            self.count + count,
-            self.mean + step * share,
-            self.sum_squares + sum_squares + step * step * self.count * share,
-        )
 
 
 @dataclass(frozen=True)

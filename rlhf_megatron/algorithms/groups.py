@@ -1,0 +1,82 @@
+"""Statistics of the samples of one prompt, over its valid samples. Shared by group estimators and filters. Pure."""
+
+# B samples, G groups, V valid samples
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The samples of a step by prompt. All statistics are float64; what an invalid sample has is not read."""
+
+    index_B: Tensor  # int64, the group of each sample, in [0, num_groups)
+    is_valid_B: Tensor  # bool
+    num_groups: int
+
+    @staticmethod
+    def of(group_ids_B: Tensor, is_valid_B: Tensor) -> Groups:
+        """Groups in the order of their ids, which may be any integers."""
+        _, index_B = group_ids_B.unique(return_inverse=True)
+        return Groups(index_B, is_valid_B, int(index_B.max()) + 1 if index_B.numel() else 0)
+
+    def sums(self, column_B: Tensor) -> Tensor:
+        """[G] float64."""
+        column_B = column_B.to(torch.float64).masked_fill(~self.is_valid_B, 0.0)
+        sums_G = torch.zeros(self.num_groups, dtype=torch.float64, device=column_B.device)
+        return sums_G.index_add_(0, self.index_B, column_B)
+
+    def counts(self) -> Tensor:
+        """[G] float64, valid samples."""
+        return self.sums(self.is_valid_B)
+
+    def centered(self, column_B: Tensor) -> Tensor:
+        """[B] float64: distance from the group's mean; 0 where not valid."""
+        mean_G = self.sums(column_B) / self.counts().clamp(min=1)
+        return (column_B.to(torch.float64) - mean_G[self.index_B]).masked_fill(~self.is_valid_B, 0.0)
+
+    def deviations(self, centered_B: Tensor) -> Tensor:
+        """[G] float64: the unbiased standard deviation of a `centered` column; 0 of fewer than two samples."""
+        return (self.sums(centered_B.square()) / (self.counts() - 1).clamp(min=1)).sqrt()
+
+    def have_spread(self, column_B: Tensor) -> Tensor:
+        """[G] bool: some entries of the group differ. Compared, not computed: a mean of equal numbers is rounded."""
+        column_B = column_B.to(torch.float64)
+        bounds_G = torch.full((self.num_groups,), torch.inf, dtype=torch.float64, device=column_B.device)
+        low_G = bounds_G.scatter_reduce(0, self.index_B, column_B.masked_fill(~self.is_valid_B, torch.inf), "amin")
+        high_G = (-bounds_G).scatter_reduce(0, self.index_B, column_B.masked_fill(~self.is_valid_B, -torch.inf), "amax")
+        return high_G > low_G
+
+    def top_two(self, column_B: Tensor) -> tuple[Tensor, Tensor]:
+        """[G] float64 each: the largest entry of a group and the one after it, which may be equal to it.
+
+        -inf where there is no such entry.
+        """
+        column_V, index_V = column_B[self.is_valid_B].to(torch.float64), self.index_B[self.is_valid_B]
+        order_V = column_V.argsort(stable=True)
+        order_V = order_V[index_V[order_V].argsort(stable=True)]
+        count_G = index_V.bincount(minlength=self.num_groups)
+        last_G = count_G.cumsum(0) - 1
+        found = []
+        for rank in (0, 1):
+            has_entry_G = count_G > rank
+            entries_G = torch.full((self.num_groups,), -torch.inf, dtype=torch.float64, device=column_B.device)
+            entries_G[has_entry_G] = column_V[order_V[last_G[has_entry_G] - rank]]
+            found.append(entries_G)
+        return found[0], found[1]
+
+
+def group_advantages(rewards_B: Tensor, group_ids_B: Tensor, is_valid_B: Tensor, epsilon: float | None) -> Tensor:
+    """[B] float64: (r - mean_g) / (std_g + epsilon), or r - mean_g where `epsilon` is None, over valid samples.
+
+    Exactly 0 for an invalid sample, in a group with one valid sample, and in a group of equal rewards.
+    """
+    groups = Groups.of(group_ids_B, is_valid_B)
+    advantages_B = groups.centered(rewards_B)
+    if epsilon is not None:
+        advantages_B = advantages_B / (groups.deviations(advantages_B) + epsilon)[groups.index_B]
+    return advantages_B.masked_fill(~groups.have_spread(rewards_B)[groups.index_B], 0.0)
