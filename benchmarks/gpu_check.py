@@ -149,8 +149,20 @@ def summarise(check: Check) -> None:
             verdict = "met" if figure["is_met"] else "NOT MET"
             bar = f"{sign} {figure['bar']:g}"
             print(f"       {figure['what']:62} {figure['value']:>10g} {figure['unit']:9} bar {bar}: {verdict}")
+        for kind in ("failed", "skipped"):
+            for what, why in case["details"].get(kind, {}).items():
+                print(f"       {kind}: {what}: {last_line(why)}")
+    for test in check.result["tests"]:
+        if test["outcome"] in ("failed", "not run"):
+            print(f"{test['outcome']}: {test['name']}: {last_line(test['message'])}")
     counts = ", ".join(f"{number} {kind}" for kind, number in check.result["counts"].items())
-    print(f"tests: {counts or 'none'}; bars missed: {num_missed(check.result['cases'])}; {check.write()}")
+    left_out = ", ".join(check.result.get("out_of_time", ())) or "nothing"
+    print(f"tests: {counts or 'none'}; bars missed: {num_missed(check.result['cases'])}; left out: {left_out}")
+    print(check.write())
+
+
+def last_line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[-1][:200]
 
 
 def has_device() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks import common, gpu_check
-from benchmarks.gpu import children, device_state, gpu_tests, recorder, train_step
+from benchmarks.gpu import children, device_state, gpu_tests, recorder, timing, train_step
 from benchmarks.gpu.arithmetic import GemmSeconds, HeadShape, peak_flops, percent, step_flop, tflops
 from benchmarks.gpu.baselines import Baseline, naive_outputs
 from benchmarks.gpu.head import HeadInputs, MainGrad, OurHead
@@ -183,7 +184,14 @@ def test_a_step_that_does_other_work_is_refused() -> None:
 # --- every case
 
 
-@pytest.mark.usefixtures("no_target")
+@pytest.fixture
+def few_turns(monkeypatch: pytest.MonkeyPatch, no_target: None) -> None:
+    """Enough to run every line."""
+    monkeypatch.setattr(timing, "MIN_WARMUPS", 2)
+    monkeypatch.setattr(timing, "MIN_RUNS", 1)
+
+
+@pytest.mark.usefixtures("few_turns")
 @pytest.mark.parametrize("name", WITHOUT_WORLD)
 def test_a_case_runs_at_a_tiny_size(name: str, tmp_path: Path) -> None:
     recorder.target.path = tmp_path / "case.json"
@@ -205,7 +213,7 @@ def test_a_case_runs_at_a_tiny_size(name: str, tmp_path: Path) -> None:
     assert check.get(name, bool)(values)
 
 
-@pytest.mark.usefixtures("no_target")
+@pytest.mark.usefixtures("few_turns")
 @pytest.mark.parametrize("name", ["G10", "G11"])
 def test_a_case_with_a_model_runs_at_a_tiny_size(name: str) -> None:
     case = children.importlib.import_module(f"benchmarks.gpu.{children.CASES[name].module}").CASE
@@ -216,6 +224,30 @@ def test_a_case_with_a_model_runs_at_a_tiny_size(name: str) -> None:
     if name == "G10":
         (ours, plain), norms = result.details["tiny, first loss and gradient norm, ours and plain"]
         assert ours == pytest.approx(plain, abs=2e-3) and norms[0] == pytest.approx(norms[1], rel=0.02)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["G2", "G3", "G4", "G6", "G7", "G8", "G9"])
+def test_a_case_runs_with_tritons_kernels(name: str) -> None:
+    """Under the interpreter, in a process of its own: it counts from triton's import on."""
+    code = (
+        "import importlib, json, sys\n"
+        "from benchmarks.gpu import children, timing\n"
+        "timing.MIN_WARMUPS, timing.MIN_RUNS = 2, 1\n"
+        f"case = importlib.import_module('benchmarks.gpu.{children.CASES[name].module}').CASE\n"
+        "result = case.run(True)\n"
+        "print(json.dumps([result.details['failed'], {f.what: f.value for f in result.figures}]))\n"
+    )
+    environment = children.environment() | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    failed, values = json.loads(done.stdout.splitlines()[-1])
+    assert not failed
+    of_triton = {what: value for what, value in values.items() if "triton" in what or "experimental" in what}
+    assert len(of_triton) >= {"G7": 0, "G9": 0}.get(name, 4)
+    assert all(value == 0 for what, value in of_triton.items() if "that differ" in what)
+    errors = [value for what, value in values.items() if "largest difference" in what or "relative difference" in what]
+    assert max(errors, default=0.0) < 1e-5 and len(errors) == {"G2": 2, "G8": 2, "G9": 3}.get(name, 0)
 
 
 # --- what stays when something dies

@@ -40,7 +40,7 @@ def _shape(recorder: Recorder, label: str, shape: HeadShape, bars: Bars) -> None
         recorder,
         label,
         inputs,
-        lambda head: head.time_both(recorder.device, recorder.limit_s)[1],
+        lambda head: head.time_parts(recorder.device, recorder.limit_s)[1],
         3 * shape.gemm_flop,
         gemms.all_three,
         bars,

@@ -165,6 +165,6 @@ def print_outcomes(outcomes: Sequence[Outcome]) -> Counter[str]:
             f"{key} {value:.3g}" if isinstance(value, float | int) else f"{key} {value}"
             for key, value in outcome.figures.items()
         )
-        why = "" if outcome.outcome == "passed" else " ".join(outcome.message.strip().splitlines()[-1:])
+        why = "" if outcome.outcome == "passed" else (outcome.message.strip().splitlines() or [""])[-1]
         print(f"{outcome.outcome:8} {outcome.seconds:7.2f} s  {outcome.name}  {figures}{why}")
     return Counter(outcome.outcome for outcome in outcomes)

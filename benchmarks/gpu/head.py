@@ -13,6 +13,7 @@ from torch import Tensor
 
 from benchmarks.gpu.arithmetic import HeadShape
 from benchmarks.gpu.timing import Spread, time_parts
+from rlhf_megatron.config.schema import ActorConfig
 from rlhf_megatron.kernels.log_prob import Backend, HeadOutputs, linear_log_prob
 from rlhf_megatron.kernels.triton_support import interpreter_support, try_triton
 
@@ -22,7 +23,7 @@ QUICK = HeadShape(48, 32, 320)
 QUICK_SHARD = HeadShape(48, 32, 40)
 CHUNK_SIZES = (4096, 8192, 16384)
 QUICK_CHUNK_SIZES = (64, 128)
-DEFAULT_CHUNK_SIZE = 8192  # of ActorConfig.log_prob_chunk_size
+DEFAULT_CHUNK_SIZE = ActorConfig().log_prob_chunk_size
 LOGIT_STD = 3.0  # neither flat nor certain
 
 
@@ -136,12 +137,15 @@ class OurHead:
     def time_forward(self, device: torch.device, limit_s: float) -> Spread:
         return time_parts([self.forward], device, limit_s)[0]
 
-    def time_both(self, device: torch.device, limit_s: float) -> tuple[Spread, Spread, Spread]:
-        """(forward, backward, the two together)."""
+    def time_parts(self, device: torch.device, limit_s: float) -> tuple[Spread, Spread]:
+        """(forward, backward)"""
         forward, backward = time_parts([self.forward, self.backward], device, limit_s, before=self.forget)
-        together = time_parts([self.both], device, limit_s)[0]
         self.forget()
-        return forward, backward, together
+        return forward, backward
+
+    def time_both(self, device: torch.device, limit_s: float) -> Spread:
+        """Of the two together."""
+        return time_parts([self.both], device, limit_s)[0]
 
     def _rows(self, column_T: Tensor) -> Tensor:
         return column_T if self.rows_R is None else column_T[self.rows_R]

@@ -40,7 +40,7 @@ def _one(recorder: Recorder, shape: HeadShape) -> None:
     recorder.free()
     chunk_size = QUICK_CHUNK_SIZES[0] if recorder.is_quick else DEFAULT_CHUNK_SIZE
     head = OurHead(inputs, backends(recorder.device)[-1], chunk_size, MainGrad(inputs.weight_VH))
-    forward, backward, _ = head.time_both(recorder.device, recorder.limit_s / 2)
+    forward, backward = head.time_parts(recorder.device, recorder.limit_s)
     recorder.add_times(f"{shape}, forward", forward)
     recorder.add_times(f"{shape}, backward, recompute", backward)
     for name, bare_s, times in (

@@ -196,7 +196,7 @@ def _head_share(recorder: Recorder, name: str, work: Work, step: Spread) -> None
         DEFAULT_STASH_BYTES,
         with_entropy=False,
     )
-    both = head.time_both(recorder.device, recorder.limit_s)[2]
+    both = head.time_both(recorder.device, recorder.limit_s)
     share = percent(both.median * num_micro_batches, step.median)
     flop_share = 100.0 * step_flop(config, (work.batch.lengths - 1).tolist(), work.num_rows).head_share
     recorder.add(f"{name}, head's share of the step", share, "%", f"of the operations {flop_share:.1f} %")
