@@ -73,9 +73,11 @@ def _scratch(like_R: Tensor) -> Scratch:
     all rows at once on another device, where a pass is a launch and the allocator keeps the memory."""
     if like_R.device.type != "cpu":
         return Scratch(like_R, max(like_R.numel(), 1))
-    if like_R.dtype not in _kept.by_dtype:
-        _kept.by_dtype[like_R.dtype] = Scratch(like_R.new_empty(0), CPU_BLOCK)
-    return _kept.by_dtype[like_R.dtype]
+    kept = _kept.by_dtype.get(like_R.dtype)
+    if kept is None or kept.length < min(like_R.numel(), CPU_BLOCK):
+        length = min(1 << max(like_R.numel() - 1, 0).bit_length(), CPU_BLOCK)  # no more than micro-batches here need
+        kept = _kept.by_dtype[like_R.dtype] = Scratch(like_R.new_empty(0), length)
+    return kept
 
 
 class _Kept(threading.local):
