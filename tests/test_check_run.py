@@ -187,6 +187,10 @@ def test_without_a_run_memory_is_told(tmp_path: Path) -> None:
     assert stages[3]["num_parameters"] == stages[0]["num_parameters"] + 5120
     assert sum(stages[1]["moments"]) == 8 * stages[1]["num_parameters"]
     assert found["memory"]["reference_bytes"] == [2 * stage["num_parameters"] for stage in stages]
+    head = found["memory"]["head"]
+    assert head["tile"] == 8192 * 8192 * (4 + 2), "logits in float32 and their gradient in bfloat16"
+    assert head["hidden_gradient"] == 16384 * 5120 * 4 + 16384 // 4 * 5120 * 2, "of all tokens, then of this part"
+    assert sum(head[part] for part in ("tile", "hidden_gradient", "stash")) < head["peak"] < 2**31
     assert (
         "Not included: activations" in result.report and "nothing is said about the layout's results" in result.report
     )

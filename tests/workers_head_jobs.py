@@ -6,20 +6,25 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 import workers_reference as reference
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from workers_jobs import CONFIG, make_actor, share
 
 from rlhf_megatron.config.schema import KernelsConfig
 from rlhf_megatron.data.batch import LogProbs, MiniBatch
+from rlhf_megatron.kernels.head_memory import HeadShape
+from rlhf_megatron.kernels.log_prob import linear_log_prob
 from rlhf_megatron.kernels.tile_ops import TorchTileOps
 from rlhf_megatron.parallel.world import World
 from rlhf_megatron.workers.findings import HeadReport
+from rlhf_megatron.workers.main_grad import MainGradSink
 
 
 class WrongGradient(TorchTileOps):
@@ -214,3 +219,49 @@ class _Records(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.messages.append(record.getMessage())
+
+
+def head_peak(world: World | None, shape: HeadShape, num_parts: int) -> int:
+    """Bytes that the allocator had out at most in a forward and backward pass of the head, its inputs not counted.
+
+    `world`: whose tensor-parallel ranks share the vocabulary, and the sequence where `num_parts` is above 1.
+    """
+    generator = torch.Generator().manual_seed(0)
+    num_tokens, hidden_size = shape.num_tokens // num_parts, shape.hidden_size
+    hidden = torch.randn(num_tokens, hidden_size, generator=generator).to(shape.dtype).requires_grad_()
+    weight = torch.nn.Parameter(torch.randn(shape.num_columns, hidden_size, generator=generator).to(shape.dtype))
+    weight.main_grad = torch.zeros(weight.shape)  # type: ignore[attr-defined]
+    rank, tp = (0, 1) if world is None else (world.coordinates.tp, world.layout.tp)
+    rows = torch.randperm(shape.num_tokens, generator=generator)[: shape.num_rows].sort().values
+    targets = torch.randint(tp * shape.num_columns, (shape.num_rows,), generator=generator)
+
+    def run() -> None:
+        outputs = linear_log_prob(
+            hidden,
+            weight,
+            targets,
+            temperature=0.8,
+            vocab_start=rank * shape.num_columns,
+            vocab_size=tp * shape.num_columns,
+            tp_group=None if world is None else world.tp_group,
+            chunk_size=shape.chunk_size,
+            with_entropy=True,
+            rows_R=rows,
+            is_sequence_split=num_parts > 1,
+            sink=MainGradSink(weight),
+            stash_bytes=shape.stash_bytes,
+            backend="chunked",
+        )
+        assert outputs.entropies_R is not None
+        (outputs.log_probs_R.sum() + outputs.entropies_R.sum()).backward()
+        hidden.grad = weight.grad = None
+
+    run()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run()
+    assert profiled.profiler is not None
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    # Threads of a process group give back what they held whenever they come to it.
+    assert sizes and (world is not None or sum(sizes) == 0), "all that is taken is given back"
+    return max(accumulate(sizes))

@@ -30,11 +30,11 @@ from rlhf_megatron.kernels.products import (
     multiply,
     operand_dtype,
 )
-from rlhf_megatron.kernels.stash import Stash, StashedChunk
+from rlhf_megatron.kernels.stash import EXACT_BYTES, KeptChunk, Stash
 from rlhf_megatron.kernels.tile_ops import RowGradients, RowStatistics, TileOps
 
-_TILE_ROWS = {"cpu": 512, "cuda": 8192}  # cache-sized on a CPU; on a GPU enough to keep the GEMM at full rate
-_TILE_COLUMNS = {"cpu": 4096}  # at most; elsewhere as many as `chunk_size` says
+_TILE_ROWS = {"cpu": 1024, "cuda": 8192}  # cache-sized on a CPU; on a GPU enough to keep the GEMM at full rate
+_TILE_COLUMNS = {"cpu": 2048}  # at most; elsewhere as many as `chunk_size` says
 
 
 def tile_shape(num_rows: int, num_columns: int, chunk_size: int, device_type: str) -> tuple[int, int]:
@@ -55,6 +55,7 @@ class HeadCall:
     with_sum_squares: bool
     sink: WeightGradSink | None
     stash_bytes: int
+    has_gradient: bool  # else nothing is kept
     ops: TileOps
 
 
@@ -90,19 +91,26 @@ class _LinearLogProb(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         num_rows = len(columns_R)
         tiles = _Tiles(_sequence(hidden_SH, num_rows, call), weight_VH, rows_R, inv_temperature_R, num_rows, call)
-        stash = Stash(call.stash_bytes)
+        exact_bytes = EXACT_BYTES.get(hidden_SH.device.type, 0)
+        stash = Stash(call.stash_bytes, exact_bytes) if call.has_gradient else Stash(0, 0)
         packed = PackedStatistics.of_nothing(
             num_rows, call.with_entropy, call.with_sum_squares, tiles.dtype, hidden_SH.device
         )
         for chunk in tiles.chunks():
             kept = stash.make_room(chunk.first, num_rows, chunk.last - chunk.first, packed.values_KR)
             for rows in tiles.blocks():
+                logits_BC = tiles.logits(rows, chunk)
+                kept_B = None if kept is None else kept.of(rows)
+                is_rounded = kept_B is not None and kept_B.max_R is not None
+                if kept_B is not None and not is_rounded:
+                    kept_B.values_RC.copy_(logits_BC)
                 call.ops.update(
-                    tiles.logits(rows, chunk),
+                    logits_BC,
                     None if tiles.inv_temperature_R is None else tiles.inv_temperature_R[rows],
                     columns_R[rows] - chunk.first,
                     packed.rows(rows),
-                    *((None, None) if kept is None else (kept[0][rows], kept[1][rows])),
+                    kept_B.values_RC if kept_B is not None and is_rounded else None,
+                    kept_B.max_R if kept_B is not None else None,
                 )
         group = call.tp_group if num_rows > 0 else None
         outcome = _outcome(packed.rows() if group is None else packed.over(group))
@@ -162,6 +170,7 @@ class _LinearLogProb(torch.autograd.Function):
                     grad_hidden.add(rows, grad_RC, chunk)
                 if grad_weight is not None:
                     grad_weight.add(chunk.first, chunk.last, grad_RC, tiles.hidden_RH[rows])
+                del grad_RC  # before the next one is made
             if grad_weight is not None:
                 grad_weight.end_chunk(chunk.last)
         return (
@@ -318,7 +327,7 @@ def _grad_tile(
     tiles: _Tiles,
     chunk: _Chunk,
     rows: slice,
-    kept: StashedChunk | None,
+    kept: KeptChunk | None,
     active_A: Tensor | None,
     columns_R: Tensor,
     gradients: RowGradients,
@@ -328,8 +337,10 @@ def _grad_tile(
     columns_R = columns_R[rows] - chunk.first
     if kept is None:
         return ops.grad_logits(tiles.logits(rows, chunk), columns_R, gradients, tiles.operand_dtype)
-    stash_RC, max_R = (part[rows if active_A is None else active_A[rows]] for part in kept)
-    return ops.grad_logits_from_stash(stash_RC, max_R, columns_R, gradients, tiles.operand_dtype)
+    kept = kept.of(rows if active_A is None else active_A[rows])
+    if kept.max_R is None:
+        return ops.grad_logits(kept.values_RC, columns_R, gradients, tiles.operand_dtype)
+    return ops.grad_logits_from_stash(kept.values_RC, kept.max_R, columns_R, gradients, tiles.operand_dtype)
 
 
 def _spread(rows_XH: Tensor, index_X: Tensor | None, num_rows: int) -> Tensor:

@@ -241,7 +241,12 @@ def _exp(x: Tensor, out: Tensor) -> Tensor:
     return torch.exp(x, out=out) if x.is_cuda else torch.mul(x, _LOG2_E, out=out).exp2_()
 
 
+def block_rows(num_rows: int, num_columns: int, device_type: str) -> int:
+    """Rows of a tile that TorchTileOps passes over at a time."""
+    return max(1, min(num_rows, _BLOCK.get(device_type, num_rows * num_columns) // num_columns))
+
+
 def _blocks(tile_RC: Tensor) -> Iterator[slice]:
-    size = max(1, _BLOCK.get(tile_RC.device.type, tile_RC.numel()) // tile_RC.shape[1])
+    size = block_rows(tile_RC.shape[0], tile_RC.shape[1], tile_RC.device.type)
     for first in range(0, tile_RC.shape[0], size):
         yield slice(first, min(first + size, tile_RC.shape[0]))

@@ -37,12 +37,9 @@ class HeadChoice:
 
 def choose_backend(kernels: KernelsConfig, device: torch.device, dtype: torch.dtype) -> HeadChoice:
     """Raises ValueError where the configuration names triton and it cannot run on `device`."""
-    is_half = dtype.itemsize == 2
-    megabytes = kernels.stash_megabytes
-    if megabytes is None:
-        megabytes = STASH_MEGABYTES_16 if is_half else 0
+    stash_bytes = stash_bytes_of(kernels, dtype)
     if kernels.backend in ("reference", "chunked"):
-        return HeadChoice(kernels.backend, "as configured", megabytes * MIB)
+        return HeadChoice(kernels.backend, "as configured", stash_bytes)
     why_not = try_triton(device)
     if kernels.backend == "triton":
         if why_not:
@@ -50,10 +47,17 @@ def choose_backend(kernels: KernelsConfig, device: torch.device, dtype: torch.dt
                 f"actor.kernels.backend (triton) must be one that runs here: {why_not} Use auto, which takes triton"
                 " where it runs, or chunked."
             )
-        return HeadChoice("triton", "as configured", megabytes * MIB)
+        return HeadChoice("triton", "as configured", stash_bytes)
     if why_not:
-        return HeadChoice("chunked", f"auto: {why_not.rstrip('.')}", megabytes * MIB)
-    return HeadChoice("triton", "auto: its kernels run on this device", megabytes * MIB)
+        return HeadChoice("chunked", f"auto: {why_not.rstrip('.')}", stash_bytes)
+    return HeadChoice("triton", "auto: its kernels run on this device", stash_bytes)
+
+
+def stash_bytes_of(kernels: KernelsConfig, dtype: torch.dtype) -> int:
+    """What a micro-batch of a model in `dtype` may keep of its logits."""
+    if kernels.stash_megabytes is not None:
+        return kernels.stash_megabytes * MIB
+    return STASH_MEGABYTES_16 * MIB if dtype.itemsize == 2 else 0
 
 
 class CheckedBackend:

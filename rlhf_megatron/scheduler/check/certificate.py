@@ -76,6 +76,7 @@ def as_json(certificate: Certificate) -> dict[str, Any]:
             "has_critic_pool": c.memory.has_critic_pool,
             "reference_bytes": list(c.memory.reference),
             "weight_sync": [asdict(traffic) for traffic in c.memory.traffic],
+            "head": None if c.memory.head is None else asdict(c.memory.head),
         },
         "proof": None if c.proof is None else _proof_json(c.proof),
     }

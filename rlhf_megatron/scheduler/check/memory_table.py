@@ -12,13 +12,16 @@ import torch
 from rlhf_megatron.checkpoint.hf_reader import read_hf_config
 from rlhf_megatron.config.rules import actor_ranks, critic_ranks, has_critic, needs_reference
 from rlhf_megatron.config.schema import RunConfig
-from rlhf_megatron.models.families.base import table_for
+from rlhf_megatron.kernels.head_memory import HeadMemory, HeadShape, head_memory
+from rlhf_megatron.models.families.base import padded_vocab_size, table_for
 from rlhf_megatron.resharding.plan import StageTraffic, stage_traffic
 from rlhf_megatron.scheduler.engines import MIB, engine_dtype
+from rlhf_megatron.workers.head_backend import stash_bytes_of
 from rlhf_megatron.workers.memory_plan import StageMemory, plan_memory
 
 NOT_INCLUDED = (
-    "Not included: activations, temporary tensors of kernels and collectives, the runtime of the device, engines."
+    "Not included: activations, temporary tensors of other kernels and of collectives, the runtime of the device,"
+    " engines."
 )
 UNITS = {"MiB": 1 << 20, "GiB": 1 << 30}
 HEADER = (
@@ -30,6 +33,7 @@ HEADER = (
     "main parameters",
     "moments",
     "a rank",
+    "head",
     "reference",
     "weight sync",
 )
@@ -45,6 +49,9 @@ class Memory:
     reference: tuple[int, ...]  # of the frozen reference model, by stage, bytes a rank; empty: the run has none
     is_reference_on_host: bool  # it is on the device during its forward pass only
     traffic: tuple[StageTraffic, ...]  # of the weight sync, by stage: the sender of each
+    head: (
+        HeadMemory | None
+    )  # of the actor's last stage, in an update; None: the reference backend, which makes all logits
 
     @property
     def total(self) -> int:
@@ -81,7 +88,42 @@ def plan(config: RunConfig, hf_config: Mapping[str, Any], critic_config: Mapping
         engine_dtype(config),
         config.rollout.update_weights_bucket_megabytes * MIB,
     )
-    return Memory(stages, critic, critic_ranks(config) > 0, reference, config.reference.param_offload, traffic)
+    return Memory(
+        stages,
+        critic,
+        critic_ranks(config) > 0,
+        reference,
+        config.reference.param_offload,
+        traffic,
+        _head(config, hf_config),
+    )
+
+
+def _head(config: RunConfig, hf_config: Mapping[str, Any]) -> HeadMemory | None:
+    """Of a micro-batch that has the whole token budget, all of it response. On a GPU unless the run is one on a CPU."""
+    actor, megatron = config.actor, config.actor.megatron
+    tp, dtype = megatron.tensor_model_parallel_size, getattr(torch, config.model.dtype)
+    backend, is_cpu = actor.kernels.backend, config.trainer.device == "cpu"
+    if backend == "reference":
+        return None
+    if backend == "auto":
+        backend = "chunked" if is_cpu else "triton"
+    tokens = actor.ppo_max_token_len_per_gpu
+    vocab_size = int(hf_config["vocab_size"])
+    return head_memory(
+        HeadShape(
+            num_tokens=tokens,
+            num_rows=tokens,
+            hidden_size=int(hf_config["hidden_size"]),
+            num_columns=min(vocab_size, padded_vocab_size(vocab_size, tp) // tp),
+            chunk_size=actor.log_prob_chunk_size,
+            dtype=dtype,
+            device_type="cpu" if is_cpu else "cuda",
+            num_parts=tp if megatron.sequence_parallel else 1,
+            stash_bytes=stash_bytes_of(actor.kernels, dtype),
+            backend=backend,
+        )
+    )
 
 
 def rows(memory: Memory) -> list[Sequence[str]]:
@@ -90,8 +132,10 @@ def rows(memory: Memory) -> list[Sequence[str]]:
     unit = _unit(memory)
     for index, (stage, traffic) in enumerate(zip(memory.stages, memory.traffic, strict=True)):
         reference = _text(memory.reference[index], unit) if memory.reference else "-"
-        found.append((*_cells("actor", stage, unit), reference, _text(traffic.peak_buffer, unit)))
-    return [*found, *((*_cells("critic", stage, unit), "-", "-") for stage in memory.critic)]
+        is_last = index == len(memory.stages) - 1
+        head = _text(memory.head.peak, unit) if memory.head is not None and is_last else "-"
+        found.append((*_cells("actor", stage, unit), head, reference, _text(traffic.peak_buffer, unit)))
+    return [*found, *((*_cells("critic", stage, unit), "-", "-", "-") for stage in memory.critic)]
 
 
 def _cells(model: str, stage: StageMemory, unit: str) -> Sequence[str]:
@@ -112,6 +156,13 @@ def notes(memory: Memory) -> list[str]:
     lines.append(
         "`weight sync`: the largest buffers of the one rank of a stage that sends, two of them in shared memory."
     )
+    if memory.head is not None:
+        parts = [_text(part, unit) for part in (memory.head.tile, memory.head.hidden_gradient, memory.head.stash)]
+        lines.append(
+            "`head`: the most that the last stage needs for log-probs in an update, on a micro-batch of"
+            f" actor.ppo_max_token_len_per_gpu response tokens: tile {parts[0]}, gradient of hidden states {parts[1]},"
+            f" stash {parts[2]}, and rows; beside `a rank`."
+        )
     if memory.reference:
         where = "in host memory, and on the device while it is used" if memory.is_reference_on_host else "on the device"
         lines.append(f"`reference`: the frozen reference model, {where}; beside `a rank`.")

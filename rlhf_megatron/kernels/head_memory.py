@@ -1,0 +1,88 @@
+"""Memory that the head takes for a micro-batch beyond its inputs: what `log_prob_chunked` holds at most at one time."""
+
+# S tokens of the whole sequence, R rows, H hidden, a tile is [B rows, C columns]
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rlhf_megatron.kernels.log_prob import Backend
+from rlhf_megatron.kernels.log_prob_chunked import tile_shape
+from rlhf_megatron.kernels.tile_ops import block_rows
+
+_STATISTICS = 32  # numbers a row, at most
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """A call of the head on one rank, with gradient, a weight that goes into a sink, and a temperature."""
+
+    num_tokens: int  # S
+    num_rows: int  # R
+    hidden_size: int
+    num_columns: int  # of the rank's vocabulary shard, padding left out
+    chunk_size: int
+    dtype: torch.dtype  # of hidden states and weight
+    device_type: str
+    num_parts: int  # ranks that share the sequence; 1: it is not split
+    stash_bytes: int
+    backend: Backend  # chunked or triton
+
+
+@dataclass(frozen=True)
+class HeadMemory:
+    """Bytes. Not all is held at the same time: `peak` is less than the sum."""
+
+    tile: int  # logits of a tile, and their gradient
+    hidden_gradient: int  # accumulated in float32, then as the model gets it
+    stash: int
+    peak: int
+
+
+def head_memory(shape: HeadShape) -> HeadMemory:
+    """At most: rows without gradient make it less. The reference, which makes all logits, is not counted here."""
+    size = shape.dtype.itemsize
+    total = max(size, 4)  # of what products are added up in
+    # 16-bit operands keep a float32 accumulator on a GPU only; elsewhere copies in float32 go into the products.
+    operand = size if shape.device_type == "cuda" else total
+    tokens = shape.num_tokens * shape.hidden_size
+    rows = shape.num_rows * shape.hidden_size
+    num_rows, num_columns = tile_shape(shape.num_rows, shape.num_columns, shape.chunk_size, shape.device_type)
+    logits = num_rows * num_columns * total
+    stash = _stash_bytes(shape, num_columns, total)
+    # A gradient of the operands' type takes the place of the logits, or of the stash, where it has as many bytes.
+    gradient = num_rows * num_columns * operand * max(operand != total, bool(stash) and operand != 2)
+    casts = 2 * num_columns * shape.hidden_size * operand * (operand != size)  # of this chunk and the one before
+    block = block_rows(num_rows, num_columns, shape.device_type) * num_columns * total * (shape.backend != "triton")
+    casts += num_columns * shape.hidden_size * total * (total != 4)  # products that a float32 sink cannot add up
+    gathered = tokens * size * (shape.num_parts > 1)
+    always = logits + rows * operand + _STATISTICS * shape.num_rows * total
+    moments = [
+        gathered + rows * (size + operand * (operand != size)) + always - logits,  # rows are taken out and scaled
+        gathered + rows * total + always,
+        rows * total + always + casts + gradient + (4 if stash else 2) * block,
+        rows * total + always + casts + gradient + block + _result_bytes(shape, total),
+    ]
+    return HeadMemory(logits + gradient, rows * total + tokens * size // shape.num_parts, stash, stash + max(moments))
+
+
+def _stash_bytes(shape: HeadShape, num_columns: int, total: int) -> int:
+    """Whole chunks of the first columns, each with one number a row."""
+    if not shape.num_rows:
+        return 0
+    a_chunk = shape.num_rows * (2 * num_columns + total)
+    whole, rest = divmod(shape.num_columns, num_columns)
+    num_fitting = min(whole, shape.stash_bytes // a_chunk)
+    found = num_fitting * a_chunk
+    last = shape.num_rows * (2 * rest + total)
+    return found + (last if rest and num_fitting == whole and found + last <= shape.stash_bytes else 0)
+
+
+def _result_bytes(shape: HeadShape, total: int) -> int:
+    """From the rows' gradient to that of the hidden states: spread over the tokens, summed over the parts."""
+    tokens, size = shape.num_tokens * shape.hidden_size, shape.dtype.itemsize
+    if shape.num_parts > 1:
+        return tokens * total + tokens // shape.num_parts * total
+    return tokens * size + shape.num_rows * shape.hidden_size * size * (size != total)
