@@ -55,7 +55,7 @@ def recurrence(inputs: AdvantageInputs, gamma: float, lam: float) -> tuple[list[
 def run_kernel(inputs: AdvantageInputs, gamma: float, lam: float, device: str, block: int) -> Any:
     from rlhf_megatron.kernels import gae_triton
 
-    moved = {name: value.to(device) for name, value in vars(inputs).items() if value is not None}
+    moved = {name: value.to(device) for name, value in vars(inputs).items() if isinstance(value, torch.Tensor)}
     usual = gae_triton.BLOCK
     gae_triton.BLOCK = block
     try:
