@@ -116,8 +116,9 @@ class Recorder:
         return None
 
     def free(self) -> None:
-        """Memory that nothing holds goes back to the device."""
-        gc.collect()
+        """Memory that nothing holds goes back to the device. Tiny sizes have none that is worth the search."""
+        if not self.is_quick:
+            gc.collect()
         empty_cache(self.device)
 
     def result(self) -> CaseResult:
