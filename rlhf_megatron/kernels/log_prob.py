@@ -72,7 +72,7 @@ def linear_log_prob(
         sink: where the weight's gradient is added, in float32; None: autograd gets it, in the weight's type.
         stash_bytes: how much may be kept of the probabilities as float16, relative to the largest of their row and
             tile, so that the backward pass need not compute the logits again. What does not fit is computed again.
-            Nothing is kept where nothing needs a gradient. Errors: see `stash`.
+            Nothing is kept where nothing needs a gradient. Errors, and what a CPU keeps without being asked: `stash`.
         backend: "reference" (the specification: needs [R, V] floats), "chunked" (torch, any device), "triton".
 
     The gradient of `hidden_SH` is complete on every rank: the sum over `tp_group` is done in here, as Megatron's
@@ -116,7 +116,8 @@ def linear_log_prob(
         with_entropy=with_entropy,
         with_sum_squares=with_sum_squares,
         sink=sink,
-        stash_bytes=stash_bytes if has_gradient else 0,
+        stash_bytes=stash_bytes,
+        has_gradient=has_gradient,
         ops=_tile_ops(backend),
     )
     inv_temperature_R = _inverse(temperature, targets_R, accumulator_dtype(hidden_SH, weight_VH))
