@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterator
 
 from rlhf_megatron.config.errors import Problem
 from rlhf_megatron.config.provenance import Loaded
 from rlhf_megatron.config.schema import RunConfig
 
+ESTIMATOR, KEYS, TERMS = "algorithm.adv_estimator", "algorithm.params.gdpo_reward_keys", "reward.terms"
 SWITCH = "algorithm.use_kl_in_reward"
 COEF, TARGET, HORIZON, TYPE = (f"algorithm.kl_ctrl.{name}" for name in ("kl_coef", "target_kl", "horizon", "type"))
 MAX_ERROR = 0.2  # the largest step of the adaptive controller, see algorithms/kl_in_reward.py
@@ -48,4 +50,67 @@ def kl_horizon(loaded: Loaded) -> Iterator[Problem]:
         )
 
 
-RULES: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (kl_weight, kl_horizon)
+def several_rewards(loaded: Loaded) -> Iterator[Problem]:
+    """gdpo reads the parts of the reward, not the reward: what is only in that would train nothing."""
+    c = loaded.config
+    if c.algorithm.adv_estimator != "gdpo":
+        return
+    if c.algorithm.use_kl_in_reward:
+        yield Problem(
+            f"{SWITCH} (true) would be ignored: {ESTIMATOR} gdpo normalises the parts of the reward, and the KL term is"
+            " none of them; set it to false, or use actor.use_kl_loss.",
+            (SWITCH, ESTIMATOR),
+        )
+    keys = c.algorithm.params.get("gdpo_reward_keys")
+    if not isinstance(keys, list | tuple) or not keys:
+        return  # the estimator's own parameters say it
+    parts = reward_parts(c)
+    for key in keys:
+        if str(key).partition("/")[0] not in parts:
+            near = difflib.get_close_matches(str(key), parts, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else "; rename it, or add that reward to reward.terms."
+            yield Problem(
+                f"{KEYS} has {key!r}, but the rewards of this run are {', '.join(map(repr, parts))}{hint}",
+                (KEYS, "reward"),
+            )
+    yield from _terms_without_effect(c, {str(key).partition("/")[0] for key in keys})
+
+
+def _terms_without_effect(c: RunConfig, used: set[str]) -> Iterator[Problem]:
+    has_weights = bool(c.algorithm.params.get("gdpo_reward_weights"))
+    for i, (part, term) in enumerate(zip(term_parts(c), c.reward.terms, strict=True)):
+        key = f"reward.terms[{i}].weight ({term.weight:g}) of {part!r}"
+        if part not in used and term.weight != 0:
+            yield Problem(
+                f"{key} would be ignored: {KEYS} ({', '.join(sorted(used))}) does not name it; add it there, or set"
+                " the weight to 0 to log it only.",
+                (TERMS, KEYS),
+            )
+        elif part in used and term.weight != 1 and not has_weights:
+            yield Problem(
+                f"{key} would be ignored: gdpo weighs what it has normalised; give"
+                " algorithm.params.gdpo_reward_weights.",
+                (TERMS, KEYS),
+            )
+
+
+def reward_parts(config: RunConfig) -> list[str]:
+    """Names under which the scores of a run's rewards are parts of a sample's reward."""
+    r = config.reward
+    return sorted({r.name, *(one.name for one in r.by_source.values()), *term_parts(config)})
+
+
+def term_parts(config: RunConfig) -> list[str]:
+    """Of the terms, in order: a name that is taken gets a number (reward_service/components.py)."""
+    r = config.reward
+    taken, parts = {r.name, *(one.name for one in r.by_source.values())}, []
+    for term in r.terms:
+        part, number = term.name, 2
+        while part in taken:
+            part, number = f"{term.name}_{number}", number + 1
+        taken.add(part)
+        parts.append(part)
+    return parts
+
+
+RULES: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (kl_weight, kl_horizon, several_rewards)

@@ -9,8 +9,17 @@ from rlhf_megatron.config.errors import Problem
 from rlhf_megatron.config.provenance import Loaded
 from rlhf_megatron.config.schema import MegatronConfig, OptimConfig, RunConfig
 
-GROUP_ESTIMATORS = ("grpo", "rloo")
-"""Advantage estimators whose baseline is made of a prompt's other samples."""
+GROUP_ESTIMATORS = (
+    "gdpo",
+    "gpg",
+    "grpo",
+    "opo",
+    "optimal_token_baseline",
+    "reinforce_plus_plus_baseline",
+    "rloo",
+    "tir_optimal_token_baseline",
+)
+"""Advantage estimators whose baseline is made of a prompt's other samples; also names that begin with one of these."""
 VALUE_ESTIMATORS = ("gae",)
 """Advantage estimators that need a critic's values."""
 

@@ -7,14 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS
+from rlhf_megatron.algorithms.advantages.base import AdvantageEstimator
 from rlhf_megatron.algorithms.losses import POLICY_LOSSES
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.params import look_up
-from rlhf_megatron.config.rules import needs_reference
+from rlhf_megatron.config.rules import has_critic, needs_reference
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.data.tasks import TASKS
+from rlhf_megatron.registry import Entry
 from rlhf_megatron.reward_service.components import load_components
 
+ESTIMATOR_PROVIDED = {"rewards", "group_ids", "token_rewards"}
 PROVIDED = {"advantages", "old_log_probs", "rollout_log_probs", "entropies", "log_probs", "response_mask"}
 
 
@@ -48,6 +51,8 @@ def load_plugins(config: RunConfig) -> Plugins:
         problems += error.problems
     if config.data.task is not None:
         look_up(TASKS, config.data.task, config.data.task_params, "data", problems, "task_params")
+    if estimator is not None:
+        problems += _missing_fields(estimator, ESTIMATOR_PROVIDED | ({"values"} if has_critic(config) else set()))
     provided = PROVIDED | ({"ref_log_probs"} if needs_reference(config) else set())
     if loss is not None:
         for need in sorted(set(loss.needs) - provided):
@@ -61,3 +66,10 @@ def load_plugins(config: RunConfig) -> Plugins:
         needs_values="values" in estimator.needs,
         needs_token_rewards="token_rewards" in estimator.needs,
     )
+
+
+def _missing_fields(estimator: Entry[AdvantageEstimator], provided: set[str]) -> list[str]:
+    missing = ", ".join(sorted(set(estimator.needs) - provided))
+    usable = ", ".join(name for name in ADV_ESTIMATORS if set(ADV_ESTIMATORS.get(name).needs) <= provided)
+    key = f"algorithm.adv_estimator={estimator.name!r}"
+    return [f"{key} needs {missing}, which this run does not compute; use one of {usable}."] if missing else []

@@ -1,0 +1,83 @@
+"""Several rewards, each normalised in its group before they are added up.
+
+"GDPO: Group reward-Decoupled Normalization Policy Optimization for Multi-reward RL Optimization" (arXiv 2601.05242).
+Normalising the sum, as GRPO does, gives different mixes of rewards one advantage. With reward parts k of weight w_k
+
+    A = whiten(sum over k of w_k (r_k - mean_g,k) / (std_g,k + eps))        over the response tokens of the step
+"""
+
+# B samples
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron.algorithms.advantages.base import ADV_ESTIMATORS, AdvantageInputs, AdvantageOutputs, spread
+from rlhf_megatron.algorithms.advantages.whitening import whitened_samples
+from rlhf_megatron.algorithms.aggregate import sequence_sums
+from rlhf_megatron.algorithms.groups import Groups, group_advantages
+
+
+@dataclass(frozen=True)
+class GDPOParams:
+    gdpo_reward_keys: tuple[str, ...]  # names of reward parts: a reward's name, or name/part of what it returns
+    gdpo_reward_weights: tuple[float, ...] = ()  # one a key; none given: 1 each
+    norm_adv_by_std_in_grpo: bool = True  # divide each part by its group's standard deviation
+    epsilon: float = 1e-6  # added to the standard deviation
+
+    def __post_init__(self) -> None:
+        keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights
+        if not keys or len(set(keys)) != len(keys):
+            raise ValueError(
+                f"gdpo_reward_keys ({list(keys)}) must be distinct names, at least one; name reward parts."
+            )
+        if weights and len(weights) != len(keys):
+            raise ValueError(
+                f"gdpo_reward_weights ({list(weights)}) must be one a key ({len(keys)}: {', '.join(keys)}); add or"
+                " remove some, or leave them out for 1 each."
+            )
+        if weights and not (all(map(isfinite, weights)) and any(weights)):
+            raise ValueError(f"gdpo_reward_weights ({list(weights)}) must be numbers, not all 0; 1.0 is usual.")
+        if self.epsilon < 0:
+            raise ValueError(f"epsilon ({self.epsilon}) must not be negative; 1e-6 is usual.")
+
+
+@ADV_ESTIMATORS.register("gdpo", GDPOParams, needs=("reward_parts", "group_ids"))
+def gdpo(inputs: AdvantageInputs, params: GDPOParams) -> AdvantageOutputs:
+    """One advantage a sample, on all its response tokens.
+
+    A part that a sample does not have (another data source's) adds 0 to it and is out of that part's statistics. A
+    group with one valid sample is in no statistic, and 0. Raises ValueError for a name/part that its reward does not
+    return.
+    """
+    total_B = torch.zeros(inputs.is_valid_B.shape, dtype=torch.float64, device=inputs.is_valid_B.device)
+    weights = params.gdpo_reward_weights or (1.0,) * len(params.gdpo_reward_keys)
+    for key, weight in zip(params.gdpo_reward_keys, weights, strict=True):
+        part_B = _part(inputs, key)
+        if part_B is not None:
+            has_part_B = inputs.is_valid_B & ~part_B.isnan()
+            epsilon = params.epsilon if params.norm_adv_by_std_in_grpo else None
+            total_B += weight * group_advantages(part_B, inputs.group_ids_B, has_part_B, epsilon)
+    groups = Groups.of(inputs.group_ids_B, inputs.is_valid_B)
+    is_kept_B = inputs.is_valid_B & (groups.counts() > 1)[groups.index_B]
+    lengths_B = sequence_sums(inputs.response_mask_T, inputs.offsets)
+    advantages_B = whitened_samples(total_B, lengths_B, is_kept_B)
+    return AdvantageOutputs(spread(advantages_B, inputs.response_mask_T, inputs.offsets))
+
+
+def _part(inputs: AdvantageInputs, key: str) -> Tensor | None:
+    """[B]; None where no sample of this step was scored by the reward that `key` names."""
+    if key in inputs.reward_parts:
+        return inputs.reward_parts[key]
+    reward, _, part = key.partition("/")
+    if part and reward in inputs.reward_parts:
+        known = ", ".join(sorted(inputs.reward_parts))
+        raise ValueError(
+            f"gdpo_reward_keys has {key!r}, but reward {reward!r} returned no part {part!r} for any sample of this"
+            f" step; let it return that for every sample, or use one of {known}."
+        )
+    return None

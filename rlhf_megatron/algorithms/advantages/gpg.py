@@ -1,0 +1,48 @@
+"""Group policy gradient: centered rewards, scaled up for the groups that teach nothing.
+
+"GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning" (arXiv 2504.02546):
+
+    A = alpha (r - mean_g) / f_norm        alpha = N / (N - M)
+
+of N valid samples of the step, M are in groups of equal rewards (all right or all wrong): their gradient is 0, and
+without alpha they would shrink the mean over all of them.
+"""
+
+# B samples
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlhf_megatron.algorithms.advantages.base import (
+    ADV_ESTIMATORS,
+    AdvantageInputs,
+    AdvantageOutputs,
+    sample_rewards,
+    spread,
+)
+from rlhf_megatron.algorithms.groups import Groups, group_advantages
+
+
+@dataclass(frozen=True)
+class GPGParams:
+    f_norm: float = 1.0  # divides all advantages
+
+    def __post_init__(self) -> None:
+        if not 0 < self.f_norm < float("inf"):
+            raise ValueError(f"f_norm ({self.f_norm}) must be above 0: it divides the advantages; 1.0 is usual.")
+
+
+@ADV_ESTIMATORS.register("gpg", GPGParams, needs=("rewards", "group_ids"))
+def gpg(inputs: AdvantageInputs, params: GPGParams) -> AdvantageOutputs:
+    """One advantage a sample, on all its response tokens.
+
+    Exactly 0 for a sample of masked status, in a group with one valid sample, and in a group of equal rewards.
+    """
+    rewards_B = sample_rewards(inputs)
+    groups = Groups.of(inputs.group_ids_B, inputs.is_valid_B)
+    teaches_B = inputs.is_valid_B & groups.have_spread(rewards_B)[groups.index_B]
+    alpha = inputs.is_valid_B.sum() / teaches_B.sum().clamp(min=1).to(rewards_B.dtype)
+    centered_B = group_advantages(rewards_B, inputs.group_ids_B, inputs.is_valid_B, epsilon=None)
+    advantages_B = alpha * centered_B / params.f_norm
+    return AdvantageOutputs(spread(advantages_B, inputs.response_mask_T, inputs.offsets))

@@ -1,0 +1,51 @@
+"""Pass@k: only the best sample of a prompt is rewarded, by its lead over the second best.
+
+"Optimizing Language Models for Inference Time Objectives using Reinforcement Learning" (arXiv 2503.19595), the
+leave-one-out advantage of the objective E[max over the k samples of a group]:
+
+    A = (r_best - r_second) / (std_g + eps)        the best sample of group g; all others 0
+
+The paper has no division; the field's implementations divide as GRPO does, and switch it off the same way.
+"""
+
+# B samples
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlhf_megatron.algorithms.advantages.base import (
+    ADV_ESTIMATORS,
+    AdvantageInputs,
+    AdvantageOutputs,
+    sample_rewards,
+    spread,
+)
+from rlhf_megatron.algorithms.groups import Groups
+
+
+@dataclass(frozen=True)
+class GRPOPassKParams:
+    norm_adv_by_std_in_grpo: bool = True  # divide by the group's standard deviation; false: the paper's
+    epsilon: float = 1e-6  # added to the standard deviation
+
+    def __post_init__(self) -> None:
+        if self.epsilon < 0:
+            raise ValueError(f"epsilon ({self.epsilon}) must not be negative; 1e-6 is usual.")
+
+
+@ADV_ESTIMATORS.register("grpo_passk", GRPOPassKParams, needs=("rewards", "group_ids"))
+def grpo_passk(inputs: AdvantageInputs, params: GRPOPassKParams) -> AdvantageOutputs:
+    """One advantage a sample, on all its response tokens.
+
+    Exactly 0 in a group with one valid sample, and where several samples are the best: none of them leads.
+    """
+    rewards_B = sample_rewards(inputs)
+    groups = Groups.of(inputs.group_ids_B, inputs.is_valid_B)
+    best_G, second_G = groups.top_two(rewards_B)
+    lead_G = (best_G - second_G).masked_fill(groups.counts() < 2, 0.0)
+    if params.norm_adv_by_std_in_grpo:
+        lead_G = lead_G / (groups.deviations(groups.centered(rewards_B)) + params.epsilon)
+    leads_B = inputs.is_valid_B & (rewards_B == best_G[groups.index_B]) & (best_G > second_G)[groups.index_B]
+    advantages_B = lead_G[groups.index_B].masked_fill(~leads_B, 0.0)
+    return AdvantageOutputs(spread(advantages_B, inputs.response_mask_T, inputs.offsets))

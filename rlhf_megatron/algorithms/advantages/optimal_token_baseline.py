@@ -1,0 +1,118 @@
+"""A baseline for each position of the response: rewards to go of the group, weighted by how much gradient came before.
+
+"The Optimal Token Baseline: Variance Reduction for Long-Horizon LLM-RL" (arXiv 2602.07078). With G_t the rewards to go
+of a sample, pi the probabilities of the trainer's policy at the start of the update, and w the paper's logit-gradient
+proxy of a token's squared gradient norm:
+
+    A_t = G_t - B_t        B_t = (sum over the group of G_t W_t) / (sum over the group of W_t)
+    W_t = sum over s <= t of rho_s^2 w_s        w = 1 - 2 pi(token) + sum over the vocabulary of pi^2
+
+over the valid samples of the group that have a response token at position t. rho is 1, or the importance weight of the
+trainer's policy against the engine's where a threshold truncates it.
+
+Position t counts all tokens from the first of the response on, a tool's too. `tir_optimal_token_baseline` counts only
+those that the policy sampled.
+"""
+
+# B samples, T packed tokens, N response tokens of valid samples, G groups, C cells: positions of each group
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron.algorithms.advantages.base import ADV_ESTIMATORS, AdvantageInputs, AdvantageOutputs
+from rlhf_megatron.algorithms.advantages.response_tokens import ResponseTokens
+from rlhf_megatron.algorithms.groups import Groups
+from rlhf_megatron.algorithms.losses.kl import MAX_LOG_RATIO
+
+NEEDS = ("token_rewards", "group_ids", "log_probs", "sum_squares", "rollout_log_probs")
+
+
+@dataclass(frozen=True)
+class OptimalTokenBaselineParams:
+    handle_zero_tail: bool = True  # no baseline where only the longest sample of a group has tokens; else A is 0 there
+    rollout_is_threshold: float | None = None  # truncation of rho, engine against trainer; null: rho is 1
+
+    def __post_init__(self) -> None:
+        if self.rollout_is_threshold is not None and not self.rollout_is_threshold > 0:
+            raise ValueError(
+                f"rollout_is_threshold ({self.rollout_is_threshold}) must be above 0: it is the largest importance"
+                " weight; use 2.0, or null for no weights."
+            )
+
+
+@ADV_ESTIMATORS.register("optimal_token_baseline", OptimalTokenBaselineParams, needs=NEEDS)
+def optimal_token_baseline(inputs: AdvantageInputs, params: OptimalTokenBaselineParams) -> AdvantageOutputs:
+    """One advantage a token. 0 in a group with less than two valid samples that have response tokens."""
+    tokens = ResponseTokens.of(inputs)
+    first_B, last_B = _ends(tokens)
+    spans_B = (last_B - first_B + 1).masked_fill(tokens.lengths_B == 0, 0)
+    return token_advantages(inputs, params, tokens, tokens.places_N - tokens.spread(first_B), spans_B)
+
+
+def token_advantages(
+    inputs: AdvantageInputs,
+    params: OptimalTokenBaselineParams,
+    tokens: ResponseTokens,
+    positions_N: Tensor,
+    spans_B: Tensor,
+) -> AdvantageOutputs:
+    """Advantages with a baseline a position.
+
+    Args:
+        positions_N: int64, of each token within its sample, from 0 on.
+        spans_B: int64, one behind the last position of each sample; 0 for one without tokens.
+    """
+    assert inputs.token_rewards_T is not None, "optimal token baselines need token_rewards"
+    groups = Groups.of(inputs.group_ids_B, inputs.is_valid_B & (tokens.lengths_B > 0))
+    longest_G, second_G = groups.top_two(spans_B)
+    group_N = tokens.spread(groups.index_B)
+    widths_G = longest_G.clamp(min=0).long()
+    cell_N = (widths_G.cumsum(0) - widths_G)[group_N] + positions_N
+    to_go_N = tokens.sums_to_go(inputs.token_rewards_T)
+    energy_N = tokens.sums_so_far(_gradient_norms(inputs, tokens, params.rollout_is_threshold))
+    advantages_N = to_go_N - _baselines(to_go_N, energy_N, cell_N, int(widths_G.sum()))
+    if params.handle_zero_tail:
+        advantages_N = torch.where(positions_N >= second_G[group_N], to_go_N, advantages_N)
+    return AdvantageOutputs(tokens.put(advantages_N.masked_fill((groups.counts() < 2)[group_N], 0.0)))
+
+
+def _gradient_norms(inputs: AdvantageInputs, tokens: ResponseTokens, threshold: float | None) -> Tensor:
+    """[N] float64: rho^2 w, not negative: w as (1 - pi)^2 + the squares of the other tokens."""
+    assert inputs.log_probs_T is not None, "optimal token baselines need log_probs"
+    assert inputs.sum_squares_T is not None, "optimal token baselines need sum_squares"
+    log_probs_N = tokens.take(inputs.log_probs_T)
+    others_N = (tokens.take(inputs.sum_squares_T) - (2 * log_probs_N).exp()).clamp_(min=0)
+    norms_N = log_probs_N.expm1().square_().add_(others_N)
+    if threshold is not None:
+        assert inputs.rollout_log_probs_T is not None, "importance weights need rollout_log_probs"
+        log_ratio_N = log_probs_N - tokens.take(inputs.rollout_log_probs_T)
+        rho_N = log_ratio_N.clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp_().clamp_(max=threshold)
+        norms_N *= rho_N.square_()
+    return norms_N
+
+
+def _baselines(to_go_N: Tensor, energy_N: Tensor, cell_N: Tensor, num_cells: int) -> Tensor:
+    """[N] float64: the weighted mean over each cell. Exactly the entry where all of a cell are equal.
+
+    A plain mean where all weights of a cell are 0, as where every token so far was certain.
+    """
+    low_C = torch.full((num_cells,), torch.inf, dtype=torch.float64, device=to_go_N.device)
+    low_C.scatter_reduce_(0, cell_N, to_go_N, "amin")
+    above_N = to_go_N - low_C[cell_N]
+    total_C = torch.zeros(num_cells, dtype=torch.float64, device=to_go_N.device).index_add_(0, cell_N, energy_N)
+    weights_N = torch.where((total_C > 0)[cell_N], energy_N, 1.0)
+    sums_C, weighted_C = (torch.zeros_like(total_C) for _ in range(2))
+    sums_C.index_add_(0, cell_N, weights_N)
+    weighted_C.index_add_(0, cell_N, weights_N * above_N)
+    return (low_C + weighted_C / sums_C)[cell_N]
+
+
+def _ends(tokens: ResponseTokens) -> tuple[Tensor, Tensor]:
+    """[B] int64 each: places of the first and the last token of each sample; anything where it has none."""
+    ends_B = tokens.lengths_B.cumsum(0)
+    places = torch.cat([tokens.places_N, tokens.places_N.new_zeros(1)])
+    return places[ends_B - tokens.lengths_B], places[ends_B - 1]

@@ -1,0 +1,35 @@
+"""REINFORCE++: the discounted rewards to go, whitened over the step. No critic, no groups.
+
+"REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage Normalization" (arXiv 2501.03262):
+
+    A_t = whiten(G_t)        G_t = r_t + gamma G_{t+1}        over the response tokens of the step
+
+With KL in the reward (the paper's setting) r_t has the KL term of token t; without, only the last token has a reward.
+"""
+
+# T packed tokens, N response tokens of valid samples
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlhf_megatron.algorithms.advantages.base import ADV_ESTIMATORS, AdvantageInputs, AdvantageOutputs
+from rlhf_megatron.algorithms.advantages.response_tokens import ResponseTokens
+from rlhf_megatron.algorithms.advantages.whitening import whiten_
+
+
+@dataclass(frozen=True)
+class ReinforcePlusPlusParams:
+    gamma: float = 1.0  # discount of the next token's reward
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.gamma <= 1:
+            raise ValueError(f"gamma ({self.gamma}) must be at least 0 and at most 1; 1.0 is usual.")
+
+
+@ADV_ESTIMATORS.register("reinforce_plus_plus", ReinforcePlusPlusParams, needs=("token_rewards",))
+def reinforce_plus_plus(inputs: AdvantageInputs, params: ReinforcePlusPlusParams) -> AdvantageOutputs:
+    """One advantage a token. A token inside a response that the policy did not sample is no time step."""
+    assert inputs.token_rewards_T is not None, "reinforce_plus_plus needs token_rewards"
+    tokens = ResponseTokens.of(inputs)
+    return AdvantageOutputs(tokens.put(whiten_(tokens.sums_to_go(inputs.token_rewards_T, params.gamma))))
