@@ -62,17 +62,24 @@ class Check:
         self.file = f"gpu_check-{time.strftime('%Y-%m-%d', time.gmtime())}-{self.commit}"
         self.file += f"-part{part}" if part is not None else ""
         self.directory = directory
+        before = self._of_today(is_quick)  # steps that are not taken again stay
         self.result: dict[str, Any] = {
             "commit": self.commit,  # of the sources, where these came without their history
             "device": describe_device(),
             "device_state": {"before": device_state()},
             "gpu_versions": versions(PACKAGES),
             "is_quick": is_quick,
-            "counts": {},
-            "tests": [],
-            "cases": {},
+            "counts": before.get("counts", {}),
+            "tests": before.get("tests", []),
+            "cases": before.get("cases", {}),
             "published": PUBLISHED,
         }
+
+    def _of_today(self, is_quick: bool) -> dict[str, Any]:
+        """What this file has of the same sources already."""
+        path = self.directory / f"{self.file}.json"
+        found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        return found if found.get("is_quick") == is_quick else {}
 
     def write(self) -> Path:
         return write_result(self.file, "python -m benchmarks.gpu_check", self.result, self.directory)
@@ -109,9 +116,11 @@ def add_tests(check: Check, is_slow_wanted: bool, budget_s: float) -> None:
         outcomes = gpu_tests.run_pytest(files, budget_s=budget_s)
     else:
         outcomes = [] if is_slow_wanted else gpu_tests.run_gpu_checks()
-    counts = gpu_tests.print_outcomes(outcomes)
-    check.result["tests"] += [asdict(outcome) for outcome in outcomes]
-    check.result["counts"] = dict(Counter(check.result["counts"]) + counts)
+    gpu_tests.print_outcomes(outcomes)
+    names = {outcome.name for outcome in outcomes}
+    tests = [test for test in check.result["tests"] if test["name"] not in names]
+    check.result["tests"] = [*tests, *(asdict(outcome) for outcome in outcomes)]
+    check.result["counts"] = dict(Counter(test["outcome"] for test in check.result["tests"]))
 
 
 def run_local_engine(budget_s: float) -> dict[str, Any]:
