@@ -10,7 +10,7 @@ import torch
 from head_tools import WHOLE, LargestFloat, problem
 from torch import Tensor
 
-from rlhf_megatron.kernels import log_prob_chunked
+from rlhf_megatron.kernels import log_prob_chunked, stash
 from rlhf_megatron.kernels.log_prob import linear_log_prob
 
 
@@ -73,9 +73,10 @@ def test_gradcheck(chunk_size: int, temperature: float) -> None:
         )
         return log_probs_T if entropies_T is None else (log_probs_T, entropies_T)
 
-    assert torch.autograd.gradcheck(lambda h, w: function(h, w, True), (hidden_TH, weight_VH))
-    assert torch.autograd.gradcheck(lambda h, w: function(h, w, False), (hidden_TH, weight_VH))
-    assert torch.autograd.gradcheck(lambda h, w: function(h, w, True)[1], (hidden_TH, weight_VH))
+    # A second backward pass makes logits of the rows with a gradient alone: products of fewer rows, other last bits.
+    assert torch.autograd.gradcheck(lambda h, w: function(h, w, True), (hidden_TH, weight_VH), nondet_tol=1e-12)
+    assert torch.autograd.gradcheck(lambda h, w: function(h, w, False), (hidden_TH, weight_VH), nondet_tol=1e-12)
+    assert torch.autograd.gradcheck(lambda h, w: function(h, w, True)[1], (hidden_TH, weight_VH), nondet_tol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -188,6 +189,7 @@ def test_repeats_bit_for_bit() -> None:
 
 def test_no_temporary_is_larger_than_a_tile_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(log_prob_chunked._TILE_ROWS, "cpu", 32)
+    monkeypatch.setitem(stash._EXACT_BYTES, "cpu", 0)
     hidden_TH, weight_VH, targets_T = problem(256, 4, 2048, 2048, torch.float32)
     recorded = {}
     for backend in ("chunked", "reference"):

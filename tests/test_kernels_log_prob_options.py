@@ -72,7 +72,8 @@ def test_gradcheck_of_rows_with_a_temperature_each() -> None:
             chunk_size=5,
         )[:2]
 
-    assert torch.autograd.gradcheck(function, (hidden_SH, weight_VH))
+    # A second backward pass makes logits of the rows with a gradient alone: products of fewer rows, other last bits.
+    assert torch.autograd.gradcheck(function, (hidden_SH, weight_VH), nondet_tol=1e-12)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -1,4 +1,4 @@
-"""The stash: its error bound, its budget, when it is kept, and what a second backward pass does."""
+"""What is kept of the logits: its error bound, its budget, when, and what a second backward pass does."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from head_tools import WHOLE, problem
 from torch import Tensor
 
-from rlhf_megatron.kernels import log_prob_chunked
+from rlhf_megatron.kernels import log_prob_chunked, stash
 from rlhf_megatron.kernels.log_prob import linear_log_prob
-from rlhf_megatron.kernels.stash import Stash, StashedChunk
+from rlhf_megatron.kernels.stash import KeptChunk, Stash
 from rlhf_megatron.kernels.tile_ops import STASH_SCALE, RowGradients, RowStatistics, TorchTileOps
 
 ENOUGH = 2**30
@@ -88,22 +88,27 @@ def test_what_a_tile_keeps_by_hand() -> None:
 
 
 class Watched(Stash):
-    """Records what it has room for, and what is read."""
+    """Records what it has room for, and what is read: first columns of chunks, those of logits negative."""
 
     kept: tuple[int, ...] = ()
     read: tuple[int, ...] = ()
 
-    def make_room(self, first: int, num_rows: int, num_columns: int, like: Tensor) -> StashedChunk | None:
+    def make_room(self, first: int, num_rows: int, num_columns: int, like: Tensor) -> KeptChunk | None:
         chunk = super().make_room(first, num_rows, num_columns, like)
-        if chunk is not None:
-            Watched.kept += (first,)
+        Watched.kept += named(first, chunk)
         return chunk
 
-    def take(self, first: int) -> StashedChunk | None:
+    def take(self, first: int) -> KeptChunk | None:
         chunk = super().take(first)
-        if chunk is not None:
-            Watched.read += (first,)
+        Watched.read += named(first, chunk)
         return chunk
+
+
+def named(first: int, chunk: KeptChunk | None) -> tuple[int, ...]:
+    if chunk is None:
+        return ()
+    assert chunk.values_RC.dtype == (torch.float32 if chunk.max_R is None else torch.float16)
+    return (-first,) if chunk.max_R is None else (first,)
 
 
 @pytest.fixture
@@ -120,11 +125,25 @@ def call(stash_bytes: int, *leaves: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("stash_bytes", "kept"),
-    [(0, ()), (167, ()), (168, (0,)), (335, (0,)), (400, (0, 10)), (10**6, (0, 10, 20, 30))],
+    ("stash_bytes", "exact_bytes", "kept"),
+    [
+        (0, 0, ()),
+        (167, 0, ()),
+        (168, 0, (0,)),
+        (335, 0, (0,)),
+        (400, 0, (0, 10)),
+        (10**6, 0, (0, 10, 20, 30)),
+        (0, 279, ()),
+        (0, 600, (0, -10)),  # 0 has no sign: both are logits
+        (168, 280, (0, -10)),
+        (168, 10**6, (0, -10, -20, -30)),
+    ],
 )
-def test_chunks_are_kept_while_they_fit(watched: type[Watched], stash_bytes: int, kept: tuple[int, ...]) -> None:
-    """7 rows x (10 columns x 2 bytes + 4 bytes for the maximum) = 168 bytes a chunk."""
+def test_chunks_are_kept_while_they_fit(
+    watched: type[Watched], monkeypatch: pytest.MonkeyPatch, stash_bytes: int, exact_bytes: int, kept: tuple[int, ...]
+) -> None:
+    """Of a chunk, 7 rows x (10 columns x 2 bytes + 4 bytes for the maximum) = 168 bytes, or 7 x 10 x 4 = 280."""
+    monkeypatch.setitem(stash._EXACT_BYTES, "cpu", exact_bytes)
     leaves = problem(7, 8, 40, 40, torch.float32)
     call(stash_bytes, *leaves).sum().backward()
     assert watched.kept == watched.read == kept
@@ -138,6 +157,23 @@ def test_nothing_is_kept_where_nothing_needs_a_gradient(watched: type[Watched]) 
     assert watched.kept == ()
     call(ENOUGH, hidden_TH.detach(), weight_VH, targets_T).sum().backward()
     assert watched.kept == watched.read == (0, 10, 20, 30)
+
+
+@pytest.mark.parametrize("num_without", [0, 3])
+def test_logits_that_are_kept_change_no_bit(monkeypatch: pytest.MonkeyPatch, num_without: int) -> None:
+    """The same products, whether they wait or are made twice; not quite those of fewer rows."""
+    found = []
+    for exact_bytes in (0, 500, 10**6):
+        monkeypatch.setitem(stash._EXACT_BYTES, "cpu", exact_bytes)
+        leaves = problem(7, 8, 40, 40, torch.float64 if num_without else torch.float32)
+        log_probs_T = call(0, *leaves)
+        found.append(torch.autograd.grad(log_probs_T[num_without:].sum(), leaves[:2]))
+    for others in found[1:]:
+        for value, expected in zip(others, found[0], strict=True):
+            if num_without:
+                torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-13)
+            else:
+                assert torch.equal(value, expected)
 
 
 def test_a_second_backward_pass_computes_the_logits_again() -> None:

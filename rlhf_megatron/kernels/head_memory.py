@@ -10,6 +10,7 @@ import torch
 
 from rlhf_megatron.kernels.log_prob import Backend
 from rlhf_megatron.kernels.log_prob_chunked import tile_shape
+from rlhf_megatron.kernels.stash import Budget
 from rlhf_megatron.kernels.tile_ops import block_rows
 
 _STATISTICS = 32  # numbers a row, at most
@@ -51,9 +52,10 @@ def head_memory(shape: HeadShape) -> HeadMemory:
     rows = shape.num_rows * shape.hidden_size
     num_rows, num_columns = tile_shape(shape.num_rows, shape.num_columns, shape.chunk_size, shape.device_type)
     logits = num_rows * num_columns * total
-    stash = _stash_bytes(shape, num_columns, total)
+    rounded, exact = _kept_bytes(shape, num_columns, total)
+    stash = rounded + exact
     # A gradient of the operands' type takes the place of the logits, or of the stash, where it has as many bytes.
-    gradient = num_rows * num_columns * operand * max(operand != total, bool(stash) and operand != 2)
+    gradient = num_rows * num_columns * operand * max(operand != total, bool(rounded) and operand != 2)
     casts = 2 * num_columns * shape.hidden_size * operand * (operand != size)  # of this chunk and the one before
     block = block_rows(num_rows, num_columns, shape.device_type) * num_columns * total * (shape.backend != "triton")
     casts += num_columns * shape.hidden_size * total * (total != 4)  # products that a float32 sink cannot add up
@@ -62,22 +64,23 @@ def head_memory(shape: HeadShape) -> HeadMemory:
     moments = [
         gathered + rows * (size + operand * (operand != size)) + always - logits,  # rows are taken out and scaled
         gathered + rows * total + always,
-        rows * total + always + casts + gradient + (4 if stash else 2) * block,
+        rows * total + always + casts + gradient + (4 if rounded else 2) * block,
         rows * total + always + casts + gradient + block + _result_bytes(shape, total),
     ]
     return HeadMemory(logits + gradient, rows * total + tokens * size // shape.num_parts, stash, stash + max(moments))
 
 
-def _stash_bytes(shape: HeadShape, num_columns: int, total: int) -> int:
-    """Whole chunks of the first columns, each with one number a row."""
-    if not shape.num_rows:
-        return 0
-    a_chunk = shape.num_rows * (2 * num_columns + total)
-    whole, rest = divmod(shape.num_columns, num_columns)
-    num_fitting = min(whole, shape.stash_bytes // a_chunk)
-    found = num_fitting * a_chunk
-    last = shape.num_rows * (2 * rest + total)
-    return found + (last if rest and num_fitting == whole and found + last <= shape.stash_bytes else 0)
+def _kept_bytes(shape: HeadShape, num_columns: int, total: int) -> tuple[int, int]:
+    """Of chunks kept as float16, and as they are."""
+    budget = Budget.on(shape.device_type, shape.stash_bytes)
+    rounded = exact = 0
+    for first in range(0, shape.num_columns if shape.num_rows else 0, num_columns):
+        columns = min(num_columns, shape.num_columns - first)
+        if budget.take_rounded(shape.num_rows, columns, total):
+            rounded += shape.num_rows * (2 * columns + total)
+        elif budget.take_exact(shape.num_rows, columns, total):
+            exact += shape.num_rows * columns * total
+    return rounded, exact
 
 
 def _result_bytes(shape: HeadShape, total: int) -> int:

@@ -30,7 +30,7 @@ from rlhf_megatron.kernels.products import (
     multiply,
     operand_dtype,
 )
-from rlhf_megatron.kernels.stash import EXACT_BYTES, KeptChunk, Stash
+from rlhf_megatron.kernels.stash import Budget, KeptChunk, Stash
 from rlhf_megatron.kernels.tile_ops import RowGradients, RowStatistics, TileOps
 
 _TILE_ROWS = {"cpu": 1024, "cuda": 8192}  # cache-sized on a CPU; on a GPU enough to keep the GEMM at full rate
@@ -91,27 +91,22 @@ class _LinearLogProb(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         num_rows = len(columns_R)
         tiles = _Tiles(_sequence(hidden_SH, num_rows, call), weight_VH, rows_R, inv_temperature_R, num_rows, call)
-        exact_bytes = EXACT_BYTES.get(hidden_SH.device.type, 0)
-        stash = Stash(call.stash_bytes, exact_bytes) if call.has_gradient else Stash(0, 0)
+        budget = Budget.on(hidden_SH.device.type, call.stash_bytes) if call.has_gradient else Budget(0, 0)
+        stash = Stash(budget)
         packed = PackedStatistics.of_nothing(
             num_rows, call.with_entropy, call.with_sum_squares, tiles.dtype, hidden_SH.device
         )
         for chunk in tiles.chunks():
             kept = stash.make_room(chunk.first, num_rows, chunk.last - chunk.first, packed.values_KR)
             for rows in tiles.blocks():
-                logits_BC = tiles.logits(rows, chunk)
-                kept_B = None if kept is None else kept.of(rows)
-                is_rounded = kept_B is not None and kept_B.max_R is not None
-                if kept_B is not None and not is_rounded:
-                    kept_B.values_RC.copy_(logits_BC)
-                call.ops.update(
-                    logits_BC,
-                    None if tiles.inv_temperature_R is None else tiles.inv_temperature_R[rows],
-                    columns_R[rows] - chunk.first,
-                    packed.rows(rows),
-                    kept_B.values_RC if kept_B is not None and is_rounded else None,
-                    kept_B.max_R if kept_B is not None else None,
-                )
+                logits_RC = tiles.logits(rows, chunk)
+                stash_RC = max_R = None
+                if kept is not None and kept.max_R is not None:
+                    stash_RC, max_R = kept.values_RC[rows], kept.max_R[rows]
+                elif kept is not None:
+                    kept.values_RC[rows] = logits_RC
+                inverse_R = None if tiles.inv_temperature_R is None else tiles.inv_temperature_R[rows]
+                call.ops.update(logits_RC, inverse_R, columns_R[rows] - chunk.first, packed.rows(rows), stash_RC, max_R)
         group = call.tp_group if num_rows > 0 else None
         outcome = _outcome(packed.rows() if group is None else packed.over(group))
         ctx.save_for_backward(

@@ -1,7 +1,8 @@
 """What the forward pass keeps of its tiles, so that the backward pass need not compute their logits again.
 
-Either the logits themselves, which changes nothing but memory and time; or probabilities as float16. Of a tile with row maxima n the stash has STASH_SCALE e^(z - n), which float16 rounds by at most 2^-11 of itself down to
-z - n = -20 and by 2^-40 below. So with p the exact probabilities and d what the stash makes of them
+Either the logits themselves, which costs memory and no precision, or probabilities as float16. Of a tile with row
+maxima n these are STASH_SCALE e^(z - n), which float16 rounds by at most 2^-11 of itself down to z - n = -20 and by
+2^-40 below. So with p the exact probabilities and d what the stash makes of them
 
     |d_j - p_j| <= 2^-11 p_j + 2^-40 max p,     d_j = p_j at the largest logit of each tile (e^0 is exact)
 
@@ -23,14 +24,35 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-EXACT_BYTES = {"cpu": 48 * 2**20}
-"""How much is kept of logits themselves, on a device. A CPU's head is bound by its products, one of four is saved of
-what fits: a small model's whole batch. A GPU has better uses for its memory: 16 bits of a stash."""
+_EXACT_BYTES = {"cpu": 48 * 2**20}  # one of a CPU's four products is saved of what fits; a GPU has better uses for it
+
+
+@dataclass
+class Budget:
+    """Bytes left for float16, and for logits. Either ends with the first chunk that does not fit."""
+
+    rounded: int
+    exact: int
+
+    @staticmethod
+    def on(device_type: str, stash_bytes: int) -> Budget:
+        return Budget(stash_bytes, _EXACT_BYTES.get(device_type, 0))
+
+    def take_rounded(self, num_rows: int, num_columns: int, element_size: int) -> bool:
+        """Whether a chunk fits, with the largest z of each row beside it. `element_size`: bytes of a logit."""
+        num_bytes = num_rows * (2 * num_columns + element_size)
+        self.rounded = self.rounded - num_bytes if num_bytes <= self.rounded else -1
+        return self.rounded >= 0
+
+    def take_exact(self, num_rows: int, num_columns: int, element_size: int) -> bool:
+        num_bytes = num_rows * num_columns * element_size
+        self.exact = self.exact - num_bytes if num_bytes <= self.exact else -1
+        return self.exact >= 0
 
 
 @dataclass(frozen=True)
 class KeptChunk:
-    """`max_R`: the largest z of each row in the chunk, of which `values_RC` are float16 ratios; None: logits."""
+    """`max_R`: the largest z of each row in the chunk, to which float16 `values_RC` are relative; None: logits."""
 
     values_RC: Tensor
     max_R: Tensor | None
@@ -41,26 +63,19 @@ class KeptChunk:
 
 
 class Stash:
-    """As many of the first vocabulary chunks as fit into `num_bytes`, and of the next ones the logits, as many as fit
-    into `exact_bytes`. Read once, chunk by chunk: readers destroy it."""
+    """Vocabulary chunks from the first on, while there is a budget. Read once, chunk by chunk: readers destroy it."""
 
-    def __init__(self, num_bytes: int, exact_bytes: int) -> None:
-        self._bytes_left = num_bytes
-        self._exact_bytes_left = exact_bytes
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
         self._chunks: dict[int, KeptChunk] = {}
 
     def make_room(self, first: int, num_rows: int, num_columns: int, like: Tensor) -> KeptChunk | None:
         """Where to keep the chunk that begins at column `first`; None: it does not fit. `like`: type of logits."""
-        num_bytes = num_rows * (2 * num_columns + like.element_size())
-        exact_bytes = num_rows * num_columns * like.element_size()
-        if num_rows == 0:
-            return None
-        if num_bytes <= self._bytes_left:
-            self._bytes_left -= num_bytes
+        size = (num_rows, num_columns, like.element_size())
+        if self._budget.take_rounded(*size):
             values_RC = like.new_empty(num_rows, num_columns, dtype=torch.float16)
             chunk = KeptChunk(values_RC, like.new_empty(num_rows))
-        elif exact_bytes <= self._exact_bytes_left:
-            self._exact_bytes_left -= exact_bytes
+        elif self._budget.take_exact(*size):
             chunk = KeptChunk(like.new_empty(num_rows, num_columns), None)
         else:
             return None
@@ -68,5 +83,5 @@ class Stash:
         return chunk
 
     def take(self, first: int) -> KeptChunk | None:
-        """The chunk, which the stash then no longer has: a second backward pass computes it again."""
+        """The chunk, which the stash then no longer has: a second backward pass of the same graph computes it again."""
         return self._chunks.pop(first, None)
