@@ -56,7 +56,7 @@ class HeadInputs:
 
     @property
     def shape(self) -> HeadShape:
-        return HeadShape(*self.hidden_TH.shape, self.weight_VH.shape[0])
+        return HeadShape(self.hidden_TH.shape[0], self.hidden_TH.shape[1], self.weight_VH.shape[0])
 
     def forget_gradients(self) -> None:
         self.hidden_TH.grad = self.weight_VH.grad = None

@@ -31,7 +31,7 @@ def run(is_quick: bool) -> CaseResult:
     recorder.attempt("copy", lambda: _copy(recorder, num_rows * narrow))
     for backend in reversed(backends(recorder.device)):
         ops = tile_ops(backend)
-        tiles = [("float32 tile", narrow, torch.float32, None)]
+        tiles: list[tuple[str, int, torch.dtype, float | None]] = [("float32 tile", narrow, torch.float32, None)]
         if backend == "triton":  # the other one makes its sums in the tile's own memory, and type
             tiles = [("16-bit logits, whole vocabulary", shape.vocab, torch.bfloat16, BAR_MS), *tiles]
         for name, num_columns, dtype, bar_ms in tiles:
