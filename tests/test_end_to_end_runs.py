@@ -7,7 +7,6 @@ import pytest
 import torch
 from end_to_end_tools import DP2, MODEL, ONE_RANK, ROOT, TP2_PP2, Finished, train, write_config
 
-from rlhf_megatron.algorithms import metric_names as loss_names
 from rlhf_megatron.config.load import load_run_config
 from rlhf_megatron.config.show import as_yaml
 from rlhf_megatron.data.batch import ScoredBatch
@@ -131,7 +130,7 @@ def test_the_resolved_configuration_loads_again(one_rank: Finished) -> None:
 @pytest.mark.parametrize("name", ["one_rank", "tp2_pp2", "dp2"])
 def test_every_metric_is_listed(name: str, request: pytest.FixtureRequest) -> None:
     run: Finished = request.getfixturevalue(name)
-    listed = metric_names.METRICS.keys() | loss_names.METRICS.keys()
+    listed = metric_names.CATALOGUE.keys()
     kinds = [row for kind in ("step", "evaluation", "warmup") for row in run.rows(kind)]
     written = {key for row in kinds for key in row} - {"kind", "step", "seconds"}
     unlisted = sorted(key for key in written if metric_names.find(key) is None)

@@ -304,4 +304,5 @@ def pattern(key: str) -> re.Pattern[str]:
 
 def metric(key: str) -> tuple[str, str]:
     """(unit, meaning) of a metric; empty texts for one that no list has."""
-    return find(re.sub(r"@\d+\Z", "@N", key)) or find(key) or ("", "")
+    found = find(key)
+    return (found.unit, found.meaning) if found else ("", "")

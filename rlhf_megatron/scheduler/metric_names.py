@@ -1,125 +1,183 @@
-"""Every metric that a run writes: key -> (unit, meaning). Those of losses stand in algorithms/metric_names.py."""
+"""Every metric of a step's samples, of the updates, of evaluations and of the warm-up, and the whole catalogue.
+
+Those of losses, estimators and corrections stand in algorithms/metric_names.py, those of time, memory, engines and
+syncs in scheduler/system_metric_names.py. To add one: see algorithms/metric_names.py.
+"""
 
 from __future__ import annotations
 
-import re
-
+from rlhf_megatron.algorithms.metric import (
+    GROUPS,
+    SAMPLES,
+    SEQUENCES,
+    STEP,
+    TOKENS,
+    VALID_SAMPLES,
+    VALID_TOKENS,
+    Metric,
+    find_in,
+)
 from rlhf_megatron.algorithms.metric_names import METRICS as ALGORITHM_METRICS
+from rlhf_megatron.scheduler.system_metric_names import METRICS as SYSTEM_METRICS
 
-METRICS: dict[str, tuple[str, str]] = {
-    "critic/rewards/mean": ("score", "mean reward of the samples of a step, masked statuses left out"),
-    "critic/rewards/max": ("score", "largest reward of a step"),
-    "critic/rewards/min": ("score", "smallest reward of a step"),
-    "critic/rewards/std": ("score", "standard deviation (unbiased) of the rewards of a step; 0 for a single one"),
-    "critic/advantages/mean": ("1", "mean token advantage over response tokens"),
-    "critic/advantages/max": ("1", "largest token advantage"),
-    "critic/advantages/min": ("1", "smallest token advantage"),
-    "critic/values/mean": ("score", "mean value before the update, over response tokens of samples that count"),
-    "critic/values/max": ("score", "largest value before the update"),
-    "critic/values/min": ("score", "smallest value before the update"),
-    "critic/returns/mean": ("score", "mean of what the critic is to learn, over the same tokens"),
-    "critic/returns/max": ("score", "largest return"),
-    "critic/returns/min": ("score", "smallest return"),
-    "critic/grad_norm": (
-        "1",
-        "global gradient norm of the critic before clipping, mean over the optimizer steps that were made",
+MADE_STEPS = "optimizer steps that were made"
+ITEMS = "held-out items of a set"
+PROMPTS = "prompts of the samples of a step"
+
+REWARDS: dict[str, Metric] = {
+    "critic/rewards/mean": Metric("score", "reward, without KL terms", "mean", VALID_SAMPLES, "higher"),
+    "critic/rewards/max": Metric("score", "largest reward", "max", VALID_SAMPLES),
+    "critic/rewards/min": Metric("score", "smallest reward", "min", VALID_SAMPLES),
+    "critic/rewards/std": Metric("score", "spread of rewards (unbiased); 0 for a single one", "std", VALID_SAMPLES),
+    "reward/mixed_groups": Metric(
+        "share", "groups whose samples have different rewards: the ones that teach", "share", GROUPS, "higher"
     ),
-    "critic/lr": ("1", "learning rate of the critic's last optimizer step"),
-    "critic/num_epochs": ("count", "passes of the critic over the samples of a step"),
-    "critic/num_optimizer_steps": ("count", "optimizer steps of the critic in a step"),
-    "critic/num_skipped_steps": ("count", "optimizer steps of the critic skipped for a number that is not finite"),
-    "reward/mixed_groups": ("share", "groups whose samples have different rewards: the ones that teach"),
-    "reward/masked": ("share", "samples left out because their reward could not be computed"),
-    "reward/part/<name>": ("score", "mean of a named component of the reward over the valid samples that have it"),
-    "reward/status/<status>": ("share", "samples whose reward has this status"),
-    "reward/source/<source>/mean": ("score", "mean reward of the samples of a data source, masked statuses left out"),
-    "reward/source/<source>/count": ("count", "samples of a data source whose reward counts"),
-    "response_length/mean": ("tokens", "mean response length"),
-    "response_length/max": ("tokens", "longest response"),
-    "response_length/min": ("tokens", "shortest response"),
-    "response_length/clip_ratio": ("share", "responses that ended by the length limit"),
-    "prompt_length/mean": ("tokens", "mean prompt length"),
-    "prompt_length/max": ("tokens", "longest prompt"),
-    "prompt_length/min": ("tokens", "shortest prompt"),
-    "rollout/num_samples": ("count", "samples of a step: prompts x rollout.n"),
-    "rollout/finish_reason/<reason>": ("share", "samples that ended for this reason: stop, length or abort"),
-    "rollout/cached_token_share": ("share", "prompt tokens that the engines found in their prefix caches"),
-    "rollout/num_retractions": (
-        "count",
-        "times an engine dropped the key-value cache of a sample and computed it again: memory was short, or a pause",
-    ),
-    "rollout/samples_of_several_versions": ("share", "samples whose tokens are of more than one policy version"),
-    "rollout/engine_failures": ("count", "times an engine stopped serving: dead, hung, STALE or failing its requests"),
-    "rollout/engine_restarts": ("count", "engines started again in place of one that was dead or hung"),
-    "rollout/requests_reissued": ("count", "prompts asked for again, with the same seeds, after an engine failed"),
-    "actor/entropy": ("nats", "mean entropy of the policy on response tokens, before the update"),
-    "actor/grad_norm": ("1", "global gradient norm before clipping, mean over the optimizer steps that were made"),
-    "actor/lr": ("1", "learning rate of the last optimizer step"),
-    "actor/num_epochs": ("count", "passes over the samples of a step; 0 in a step that trains the critic only"),
-    "actor/num_optimizer_steps": ("count", "optimizer steps of a step"),
-    "actor/num_skipped_steps": ("count", "optimizer steps skipped on all ranks for a number that is not finite"),
-    "policy/version": ("count", "weight syncs so far; a step that leaves the policy as it was makes none"),
-    "policy/lag": ("count", "version at training minus version at sampling, mean"),
-    "sync/num_bytes": ("bytes", "weights sent to each engine"),
-    "sync/bytes_moved": ("bytes", "read by all ranks of all engines in a weight sync"),
-    "sync/bytes_needed": ("bytes", "of what then stands in all ranks of all engines: the least that has to be moved"),
-    "sync/seconds": ("s", "whole weight sync: begin, gather, send, load, verify, commit"),
-    "memory/<phase>_device_bytes": (
-        "bytes",
-        "colocated: largest of a rank's trainer on its device at the end of training, in the sync, in generation",
-    ),
-    "memory/<phase>_host_bytes": ("bytes", "colocated: largest resident memory of a rank's process"),
-    "memory/<phase>_offloaded_bytes": ("bytes", "colocated: largest host memory of a rank for what leaves its device"),
-    "memory/<phase>_engine_bytes": ("bytes", "colocated: weights and key-value cache of a local engine, the largest"),
-    "memory/<phase>_used_bytes": ("bytes", "colocated: of a device by all processes, the most; not on a CPU"),
-    "timing_s/turns": ("s", "colocated: trainer and engines change places, without the sending of weights"),
-    "checkpoint/step": ("count", "step of the checkpoint that was committed last"),
-    "checkpoint/seconds": ("s", "from the request of a checkpoint to its commit; steps go on meanwhile"),
-    "checkpoint/num_bytes": ("bytes", "files of the checkpoint that was committed last"),
-    "checkpoint/num_failed": ("count", "checkpoints of this attempt that could not be written"),
-    "timing_s/<stage>": ("s", "wall time of a stage"),
-    "timing_s/step": ("s", "wall time of a step"),
-    "timing_s/desync": ("s", "comparison of what several ranks hold, every trainer.desync_freq steps"),
-    "perf/total_num_tokens": ("tokens", "prompt and response tokens of a step"),
-    "perf/tokens_per_s": ("tokens/s", "prompt and response tokens of a step over its wall time"),
-    "perf/tokens_per_s/generate": ("tokens/s", "response tokens over the time of `generate`"),
-    "perf/tokens_per_s/update": ("tokens/s", "tokens x epochs over the time of `update`"),
-    "perf/num_head_fallbacks": (
-        "count",
-        "times a rank gave up a backend of the LM head that failed its self-check, actor and reference together",
-    ),
-    "perf/ettr": (
+    "reward/uniform_groups": Metric(
         "share",
-        "effective training time: time in steps, evaluations and warm-up that count / since the first launch",
+        "groups of several samples that count, whose rewards all agree: without signal",
+        "share",
+        GROUPS,
+        "lower",
     ),
-    "val/accuracy": ("share", "mean score of the held-out items"),
-    "val/accuracy_low": ("share", "lower end of its 95 % interval"),
-    "val/accuracy_high": ("share", "upper end of its 95 % interval"),
-    "val/num_items": ("count", "held-out items"),
-    "val/response_length": ("tokens", "mean response length on the held-out items"),
-    "val/<source>/mean@<N>": (
-        "score",
-        "of an evaluation set: mean over items of the mean score of an item's N samples",
+    "reward/solve_all": Metric("share", "of these the groups whose rewards are all 1 or more", "share", GROUPS),
+    "reward/solve_none": Metric("share", "of these the groups whose rewards are all 0 or less", "share", GROUPS),
+    "reward/masked": Metric(
+        "share", "samples left out because their reward could not be computed", "share", SAMPLES, "lower"
     ),
-    "val/<source>/std@<N>": ("score", "mean over items of the standard deviation of an item's scores"),
-    "val/<source>/best@<k>": ("score", "mean over items of the expected best of k samples; for 0/1 scores pass@k"),
-    "val/<source>/low": ("score", "lower end of the 95 % interval of mean@N"),
-    "val/<source>/high": ("score", "upper end of the 95 % interval of mean@N"),
-    "val/<source>/num_items": ("count", "items with a sample that counts"),
-    "val/<source>/num_masked": ("count", "samples left out because their reward could not be computed"),
-    "val/<source>/response_length": ("tokens", "mean response length"),
-    "warmup/loss": ("nats", "supervised loss of a warm-up step, mean over answer tokens"),
-    "warmup/grad_norm": ("1", "global gradient norm before clipping"),
-    "warmup/accuracy": ("share", "sampled held-out accuracy during the warm-up"),
+    "reward/part/<name>": Metric("score", "a named component of the reward", "mean", "samples that count and have it"),
+    "reward/status/<status>": Metric("share", "samples whose reward has this status", "share", SAMPLES),
+    "reward/source/<source>/mean": Metric(
+        "score", "reward of the samples of a data source", "mean", VALID_SAMPLES, "higher"
+    ),
+    "reward/source/<source>/count": Metric("count", "samples of a data source", "count", VALID_SAMPLES),
 }
+SIGNALS: dict[str, Metric] = {
+    "critic/advantages/mean": Metric("1", "token advantage", "mean", TOKENS),
+    "critic/advantages/max": Metric("1", "largest token advantage", "max", TOKENS),
+    "critic/advantages/min": Metric("1", "smallest token advantage", "min", TOKENS),
+    "critic/values/mean": Metric("score", "value before the update", "mean", VALID_TOKENS),
+    "critic/values/max": Metric("score", "largest value before the update", "max", VALID_TOKENS),
+    "critic/values/min": Metric("score", "smallest value before the update", "min", VALID_TOKENS),
+    "critic/returns/mean": Metric("score", "what the critic is to learn", "mean", VALID_TOKENS),
+    "critic/returns/max": Metric("score", "largest return", "max", VALID_TOKENS),
+    "critic/returns/min": Metric("score", "smallest return", "min", VALID_TOKENS),
+    "variance_proxy/proxy1_signal_strength": Metric(
+        "1", "square of actor/grad_norm: of the mean gradient", "mean", MADE_STEPS
+    ),
+    "variance_proxy/proxy2_total_power": Metric(
+        "1", "(a sample's mean advantage)^2 x w: mean square of a sample's gradient", "mean", VALID_SAMPLES
+    ),
+    "variance_proxy/proxy3_pure_noise": Metric(
+        "1",
+        "(proxy2 - proxy1) / (samples - 1), 0 at least: variance of the mean gradient",
+        "ratio",
+        VALID_SAMPLES,
+        "lower",
+    ),
+    "variance_proxy/expected_a_squared": Metric("1", "(a sample's mean advantage)^2", "mean", VALID_SAMPLES),
+    "variance_proxy/expected_w": Metric(
+        "1",
+        "w: sum over a sample's tokens of 1 - 2 p + sum of p^2, p the probability of the token",
+        "mean",
+        VALID_SAMPLES,
+    ),
+}
+LENGTHS: dict[str, Metric] = {
+    "response_length/mean": Metric("tokens", "response length", "mean", SAMPLES),
+    "response_length/max": Metric("tokens", "longest response", "max", SAMPLES),
+    "response_length/min": Metric("tokens", "shortest response", "min", SAMPLES),
+    "response_length/clip_ratio": Metric(
+        "share", "responses that ended by the length limit", "share", SAMPLES, "lower"
+    ),
+    "response_length_non_aborted/mean": Metric("tokens", "response length", "mean", SEQUENCES),
+    "response_length_non_aborted/max": Metric("tokens", "longest response", "max", SEQUENCES),
+    "response_length_non_aborted/min": Metric("tokens", "shortest response", "min", SEQUENCES),
+    "response_length_non_aborted/clip_ratio": Metric(
+        "share", "responses that ended by the length limit", "share", SEQUENCES, "lower"
+    ),
+    "response/aborted_ratio": Metric("share", "samples that ended by abort", "share", SAMPLES, "lower"),
+    "prompt_length/mean": Metric("tokens", "prompt length", "mean", SAMPLES),
+    "prompt_length/max": Metric("tokens", "longest prompt", "max", SAMPLES),
+    "prompt_length/min": Metric("tokens", "shortest prompt", "min", SAMPLES),
+    "prompt_length/clip_ratio": Metric(
+        "share", "prompts as long as data.max_prompt_length, so perhaps cut to it", "share", PROMPTS, "lower"
+    ),
+    "num_turns/mean": Metric("count", "stretches that the policy wrote; where a sample has several", "mean", SAMPLES),
+    "num_turns/max": Metric("count", "most turns", "max", SAMPLES),
+    "num_turns/min": Metric("count", "fewest turns", "min", SAMPLES),
+    "rollout/num_samples": Metric("count", "prompts x rollout.n", "count", SAMPLES),
+}
+UPDATES: dict[str, Metric] = {
+    "actor/entropy": Metric("nats", "entropy of the policy before the update", "mean", TOKENS),
+    "<role>/grad_norm": Metric("1", "global gradient norm before clipping", "mean", MADE_STEPS),
+    "<role>/lr": Metric("1", "learning rate", "last", "optimizer steps of a step"),
+    "<role>/num_epochs": Metric("count", "passes over the samples; 0 where the role was not trained", "last", STEP),
+    "<role>/num_optimizer_steps": Metric("count", "optimizer steps, with those that were skipped", "count", STEP),
+    "<role>/num_skipped_steps": Metric(
+        "count", "optimizer steps skipped on all ranks for a number that is not finite", "count", STEP, "lower"
+    ),
+    "policy/version": Metric(
+        "count", "weight syncs so far; a step that leaves the policy as it was makes none", "last", STEP
+    ),
+    "policy/lag": Metric("count", "version at training minus version at sampling", "mean", SAMPLES, "lower"),
+    "training/off_policy/trajectory_staleness/mean": Metric(
+        "count", "version at training minus that of a sample's oldest token", "mean", SAMPLES, "lower"
+    ),
+    "training/off_policy/trajectory_staleness/max": Metric("count", "largest of it", "max", SAMPLES, "lower"),
+    "training/off_policy/trajectory_staleness/min": Metric("count", "smallest of it", "min", SAMPLES, "lower"),
+    "training/off_policy/trajectory_spans/mean": Metric(
+        "count", "policy versions of a sample", "mean", SAMPLES, "lower"
+    ),
+    "training/off_policy/trajectory_spans/max": Metric("count", "most of them", "max", SAMPLES, "lower"),
+    "training/off_policy/trajectory_spans/min": Metric("count", "fewest of them", "min", SAMPLES, "lower"),
+    "health/<verdict>": Metric(
+        "0 or 1",
+        "1: trouble, see docs/monitoring.md; left out where it cannot be told",
+        "verdict",
+        "the last steps",
+        "lower",
+    ),
+}
+VALIDATION: dict[str, Metric] = {
+    "val/accuracy": Metric("share", "score of all held-out items", "mean", "held-out items", "higher"),
+    "val/accuracy_low": Metric("share", "lower end of its 95 % interval", "quantile", "held-out items"),
+    "val/accuracy_high": Metric("share", "upper end of its 95 % interval", "quantile", "held-out items"),
+    "val/num_items": Metric("count", "held-out items", "count", "an evaluation"),
+    "val/response_length": Metric("tokens", "response length on the held-out items", "mean", "held-out samples"),
+    "val/<source>/mean@<N>": Metric("score", "mean score of an item's N samples", "mean", ITEMS, "higher"),
+    "val/<source>/std@<N>": Metric("score", "standard deviation of an item's scores", "mean", ITEMS),
+    "val/<source>/best@<k>": Metric(
+        "score", "expected best of k samples of an item; for 0/1 scores pass@k", "mean", ITEMS, "higher"
+    ),
+    "val/<source>/worst@<k>": Metric("score", "expected worst of k samples of an item", "mean", ITEMS, "higher"),
+    "val/<source>/maj@<k>": Metric(
+        "score", "expected score of the most common answer among k samples of an item", "mean", ITEMS, "higher"
+    ),
+    "val/<source>/best@<k>/low": Metric("score", "lower end of its 95 % interval (bootstrap)", "quantile", ITEMS),
+    "val/<source>/best@<k>/high": Metric("score", "upper end of its 95 % interval (bootstrap)", "quantile", ITEMS),
+    "val/<source>/worst@<k>/low": Metric("score", "lower end of its 95 % interval (bootstrap)", "quantile", ITEMS),
+    "val/<source>/worst@<k>/high": Metric("score", "upper end of its 95 % interval (bootstrap)", "quantile", ITEMS),
+    "val/<source>/maj@<k>/low": Metric("score", "lower end of its 95 % interval (bootstrap)", "quantile", ITEMS),
+    "val/<source>/maj@<k>/high": Metric("score", "upper end of its 95 % interval (bootstrap)", "quantile", ITEMS),
+    "val/<source>/low": Metric("score", "lower end of the 95 % interval of mean@N", "quantile", ITEMS),
+    "val/<source>/high": Metric("score", "upper end of the 95 % interval of mean@N", "quantile", ITEMS),
+    "val/<source>/num_items": Metric("count", "items with a sample that counts", "count", "an evaluation"),
+    "val/<source>/num_masked": Metric(
+        "count", "samples left out because their reward could not be computed", "count", "an evaluation", "lower"
+    ),
+    "val/<source>/response_length": Metric("tokens", "response length", "mean", "held-out samples of a set"),
+}
+WARMUP: dict[str, Metric] = {
+    "warmup/loss": Metric("nats", "supervised loss", "mean", "answer tokens of a warm-up step", "lower"),
+    "warmup/grad_norm": Metric("1", "global gradient norm before clipping", "last", "a warm-up step"),
+    "warmup/accuracy": Metric(
+        "share", "sampled held-out accuracy during the warm-up", "mean", "held-out items", "higher"
+    ),
+}
+METRICS: dict[str, Metric] = REWARDS | SIGNALS | LENGTHS | UPDATES | VALIDATION | WARMUP
+CATALOGUE: dict[str, Metric] = METRICS | ALGORITHM_METRICS | SYSTEM_METRICS
 
 
-def find(key: str) -> tuple[str, str] | None:
-    """(unit, meaning) of a key as a run writes it, "reward/part/format" too; None where it is not listed."""
-    listed = METRICS | ALGORITHM_METRICS
-    if key in listed:
-        return listed[key]
-    for pattern, entry in listed.items():
-        if "<" in pattern and re.fullmatch(re.sub(r"<\w+>", ".+", re.escape(pattern)), key):
-            return entry
-    return None
+def find(key: str) -> Metric | None:
+    """The line of a key as a run writes it, "reward/part/format" too; None where it is not listed."""
+    return find_in(CATALOGUE, key)
