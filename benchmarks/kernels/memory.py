@@ -24,7 +24,7 @@ WARM_UP = Shape(16, 32, 128)
 SIZES = {"A": Shape(2048, 576, 49152), "B": Shape(1024, 1024, 151936)}
 GROWTH = Shape(1024, 64, 16384)
 QUICK = {"quick": Shape(512, 64, 16384)}
-QUICK_GROWTH = Shape(512, 16, 8192)
+QUICK_GROWTH = Shape(1024, 16, 16384)  # more than the 48 MB of logits that a CPU keeps
 FACTORS = (1, 2, 4)
 HEADS: dict[str, Head] = {
     "ours": fused(),
