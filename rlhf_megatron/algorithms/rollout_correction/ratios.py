@@ -1,0 +1,151 @@
+"""Importance weights and rejection of some rows, from the logarithm of each row's mismatch ratio. Without gradient.
+
+The same functions serve the controller (the rows of many whole samples, before an update) and the loss (the rows of a
+micro-batch, with the moving policy). Everything is float64: r - 1 - log r of a small log r has no digits in float32.
+
+    importance weights   token: r, sequence: the product of the sequence's r; then min(., high), or 0 outside (IcePop)
+                         "Off-policy RL" (TIS, https://fengyao.notion.site/off-policy-rl); IcePop: arXiv 2510.18855
+    rejection            `params.Filter`; a veto drops every sequence with a token of r below the threshold
+
+An exponent is clamped to +-20; bounds are compared as logarithms before that. No token is looked at alone where a
+sequence counts: sums over whole sequences come from `Sequences`, all of one call in one exchange.
+"""
+
+# N rows, S sequences
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron.algorithms.losses.kl import MAX_LOG_RATIO
+from rlhf_megatron.algorithms.rollout_correction.params import CorrectionParams, Filter, Importance
+from rlhf_megatron.algorithms.sequences import Sequences
+
+NO_NUMBER = -1000.0  # log r where a log-prob is infinite or not a number: weight about 0, rejected by every filter
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What a filter, or the importance weights, look at: of each row, or of each sequence."""
+
+    values: Tensor  # [N] or [S] float64: log r (k1, weights), or the k2 or k3 estimate
+    is_high: Tensor  # bool, above the upper bound
+    is_low: Tensor | None  # bool, below the lower bound; None where there is none
+    of_sequences: bool
+    is_log: bool
+
+    @property
+    def is_outside(self) -> Tensor:
+        return self.is_high if self.is_low is None else self.is_high | self.is_low
+
+    def spread(self, column: Tensor, sequences: Sequences) -> Tensor:
+        """A column of this measure's entries, as one of rows."""
+        return column[sequences.ids_T] if self.of_sequences else column
+
+
+@dataclass(frozen=True)
+class Corrected:
+    """Of some rows."""
+
+    weights_N: Tensor | None  # float64; None: no importance weights. Not normalised over a batch
+    keep_N: Tensor | None  # bool; None: nothing rejects
+    importance: Measure | None
+    filters: tuple[tuple[str, Measure], ...]
+    veto_S: Tensor | None  # bool, sequences with a token below the veto threshold
+
+
+def log_mismatch(log_probs_N: Tensor, rollout_log_probs_N: Tensor) -> Tensor:
+    """[N] float64, log r = trainer - engine."""
+    log_ratio_N = log_probs_N.detach().to(torch.float64) - rollout_log_probs_N
+    return log_ratio_N.nan_to_num_(nan=NO_NUMBER, posinf=NO_NUMBER, neginf=NO_NUMBER)
+
+
+@torch.no_grad()
+def correct(log_ratio_N: Tensor, sequences: Sequences, params: CorrectionParams) -> Corrected:
+    """Weights and rejection of the rows. One exchange of `sequences`, where anything looks at whole sequences."""
+    rows = _row_columns(log_ratio_N, params)
+    wanted = _sequence_columns(rows, params)
+    sums = dict(zip(wanted, sequences.sums(*wanted.values()), strict=True)) if wanted else {}
+    importance = weights_N = keep_N = veto_S = None
+    if params.importance is not None:
+        importance = _importance_measure(rows["k1"], sums, params.importance)
+        weights_N = importance.spread(_weights(importance, params.importance), sequences)
+    filters = []
+    for one in params.filters:
+        measure = _measure(one, rows, sums)
+        filters.append((one.name, measure))
+        passes_N = ~measure.spread(measure.is_outside, sequences)
+        keep_N = passes_N if keep_N is None else keep_N & passes_N
+    if params.veto is not None:
+        veto_S = sums["veto"] > 0
+        passes_N = ~veto_S[sequences.ids_T]
+        keep_N = passes_N if keep_N is None else keep_N & passes_N
+    return Corrected(weights_N, keep_N, importance, tuple(filters), veto_S)
+
+
+def exp(log: Tensor) -> Tensor:
+    """With the exponent clamped."""
+    return log.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp_()
+
+
+def estimates(log_ratio_N: Tensor, estimate: str) -> Tensor:
+    """[N] k1 as log r, k2 or k3."""
+    if estimate == "k1":
+        return log_ratio_N
+    if estimate == "k2":
+        return log_ratio_N.square().mul_(0.5)
+    clamped_N = log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return clamped_N.expm1().sub_(clamped_N)
+
+
+def _row_columns(log_ratio_N: Tensor, params: CorrectionParams) -> dict[str, Tensor]:
+    """Each estimate that is looked at, once."""
+    needed = {one.estimate for one in params.filters}
+    return {"k1": log_ratio_N, **{kind: estimates(log_ratio_N, kind) for kind in sorted(needed - {"k1"})}}
+
+
+def _sequence_columns(rows: dict[str, Tensor], params: CorrectionParams) -> dict[str, Tensor]:
+    """What is to be summed over sequences. Whether a maximum is over a bound is a number of rows over it."""
+    columns: dict[str, Tensor] = {}
+    if params.importance is not None and params.importance.level == "sequence":
+        columns["k1"] = rows["k1"]
+    for one in params.filters:
+        if one.level in ("seq_sum", "seq_mean"):
+            columns[one.estimate] = rows[one.estimate]
+        if one.level == "seq_mean":
+            columns["count"] = torch.ones_like(rows["k1"])
+        if one.level == "seq_max":
+            columns[one.name] = rows[one.estimate] > one.high
+    if params.veto is not None:
+        columns["veto"] = rows["k1"] < math.log(params.veto)
+    return columns
+
+
+def _importance_measure(log_ratio_N: Tensor, sums: dict[str, Tensor], importance: Importance) -> Measure:
+    of_sequences = importance.level == "sequence"
+    log = sums["k1"] if of_sequences else log_ratio_N
+    low = 1 / importance.high if importance.low is None else importance.low  # of truncation: for metrics only
+    return Measure(log, log > math.log(importance.high), log < math.log(low), of_sequences, is_log=True)
+
+
+def _weights(measure: Measure, importance: Importance) -> Tensor:
+    if importance.low is None:
+        return exp(measure.values).clamp_(max=importance.high)
+    return exp(measure.values).masked_fill_(measure.is_outside, 0.0)
+
+
+def _measure(one: Filter, rows: dict[str, Tensor], sums: dict[str, Tensor]) -> Measure:
+    is_log = one.estimate == "k1"
+    if one.level == "seq_max":  # the maximum itself is not known here: metrics find it
+        is_high_S = sums[one.name] > 0
+        return Measure(is_high_S.to(torch.float64), is_high_S, None, of_sequences=True, is_log=False)
+    values = rows[one.estimate] if one.level == "token" else sums[one.estimate]
+    if one.level == "seq_mean":
+        values = values / sums["count"].clamp(min=1)
+    is_high = values > (math.log(one.high) if is_log else one.high)
+    is_low = None if one.low is None else values < math.log(one.low)
+    return Measure(values, is_high, is_low, one.level != "token", is_log)
