@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 _HALF = (torch.bfloat16, torch.float16)
-_HAS_OUT_DTYPE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
+_TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+_HAS_OUT_DTYPE = _TORCH >= (2, 8)
+_ADDS_TO_FLOAT32 = _TORCH >= (2, 10)  # before, addmm refuses to add a product of 16-bit matrices to a float32 one
 
 
 class WeightGradSink(Protocol):
@@ -50,9 +52,11 @@ def multiply(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
 
 def add_product(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """out += a @ b."""
-    if a.dtype in _HALF:
+    if a.dtype not in _HALF:
+        return out.addmm_(a, b)
+    if _ADDS_TO_FLOAT32:
         return torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
-    return out.addmm_(a, b)
+    return out.add_(torch.mm(a, b, out_dtype=torch.float32))
 
 
 class WeightGradient:

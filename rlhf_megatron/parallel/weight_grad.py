@@ -2,7 +2,7 @@
 
 A linear layer's weight gradient is added to the float32 buffer by the matrix product itself: no gradient in the
 weight's type is made, rounded and added in a pass of its own. On CUDA in half precision torch has such a product from
-2.8 on; elsewhere operands of the buffer's own type can do it on any torch.
+2.10 on; elsewhere operands of the buffer's own type can do it on any torch.
 """
 
 # T tokens, I input features, O output features
@@ -14,8 +14,9 @@ from torch import Tensor
 
 
 def has_float32_product() -> bool:
-    """Whether torch can multiply half-precision matrices on CUDA into a float32 one."""
-    return "dtype_out" in torch.ops.aten.addmm.overloads()
+    """Whether torch can add a product of half-precision matrices on CUDA to a float32 one."""
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    return version >= (2, 10) and "dtype_out" in torch.ops.aten.addmm.overloads()
 
 
 def wgrad_gemm_accum_fp32(input_TI: Tensor, grad_output_TO: Tensor, main_grad_OI: Tensor) -> None:
