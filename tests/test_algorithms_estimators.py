@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS, AdvantageInputs
@@ -265,7 +266,7 @@ def drawn(samples: list[tuple[int, int, int, bool]], shift: float = 0.0, scale: 
 
 @pytest.mark.parametrize("name", PARAMS)
 @given(samples=SAMPLES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_shift_of_all_rewards_changes_nothing(name: str, samples: list[tuple[int, int, int, bool]]) -> None:
     estimator, params = ADV_ESTIMATORS.get(name).build, PARAMS[name]
     plain, shifted = (estimator(drawn(samples, shift), params).advantages_T for shift in (0.0, 1024.0))
@@ -274,13 +275,17 @@ def test_a_shift_of_all_rewards_changes_nothing(name: str, samples: list[tuple[i
 
 @pytest.mark.parametrize("name", OF_GROUPS)
 @given(samples=SAMPLES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_scale_of_all_rewards(name: str, samples: list[tuple[int, int, int, bool]]) -> None:
-    """Normalised ones do not change (but for their epsilon); the others scale."""
+    """Normalised ones do not change, but for their epsilon; the others scale."""
+    counts = Counter(group for _, group, _, is_valid in samples if is_valid)
+    num_tokens = sum(length for _, group, length, is_valid in samples if is_valid and counts[group] > 1)
+    assume(num_tokens > 1 or name not in WHITENED)  # a single token is not whitened
     estimator, params = ADV_ESTIMATORS.get(name).build, OF_GROUPS[name]
+    params = replace(params, epsilon=0.0) if hasattr(params, "epsilon") else params
     plain, scaled = (estimator(drawn(samples, 0.0, scale), params).advantages_T for scale in (1.0, 1024.0))
     factor = 1.0 if name in (*WHITENED, "grpo", "grpo_passk") else 1024.0
-    assert scaled.tolist() == pytest.approx((factor * plain).tolist(), rel=1e-5, abs=1e-5)
+    assert scaled.tolist() == pytest.approx((factor * plain).tolist(), rel=1e-4, abs=1e-6)
 
 
 def plain_loop(name: str, inputs: AdvantageInputs) -> list[float]:

@@ -43,9 +43,10 @@ def grpo_passk(inputs: AdvantageInputs, params: GRPOPassKParams) -> AdvantageOut
     rewards_B = sample_rewards(inputs)
     groups = Groups.of(inputs.group_ids_B, inputs.is_valid_B)
     best_G, second_G = groups.top_two(rewards_B)
-    lead_G = (best_G - second_G).masked_fill(groups.counts() < 2, 0.0)
+    has_lead_G = (groups.counts() > 1) & (best_G > second_G)
+    lead_G = best_G - second_G
     if params.norm_adv_by_std_in_grpo:
         lead_G = lead_G / (groups.deviations(groups.centered(rewards_B)) + params.epsilon)
-    leads_B = inputs.is_valid_B & (rewards_B == best_G[groups.index_B]) & (best_G > second_G)[groups.index_B]
+    leads_B = inputs.is_valid_B & has_lead_G[groups.index_B] & (rewards_B == best_G[groups.index_B])
     advantages_B = lead_G[groups.index_B].masked_fill(~leads_B, 0.0)
     return AdvantageOutputs(spread(advantages_B, inputs.response_mask_T, inputs.offsets))
