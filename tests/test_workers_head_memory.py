@@ -35,7 +35,7 @@ SHAPE = HeadShape(
         replace(SHAPE, dtype=torch.bfloat16),
         replace(SHAPE, stash_bytes=1 << 30),
         replace(SHAPE, dtype=torch.bfloat16, stash_bytes=20 << 20),
-        replace(SHAPE, dtype=torch.float64, chunk_size=1000),
+        pytest.param(replace(SHAPE, dtype=torch.float64, chunk_size=1000), marks=pytest.mark.long),
     ],
     ids=["float32", "700 rows", "wide", "bfloat16", "stash", "bfloat16 and some stash", "float64"],
 )
