@@ -122,7 +122,7 @@ def test_gradient_fusion(
 
 
 def test_a_gradient_fusion_that_nothing_can_do_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"gradient_accumulation_fusion \(true\).*bfloat16.*torch 2.8.*leave it null"):
+    with pytest.raises(ValueError, match=r"gradient_accumulation_fusion \(true\).*bfloat16.*torch 2.10.*leave it null"):
         choose_gradient_fusion(True, "cuda", "local", "bfloat16", False, False)
 
 

@@ -115,7 +115,7 @@ def choose_gradient_fusion(
         return Choice("apex")
     if has_float32_product or dtype not in _HALF:
         return Choice("torch")
-    fix = "install torch 2.8 or newer, Transformer Engine, or Apex with its CUDA extensions"
+    fix = "install torch 2.10 or newer, Transformer Engine, or Apex with its CUDA extensions"
     why_not = f"in {dtype} it needs a matrix product into float32, which this torch has not"
     if setting:
         raise ValueError(f"gradient_accumulation_fusion (true) cannot be: {why_not}; {fix}, or leave it null.")
