@@ -1,9 +1,12 @@
 """Weights of token losses against hand-computed numbers, and independence of how a mini-batch is split."""
 
+from typing import get_args
+
 import pytest
 import torch
 
 from rlhf_megatron.algorithms.aggregate import LOSS_AGG_MODES, loss_weights, metric_weights, sequence_sums
+from rlhf_megatron.config.schema import LossAggMode
 
 # Three sequences of 3, 4 and 2 tokens with 2, 3 and 0 response tokens: N = 5, S = 3.
 OFFSETS = torch.tensor([0, 3, 7, 9])
@@ -12,11 +15,17 @@ MASK = torch.tensor([0, 1, 1, 0, 1, 1, 1, 0, 0], dtype=torch.bool)
 
 @pytest.mark.parametrize(
     ("mode", "first", "second"),
-    [("token-mean", 1 / 5, 1 / 5), ("seq-mean-token-sum", 1 / 3, 1 / 3), ("seq-mean-token-mean", 1 / 6, 1 / 9)],
+    [
+        ("token-mean", 1 / 5, 1 / 5),
+        ("token-sum", 1.0, 1.0),
+        ("seq-mean-token-sum", 1 / 3, 1 / 3),
+        ("seq-mean-token-sum-norm", 1 / 24, 1 / 24),  # 3 sequences, factor 8
+        ("seq-mean-token-mean", 1 / 6, 1 / 9),
+    ],
 )
 def test_weights_by_hand(mode: str, first: float, second: float) -> None:
     expected = torch.tensor([0, first, first, 0, second, second, second, 0, 0])
-    weights = loss_weights(mode, MASK, OFFSETS, 5, 3)
+    weights = loss_weights(mode, MASK, OFFSETS, 5, 3, scale_factor=8)
     assert weights.dtype == torch.float32
     torch.testing.assert_close(weights, expected, atol=0, rtol=1e-7)
 
@@ -34,9 +43,9 @@ def test_metric_weights_give_the_token_mean() -> None:
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_empty_masks_and_empty_parts_weigh_nothing(mode: str) -> None:
-    nothing = loss_weights(mode, torch.zeros(9, dtype=torch.bool), OFFSETS, 0, 3)
+    nothing = loss_weights(mode, torch.zeros(9, dtype=torch.bool), OFFSETS, 0, 3, 8)
     assert torch.equal(nothing, torch.zeros(9))
-    no_samples = loss_weights(mode, torch.zeros(0, dtype=torch.bool), torch.zeros(1, dtype=torch.int64), 0, 0)
+    no_samples = loss_weights(mode, torch.zeros(0, dtype=torch.bool), torch.zeros(1, dtype=torch.int64), 0, 0, 8)
     assert no_samples.shape == (0,)
     assert torch.equal(metric_weights(torch.zeros(2, dtype=torch.bool), 0), torch.zeros(2))
 
@@ -48,6 +57,16 @@ def test_counts_that_do_not_cover_the_part_are_refused() -> None:
         loss_weights("token-mean", MASK, OFFSETS, 5, 2)
     with pytest.raises(ValueError, match=r"'mean'.*token-mean"):
         loss_weights("mean", MASK, OFFSETS, 5, 3)
+
+
+@pytest.mark.parametrize("factor", [None, 0.0, -1.0])
+def test_a_norm_without_a_factor_is_refused(factor: float | None) -> None:
+    with pytest.raises(ValueError, match=r"loss_scale_factor \(.*\) must be positive for seq-mean-token-sum-norm"):
+        loss_weights("seq-mean-token-sum-norm", MASK, OFFSETS, 5, 3, factor)
+
+
+def test_the_modes_of_the_configuration() -> None:
+    assert get_args(LossAggMode) == LOSS_AGG_MODES
 
 
 def test_sequence_sums() -> None:
@@ -67,7 +86,7 @@ def test_any_split_gives_the_loss_and_gradient_of_the_whole(mode: str) -> None:
     def part_loss(samples: list[int], leaf: torch.Tensor) -> torch.Tensor:
         index = torch.cat([torch.arange(int(offsets[i]), int(offsets[i + 1])) for i in samples])
         part_offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths[samples].cumsum(0)])
-        weights = loss_weights(mode, mask[index], part_offsets, num_tokens, len(lengths))
+        weights = loss_weights(mode, mask[index], part_offsets, num_tokens, len(lengths), 40)
         return (leaf[index].square() * weights).sum()
 
     whole_leaf = scores.clone().requires_grad_()

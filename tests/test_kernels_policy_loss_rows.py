@@ -97,17 +97,17 @@ def test_float64_takes_the_specification() -> None:
 def new_loss() -> Iterator[str]:
     """A policy loss that brings its gradient; for the time of a test."""
 
-    @POLICY_LOSSES.register("reinforce", needs=("advantages",))
-    def reinforce(inputs: PolicyLossInputs, params: None) -> PolicyLossOutputs:
+    @POLICY_LOSSES.register("newest", needs=("advantages",))
+    def newest(inputs: PolicyLossInputs, params: None) -> PolicyLossOutputs:
         return PolicyLossOutputs(-inputs.advantages_T * inputs.log_probs_T, {})
 
-    @EXPLICIT_LOSSES.register("reinforce")
-    def reinforce_explicit(inputs: PolicyLossInputs, params: None, scratch: Scratch) -> ExplicitOutputs:
+    @EXPLICIT_LOSSES.register("newest")
+    def newest_explicit(inputs: PolicyLossInputs, params: None, scratch: Scratch) -> ExplicitOutputs:
         grad_T = torch.neg(inputs.advantages_T, out=scratch.take())
         return ExplicitOutputs(torch.mul(grad_T, inputs.log_probs_T, out=scratch.take()), grad_T, {})
 
-    yield "reinforce"
-    del POLICY_LOSSES._entries["reinforce"], EXPLICIT_LOSSES._entries["reinforce"]
+    yield "newest"
+    del POLICY_LOSSES._entries["newest"], EXPLICIT_LOSSES._entries["newest"]
 
 
 def test_a_new_loss_brings_its_own_form(new_loss: str) -> None:

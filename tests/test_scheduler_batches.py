@@ -9,13 +9,13 @@ from scheduler_samples import MODEL, to_train, train_batch
 
 from rlhf_megatron.algorithms import metric_names as loss_names
 from rlhf_megatron.algorithms.aggregate import LOSS_AGG_MODES
-from rlhf_megatron.config.schema import ActorConfig, RunConfig
-from rlhf_megatron.data.batch import PromptBatch, TokenBatch
+from rlhf_megatron.config.schema import ActorConfig, DataConfig, PolicyLossConfig, RunConfig
+from rlhf_megatron.data.batch import PromptBatch, TokenBatch, TrainBatch, select
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.rollout.engine import GeneratedSample, SamplingParams, VersionSpan
 from rlhf_megatron.scheduler import batch_metrics, metric_names
 from rlhf_megatron.scheduler.generation import build_requests, collect
-from rlhf_megatron.scheduler.mini_batches import cut, supervised_mini_batch, weighed, weighed_values
+from rlhf_megatron.scheduler.mini_batches import cut, picked, supervised_mini_batch, weighed, weighed_values
 from rlhf_megatron.scheduler.seeds import derive_seed
 from rlhf_megatron.scheduler.system_metric_names import METRICS as SYSTEM_METRICS
 from rlhf_megatron.scheduler.update import actor_update, critic_update
@@ -122,18 +122,70 @@ def test_the_order_is_a_function_of_seed_step_and_epoch() -> None:
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_weights_have_the_denominator_of_their_mini_batch(mode: str) -> None:
-    first, _, last = (weighed(part, mode) for part in cut(train_batch(), 4, False, 1, 1, 0))
+    first, _, last = (weighed(part, mode, scale_factor=8) for part in cut(train_batch(), 4, False, 1, 1, 0))
     counts = {0: 1, 1: 2, 2: 3, 3: 4}  # response tokens of the samples of the first
     expected = {
         "token-mean": [1 / 10] * 10,
+        "token-sum": [1.0] * 10,
+        "seq-mean-token-sum-norm": [1 / 32] * 10,
         "seq-mean-token-sum": [1 / 4] * 10,
         "seq-mean-token-mean": [1 / (4 * counts[i]) for i in counts for _ in range(counts[i])],
     }[mode]
     assert first.loss_weights[first.response_mask].tolist() == pytest.approx(expected)
     assert not first.loss_weights[~first.response_mask].any()
     assert first.metric_weights.sum().item() == pytest.approx(1.0)
-    total = {"token-mean": 1.0, "seq-mean-token-sum": (9 + 10) / 2, "seq-mean-token-mean": 1.0}[mode]
+    total = {"token-sum": 19.0, "seq-mean-token-sum": 19 / 2, "seq-mean-token-sum-norm": 19 / 16}.get(mode, 1.0)
     assert last.loss_weights.sum().item() == pytest.approx(total)  # two samples, of 9 and 10 response tokens
+
+
+def picks_of(batch: TrainBatch, mini_batch: int = 0, seed: int = 3, step: int = 2) -> dict[int, list[bool]]:
+    """Sample -> which of its tokens clip_cov chooses."""
+    loss = PolicyLossConfig("clip_cov", {"clip_cov_lb": -1e9, "clip_cov_ub": 1e9, "clip_cov_ratio": 0.2})
+    is_picked = picked(batch, loss, seed, step, mini_batch)
+    assert is_picked is not None and int(is_picked.sum()) == 11, "a fifth of 55 response tokens"
+    assert not is_picked[~batch.response_mask].any()
+    return {
+        int(sample): is_picked[start:stop].tolist()
+        for sample, start, stop in zip(batch.sample_ids, batch.offsets, batch.offsets[1:], strict=False)
+    }
+
+
+def test_what_a_loss_picks_is_a_function_of_seed_step_mini_batch_and_sample() -> None:
+    batch = train_batch()
+    once = picks_of(batch)
+    torch.manual_seed(99)  # what happened before does not matter
+    assert picks_of(batch) == once
+    assert picks_of(select(batch, [7, 2, 9, 0, 1, 8, 3, 5, 4, 6])) == once, "nor does the order"
+    assert all(picks_of(batch, **other) != once for other in ({"mini_batch": 1}, {"seed": 4}, {"step": 3}))
+
+
+def test_the_actors_mini_batches_have_their_own_picks_and_others_have_none() -> None:
+    batch = train_batch()
+    loss = PolicyLossConfig("clip_cov", {"clip_cov_lb": -1e9, "clip_cov_ub": 1e9, "clip_cov_ratio": 0.2})
+    config = RunConfig(actor=ActorConfig(mini_batch_size=10, ppo_epochs=2, shuffle=False, policy_loss=loss))
+    first, second = (part.is_picked.tolist() for part in actor_update(config, 2, batch).mini_batches)
+    assert sum(first) == sum(second) == 11 and first != second
+    plain = RunConfig(actor=ActorConfig(mini_batch_size=10))
+    assert next(actor_update(plain, 2, batch).mini_batches).is_picked is None
+
+
+def test_samples_of_masked_status_are_neither_picked_nor_counted() -> None:
+    batch = replace(train_batch(4), reward_statuses=("ok", "ok", "ok", "masked:server"))
+    loss = PolicyLossConfig("kl_cov", {"kl_cov_ratio": 1.0})
+    is_picked = picked(batch, loss, 1, 1, 0)
+    assert is_picked is not None
+    owner = batch.sample_ids.repeat_interleave(batch.lengths)
+    assert torch.equal(is_picked, batch.response_mask & (owner != batch.sample_ids[3]))
+
+
+def test_a_norm_without_a_factor_divides_by_the_longest_response() -> None:
+    actor = ActorConfig(mini_batch_size=10, loss_agg_mode="seq-mean-token-sum-norm")
+    batch = replace(train_batch(), values=torch.zeros(65), returns=torch.zeros(65))
+    for factor, expected in ((None, 1 / (10 * 40)), (5.0, 1 / 50)):
+        config = RunConfig(data=DataConfig(max_response_length=40), actor=replace(actor, loss_scale_factor=factor))
+        for update in (actor_update, critic_update):
+            (part,) = update(config, 2, batch).mini_batches
+            assert part.loss_weights.max().item() == pytest.approx(expected)
 
 
 def test_supervised_mini_batch_is_a_mean_over_answer_tokens() -> None:

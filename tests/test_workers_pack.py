@@ -85,6 +85,7 @@ def test_token_columns_of_a_mini_batch() -> None:
         "old_log_probs",
         "ref_log_probs",
         "rollout_log_probs",
+        "is_picked",
     }
 
 

@@ -3,13 +3,17 @@
 `loss = sum(token_loss * weights)`. As the weights carry the global count, the sum may be cut anywhere (micro-batches,
 replicas, context parallelism) and nothing divides afterwards.
 
-    mode                   weight of response token t of sequence i     with N response tokens, S sequences, n_i in i
-    token-mean             1 / N
-    seq-mean-token-sum     1 / S
-    seq-mean-token-mean    1 / (S n_i)
+    mode                       weight of response token t of sequence i; N response tokens, S sequences, n_i tokens in i
+    token-mean                 1 / N
+    token-sum                  1
+    seq-mean-token-sum         1 / S
+    seq-mean-token-sum-norm    1 / (S scale_factor)                         Dr. GRPO (arXiv 2503.20783): a constant
+    seq-mean-token-mean        1 / (S n_i)
 
-A sequence without response tokens counts in S. All counts are those before any rejection: a caller that rejects tokens
-passes the mask from before, and multiplies the weights with what it keeps.
+The constant is a setting and no length of the batch at hand, which would make the learning rate follow the longest
+response. With token-sum the gradient grows with the mini-batch. A sequence without response tokens counts in S. All
+counts are those before any rejection: a caller that rejects tokens passes the mask from before, and multiplies the
+weights with what it keeps.
 """
 
 # B sequences, T packed tokens
@@ -19,11 +23,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
+LOSS_AGG_MODES = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+    "seq-mean-token-mean",
+)
 
 
 def loss_weights(
-    mode: str, response_mask_T: Tensor, offsets: Tensor, num_response_tokens: int, num_sequences: int
+    mode: str,
+    response_mask_T: Tensor,
+    offsets: Tensor,
+    num_response_tokens: int,
+    num_sequences: int,
+    scale_factor: float | None = None,
 ) -> Tensor:
     """[T] float32 weights, 0 outside of `response_mask_T`.
 
@@ -32,8 +47,9 @@ def loss_weights(
         offsets: [B + 1] int64; sequence i owns tokens offsets[i] : offsets[i + 1]. May be a part of the mini-batch.
         num_response_tokens: N, of the whole mini-batch over all replicas.
         num_sequences: S, likewise.
+        scale_factor: of seq-mean-token-sum-norm, in tokens.
 
-    Raises ValueError for an unknown mode, and for a global count below the count in this part.
+    Raises ValueError for an unknown mode, a scale factor that it lacks, and a global count below that in this part.
     """
     num_here = int(response_mask_T.sum())
     if num_here > num_response_tokens or offsets.numel() - 1 > num_sequences:
@@ -44,8 +60,17 @@ def loss_weights(
     mask_T = response_mask_T.to(torch.float64)
     if mode == "token-mean":
         weights_T = mask_T / max(num_response_tokens, 1)
+    elif mode == "token-sum":
+        weights_T = mask_T
     elif mode == "seq-mean-token-sum":
         weights_T = mask_T / max(num_sequences, 1)
+    elif mode == "seq-mean-token-sum-norm":
+        if scale_factor is None or not scale_factor > 0:
+            raise ValueError(
+                f"loss_scale_factor ({scale_factor}) must be positive for seq-mean-token-sum-norm; use the longest"
+                " response, in tokens."
+            )
+        weights_T = mask_T / (max(num_sequences, 1) * scale_factor)
     elif mode == "seq-mean-token-mean":
         counts_B = sequence_sums(mask_T, offsets).clamp(min=1)
         weights_T = mask_T / (max(num_sequences, 1) * counts_B.repeat_interleave(offsets.diff()))

@@ -64,6 +64,7 @@ INTERVALS = {
     "actor.ppo_epochs": COUNT,
     "actor.ppo_max_token_len_per_gpu": COUNT,
     "actor.entropy_coeff": BELOW_ONE,
+    "actor.loss_scale_factor": POSITIVE,
     "actor.kl_loss_coef": Interval(0, math.inf, is_high_open=True),
     "actor.log_prob_chunk_size": COUNT,
     "critic.value_head_init_std": BELOW_ONE,

@@ -9,9 +9,11 @@ from typing import Any
 from rlhf_megatron.config import (
     algorithm_rules,
     colocation_rules,
+    correction_rules,
     critic_rules,
     data_rules,
     engine_rules,
+    loss_rules,
     reward_rules,
     state_rules,
 )
@@ -55,7 +57,17 @@ def problems_of(loaded: Loaded) -> list[Problem]:
     """Of the rules that need no file, with the places where the values were written."""
     found = list(ranges(loaded))
     impossible = {key for problem in found for key in problem.keys}
-    sections = (algorithm_rules, colocation_rules, critic_rules, data_rules, engine_rules, reward_rules, state_rules)
+    sections = (
+        algorithm_rules,
+        colocation_rules,
+        correction_rules,
+        critic_rules,
+        data_rules,
+        engine_rules,
+        loss_rules,
+        reward_rules,
+        state_rules,
+    )
     of_sections = [rule for section in sections for rule in section.RULES]
     for rule in (*RULES, *LAYOUT_RULES, *of_sections, ignored):  # what is out of range is not complained about twice
         found += [problem for problem in rule(loaded) if impossible.isdisjoint(problem.keys)]

@@ -141,6 +141,7 @@ class MiniBatch(TokenBatch):
     old_log_probs: Tensor | None = per_token(default=None)
     ref_log_probs: Tensor | None = per_token(default=None)
     rollout_log_probs: Tensor | None = per_token(default=None)
+    is_picked: Tensor | None = per_token(default=None)  # [T] bool, tokens that the policy loss treats in its own way
 
 
 @codec.register

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlhf_megatron.algorithms.losses.base import PolicyLossInputs
 from rlhf_megatron.algorithms.losses.compose import RegularizerParams
-from rlhf_megatron.algorithms.losses.kl import MAX_K3, MAX_LOG_RATIO
+from rlhf_megatron.algorithms.losses.kl import MAX_K3, MAX_LOG_RATIO, STRAIGHT
 from rlhf_megatron.algorithms.losses.ppo_clip import PPOClipParams
 from rlhf_megatron.kernels.row_loss import RowSums, row_sums
 
@@ -51,6 +51,7 @@ def ppo_clip_sums(
     num_blocks = triton.cdiv(num_rows, BLOCK)
     block_sums = grad_R.new_empty(num_blocks, 1 + len(names))
     if num_rows:
+        kl_kind = regularizers.kl_loss_type
         arguments: dict[str, Any] = {
             "num_rows": num_rows,
             "low": 1 - params.clip_ratio_low,
@@ -58,7 +59,8 @@ def ppo_clip_sums(
             "bound": params.clip_ratio_c,
             "kl_coef": regularizers.kl_loss_coef,
             "entropy_coeff": regularizers.entropy_coeff,
-            "KL_KIND": KL_KINDS[regularizers.kl_loss_type] if inputs.ref_log_probs_T is not None else 0,
+            "KL_KIND": KL_KINDS[kl_kind.removesuffix(STRAIGHT)] if inputs.ref_log_probs_T is not None else 0,
+            "IS_KL_STRAIGHT": kl_kind.endswith(STRAIGHT),
             "HAS_ENTROPIES": inputs.entropies_T is not None,
             "HAS_CORRECTION": inputs.correction_weights_T is not None,
             "NUM_SUMS": 1 + len(names),
@@ -92,6 +94,7 @@ def _ppo_clip_kernel(
     kl_coef,
     entropy_coeff,
     KL_KIND: tl.constexpr,
+    IS_KL_STRAIGHT: tl.constexpr,
     HAS_ENTROPIES: tl.constexpr,
     HAS_CORRECTION: tl.constexpr,
     NUM_SUMS: tl.constexpr,
@@ -136,6 +139,8 @@ def _ppo_clip_kernel(
             raw_T = _exp_less_two_terms(log_ratio_T)
             kl_T = _clamp(raw_T, -_MAX_K3, _MAX_K3)
             kl_grad_T = -(raw_T + log_ratio_T) * (raw_T == kl_T).to(tl.float32)
+        if IS_KL_STRAIGHT:
+            kl_grad_T = diff_T
         tl.store(sums + 5, tl.sum(kl_T * metric_weights_T))
         if kl_coef != 0.0:  # 0 x infinity would be NaN
             loss_T += kl_coef * kl_T

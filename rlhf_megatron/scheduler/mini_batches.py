@@ -8,15 +8,18 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.algorithms.aggregate import loss_weights, metric_weights
-from rlhf_megatron.data.batch import MiniBatch, TokenBatch, TrainBatch, ValueMiniBatch, select
+from rlhf_megatron.algorithms.losses import PICKS, POLICY_LOSSES, PickInputs
+from rlhf_megatron.config.params import params_from_mapping
+from rlhf_megatron.config.schema import PolicyLossConfig
+from rlhf_megatron.data.batch import MiniBatch, TokenBatch, TrainBatch, ValueMiniBatch, select, token_index
 from rlhf_megatron.scheduler.batch_metrics import valid_tokens
 from rlhf_megatron.scheduler.seeds import derive_seed
 
 
-def weigh(batch: TokenBatch, mode: str) -> tuple[Tensor, Tensor]:
+def weigh(batch: TokenBatch, mode: str, scale_factor: float | None = None) -> tuple[Tensor, Tensor]:
     """(loss weights [T], metric weights [T]); the counts are those of `batch`, which is a whole mini-batch."""
     num_tokens = int(batch.response_mask.sum())
-    weights = loss_weights(mode, batch.response_mask, batch.offsets, num_tokens, len(batch))
+    weights = loss_weights(mode, batch.response_mask, batch.offsets, num_tokens, len(batch), scale_factor)
     return weights, metric_weights(batch.response_mask, num_tokens)
 
 
@@ -40,9 +43,26 @@ def parts(
         yield from cut(batch, mini_batch_size, use_shuffle, seed, step, epoch)
 
 
-def weighed(part: TrainBatch, mode: str) -> MiniBatch:
-    """`part` as a mini-batch of the actor."""
-    weights, for_metrics = weigh(part, mode)
+def picked(part: TrainBatch, loss: PolicyLossConfig, seed: int, step: int, number: int) -> Tensor | None:
+    """[T] bool: what `loss` chooses of mini-batch `number` of a step; None for a loss that chooses nothing."""
+    if loss.loss_mode not in PICKS:
+        return None
+    assert part.old_log_probs is not None, "a choice is made from the old policy's log-probs"
+    cls = POLICY_LOSSES.get(loss.loss_mode).params
+    params = params_from_mapping(cls, loss.params, "actor.policy_loss.params") if cls is not None else None
+    generator = torch.Generator().manual_seed(derive_seed(seed, step, number, 11))
+    by_id = token_index(part.offsets, part.sample_ids.argsort(stable=True).tolist())
+    noise = torch.empty(part.num_tokens, dtype=torch.float64)
+    noise[by_id] = torch.rand(part.num_tokens, dtype=torch.float64, generator=generator)
+    inputs = PickInputs(part.old_log_probs, part.advantages, valid_tokens(part), noise)
+    return PICKS.get(loss.loss_mode).build(inputs, params)
+
+
+def weighed(
+    part: TrainBatch, mode: str, scale_factor: float | None = None, is_picked: Tensor | None = None
+) -> MiniBatch:
+    """`part` as a mini-batch of the actor. `is_picked`: see `picked`."""
+    weights, for_metrics = weigh(part, mode, scale_factor)
     return MiniBatch(
         offsets=part.offsets,
         token_ids=part.token_ids,
@@ -53,17 +73,18 @@ def weighed(part: TrainBatch, mode: str) -> MiniBatch:
         old_log_probs=part.old_log_probs,
         ref_log_probs=part.ref_log_probs,
         rollout_log_probs=part.rollout_log_probs,
+        is_picked=is_picked,
     )
 
 
-def weighed_values(part: TrainBatch, mode: str) -> ValueMiniBatch:
+def weighed_values(part: TrainBatch, mode: str, scale_factor: float | None = None) -> ValueMiniBatch:
     """`part` as a mini-batch of the critic.
 
     A sample of masked status has no return to learn: its weights are 0. It counts in the denominator of the loss, as
     it does in the actor's.
     """
     assert part.values is not None and part.returns is not None, "a critic's update needs values and returns"
-    weights, _ = weigh(part, mode)
+    weights, _ = weigh(part, mode, scale_factor)
     is_valid = valid_tokens(part)
     return ValueMiniBatch(
         offsets=part.offsets,

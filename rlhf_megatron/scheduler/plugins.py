@@ -18,7 +18,16 @@ from rlhf_megatron.registry import Entry
 from rlhf_megatron.reward_service.components import load_components
 
 ESTIMATOR_PROVIDED = {"rewards", "group_ids", "token_rewards"}
-PROVIDED = {"advantages", "old_log_probs", "rollout_log_probs", "entropies", "log_probs", "response_mask"}
+PROVIDED = {
+    "advantages",
+    "old_log_probs",
+    "rollout_log_probs",
+    "entropies",
+    "log_probs",
+    "response_mask",
+    "is_picked",
+    "sequences",
+}
 
 
 @dataclass(frozen=True)

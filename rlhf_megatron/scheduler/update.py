@@ -12,10 +12,10 @@ from typing import Any
 
 from rlhf_megatron import faults
 from rlhf_megatron.config.schema import RunConfig
-from rlhf_megatron.data.batch import TokenBatch, TrainBatch
+from rlhf_megatron.data.batch import MiniBatch, TokenBatch, TrainBatch
 from rlhf_megatron.runtime.worker_group import WorkerGroup
 from rlhf_megatron.scheduler.finite import BadColumn
-from rlhf_megatron.scheduler.mini_batches import parts, weighed, weighed_values
+from rlhf_megatron.scheduler.mini_batches import parts, picked, weighed, weighed_values
 from rlhf_megatron.scheduler.skip_facts import RoleSkips
 from rlhf_megatron.scheduler.skips import Skips
 from rlhf_megatron.workers.contract import UpdateResult
@@ -37,13 +37,25 @@ class RoleUpdate:
 def actor_update(config: RunConfig, step: int, batch: TrainBatch) -> RoleUpdate:
     actor = config.actor
     order = (actor.mini_batch_size, actor.shuffle, config.trainer.seed, step)
+
+    def mini_batches() -> Iterator[MiniBatch]:
+        for number, part in enumerate(parts(batch, actor.ppo_epochs, *order)):
+            is_picked = picked(part, actor.policy_loss, config.trainer.seed, step, number)
+            yield weighed(part, actor.loss_agg_mode, loss_scale_factor(config), is_picked)
+
     return RoleUpdate(
         actor.ppo_epochs,
         actor.ppo_max_token_len_per_gpu,
         {"temperature": config.rollout.temperature, "loss": "policy"},
-        (weighed(part, actor.loss_agg_mode) for part in parts(batch, actor.ppo_epochs, *order)),
+        mini_batches(),
         lambda number: next(islice(parts(batch, actor.ppo_epochs, *order), number, None)),
     )
+
+
+def loss_scale_factor(config: RunConfig) -> float:
+    """Tokens, of seq-mean-token-sum-norm."""
+    factor = config.actor.loss_scale_factor
+    return config.data.max_response_length if factor is None else factor
 
 
 def critic_update(config: RunConfig, step: int, batch: TrainBatch) -> RoleUpdate:
@@ -56,7 +68,7 @@ def critic_update(config: RunConfig, step: int, batch: TrainBatch) -> RoleUpdate
         num_epochs,
         critic.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu,
         {},
-        (weighed_values(part, mode) for part in parts(batch, num_epochs, *order)),
+        (weighed_values(part, mode, loss_scale_factor(config)) for part in parts(batch, num_epochs, *order)),
         lambda number: next(islice(parts(batch, num_epochs, *order), number, None)),
     )
 

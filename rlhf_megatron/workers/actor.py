@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from rlhf_megatron import faults
+from rlhf_megatron.algorithms.sequences import Sequences
 from rlhf_megatron.checkpoint.source import WeightSource
 from rlhf_megatron.config.schema import ActorConfig
 from rlhf_megatron.data.batch import LogProbs, MiniBatch, TokenBatch
@@ -17,7 +19,7 @@ from rlhf_megatron.models.families.base import HFConfig
 from rlhf_megatron.parallel.world import World
 from rlhf_megatron.workers.contract import UpdateResult
 from rlhf_megatron.workers.findings import HeadReport
-from rlhf_megatron.workers.forward import forward_log_probs
+from rlhf_megatron.workers.forward import forward_log_probs, sum_over_cp
 from rlhf_megatron.workers.log_prob_head import LogProbHead
 from rlhf_megatron.workers.losses import make_row_losses
 from rlhf_megatron.workers.pack import MicroBatch, Packed, pack, token_columns
@@ -89,6 +91,9 @@ class MegatronActor(TrainedRole):
 
         def of_rows(hidden_SH: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor], Tensor]:
             log_probs_R, entropies_R = rows(hidden_SH, micro)
-            return *row_loss(log_probs_R, entropies_R, micro.columns), log_probs_R
+            sequences = None
+            if row_loss.needs_sequences:  # alike on all cp ranks of the stage, with rows or without
+                sequences = Sequences(micro.sequence_ids, micro.num_sequences, partial(sum_over_cp, world=world))
+            return *row_loss(log_probs_R, entropies_R, micro.columns, sequences), log_probs_R
 
         return packed, of_rows

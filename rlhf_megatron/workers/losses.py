@@ -5,8 +5,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from rlhf_megatron.algorithms.losses import EXPLICIT_LOSSES, POLICY_LOSSES, Poli
 from rlhf_megatron.algorithms.losses.compose import RegularizerParams, total_token_loss
 from rlhf_megatron.algorithms.losses.sft import sft_loss
 from rlhf_megatron.algorithms.losses.value_loss import value_loss
+from rlhf_megatron.algorithms.sequences import Sequences
 from rlhf_megatron.config.params import params_from_mapping
 from rlhf_megatron.config.schema import ActorConfig
 from rlhf_megatron.kernels.policy_loss import FusedPolicyLoss
@@ -32,20 +33,25 @@ FUSED_DTYPES = (torch.float32,)  # of the log-probs; float64 is for comparisons,
 
 @dataclass(frozen=True)
 class RowLoss:
-    """A loss of rows. `function`: (log-probs [R], entropies [R] or None, columns) -> loss and metrics a row.
+    """A loss of rows. `function`: (log-probs [R], entropies [R] or None, columns, sequences or None) -> loss and
+    metrics a row.
 
-    `fused`: from the same arguments, the weighted sums of what `function` returns.
+    `fused`: from the first three, the weighted sums of what `function` returns; of losses that need no sequences.
     """
 
-    function: Callable[[Tensor, Tensor | None, Columns], PolicyLossOutputs]
+    function: Callable[[Tensor, Tensor | None, Columns, Sequences | None], PolicyLossOutputs]
     needs_entropy: bool
     fused: Callable[[Tensor, Tensor | None, Columns], Sums] | None = None
+    needs_sequences: bool = False
 
-    def __call__(self, log_probs_R: Tensor, entropies_R: Tensor | None, columns: Columns) -> Sums:
+    def __call__(
+        self, log_probs_R: Tensor, entropies_R: Tensor | None, columns: Columns, sequences: Sequences | None = None
+    ) -> Sums:
+        """`sequences`: where `needs_sequences`; all ranks that share them call at once, those without rows too."""
         if self.fused is not None and log_probs_R.dtype in FUSED_DTYPES:
             value, shares = self.fused(log_probs_R, entropies_R, columns)
         else:
-            value, shares = weighted(self.function(log_probs_R, entropies_R, columns), columns)
+            value, shares = weighted(self.function(log_probs_R, entropies_R, columns, sequences), columns)
         return value, {"actor/loss": value.detach(), **shares}
 
 
@@ -79,14 +85,20 @@ def make_row_losses(config: ActorConfig) -> dict[str, RowLoss]:
         entropy_coeff=config.entropy_coeff,
     )
     needs_entropy = config.entropy_coeff != 0 or "entropies" in entry.needs
+    needs_sequences = "sequences" in entry.needs
 
     def inputs(log_probs_R: Tensor, entropies_R: Tensor | None, columns: Columns) -> PolicyLossInputs:
         return _inputs(log_probs_R, entropies_R, columns, name, entry.needs)
 
-    def policy(log_probs_R: Tensor, entropies_R: Tensor | None, columns: Columns) -> PolicyLossOutputs:
-        return total_token_loss(entry.build, params, inputs(log_probs_R, entropies_R, columns), regularizers)
+    def policy(
+        log_probs_R: Tensor, entropies_R: Tensor | None, columns: Columns, sequences: Sequences | None
+    ) -> PolicyLossOutputs:
+        assert (sequences is not None) == needs_sequences, f"{name} takes sequences: {needs_sequences}"
+        read = replace(inputs(log_probs_R, entropies_R, columns), sequences=sequences)
+        return total_token_loss(entry.build, params, read, regularizers)
 
     explicit = EXPLICIT_LOSSES.get(name).build if config.kernels.fused_loss and name in EXPLICIT_LOSSES else None
+    assert explicit is None or not needs_sequences, f"{name}: an explicit gradient is of each token by itself"
     use_triton = config.kernels.backend in ("auto", "triton")
     fused = None if explicit is None else FusedPolicyLoss(explicit, params, regularizers, use_triton)
 
@@ -95,21 +107,23 @@ def make_row_losses(config: ActorConfig) -> dict[str, RowLoss]:
         read = inputs(log_probs_R, entropies_R, columns)
         return fused(read, columns["loss_weights"], columns["metric_weights"])
 
-    def supervised(log_probs_R: Tensor, entropies_R: Tensor | None, columns: Columns) -> PolicyLossOutputs:
+    def supervised(
+        log_probs_R: Tensor, entropies_R: Tensor | None, columns: Columns, sequences: Sequences | None
+    ) -> PolicyLossOutputs:
         return sft_loss(log_probs_R)
 
     return {
-        "policy": RowLoss(policy, needs_entropy, fused_policy if fused is not None else None),
+        "policy": RowLoss(policy, needs_entropy, fused_policy if fused is not None else None, needs_sequences),
         "sft": RowLoss(supervised, needs_entropy=False),
     }
 
 
 def _inputs(
-    log_probs_R: Tensor, entropies_R: Tensor | None, columns: Columns, name: str, needs: Sequence[str]
+    log_probs_R: Tensor, entropies_R: Tensor | None, columns: Columns, name: str, needs: tuple[str, ...]
 ) -> PolicyLossInputs:
     """What the policy loss `name` reads. Raises ValueError for a column that it `needs` and the mini-batch lacks."""
     needed = ("advantages", "old_log_probs", *needs)
-    missing = [column for column in needed if column not in (*columns, "entropies")]
+    missing = [column for column in needed if column not in (*columns, "entropies", "sequences")]
     if missing:
         raise ValueError(f"policy loss {name!r} needs the columns {missing}, which the mini-batch lacks.")
     return PolicyLossInputs(
@@ -121,6 +135,7 @@ def _inputs(
         ref_log_probs_T=columns.get("ref_log_probs"),
         rollout_log_probs_T=columns.get("rollout_log_probs"),
         correction_weights_T=columns.get("correction_weights"),
+        is_picked_T=columns.get("is_picked"),
     )
 
 

@@ -7,6 +7,7 @@ A document's last token predicts nothing and is left out, here and where `runtim
     positions      0 0 0 1 0 1 2       then the documents by length, as attention wants them
     rows                 ^   ^ ^       positions that predict a response token: the head runs on these only
     targets              g   c d
+    sequence_ids         0   1 1       of the documents as they are packed, fillers not counted
 
 Under context parallelism each document is padded to 2 cp chunks of one size, of which rank r has chunks r and
 2 cp - 1 - r: every rank has as much causal attention to do. The same documents at cp 2, packed to 12 tokens:
@@ -14,6 +15,7 @@ Under context parallelism each document is padded to 2 cp chunks of one size, of
     padded         0 0 0 0 | e f . . | a b c .     cu_seqlens 0 4 8 12, of the whole documents, on every rank
     rank 0         0 0       e     .   a     .     positions 0 3 0 3 0 3     no row: g and c d are predicted elsewhere
     rank 1           0 0       f .       b c       positions 1 2 1 2 1 2     rows 2 4 5, targets g c d
+                                                   sequence_ids 0 1 1, as on any rank
 
 Targets are taken before the documents are cut.
 
@@ -43,6 +45,8 @@ class MicroBatch:
     max_seqlen: int  # tokens of the longest document
     rows: Tensor  # [R] int64, indices into this rank's share whose next token is in response_mask
     targets: Tensor  # [R] int64, the token after each row
+    sequence_ids: Tensor  # [R] int64, the document of each row, in [0, num_sequences); the same on all cp ranks
+    num_sequences: int  # documents, filler not counted
     columns: dict[str, Tensor]  # column name -> [R]
 
 
@@ -115,6 +119,8 @@ def pack(
                 max_seqlen=int(padded[documents.stop - 1]),
                 rows=(row_index[rows] + (filler_positions.numel() - tokens.start)).to(device),
                 targets=targets[rows].to(device),
+                sequence_ids=(document[row_index[rows]] - documents.start).to(device),
+                num_sequences=documents.stop - documents.start,
                 columns={name: column[rows].to(device) for name, column in gathered.items()},
             )
         )

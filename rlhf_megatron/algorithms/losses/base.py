@@ -11,6 +11,14 @@ registered under the same name, and is what trains where `actor.kernels.fused_lo
 
     @EXPLICIT_LOSSES.register("ppo_clip")
     def ppo_clip_explicit(inputs: PolicyLossInputs, params: PPOClipParams, scratch: Scratch) -> ExplicitOutputs: ...
+
+A loss sees one micro-batch. One that needs statistics of the whole mini-batch names "is_picked" in `needs` and has a
+second function under its name, which chooses tokens on the controller before the mini-batch is cut:
+
+    @PICKS.register("clip_cov")
+    def pick_clip_cov(inputs: PickInputs, params: ClipCovParams) -> Tensor: ...
+
+One that needs sums over whole sequences names "sequences" (`algorithms.sequences`).
 """
 
 # T tokens of a micro-batch: all, or only those with a True response mask
@@ -41,6 +49,7 @@ class PolicyLossInputs:
     rollout_log_probs_T: Tensor | None = None  # as the engine reported
     sequences: Sequences | None = None  # of the rows; sequence-level losses need it
     correction_weights_T: Tensor | None = None  # factor of the policy loss for off-policy tokens; not of KL and entropy
+    is_picked_T: Tensor | None = None  # bool, what the loss's entry in PICKS chose
 
 
 @dataclass(frozen=True)
@@ -65,3 +74,18 @@ class ExplicitOutputs:
 ExplicitLoss = Callable[[PolicyLossInputs, Any, Scratch], ExplicitOutputs]
 """Each token by itself: it is called on blocks of rows, cut anywhere. Loss and gradient are the caller's to change."""
 EXPLICIT_LOSSES: Registry[ExplicitLoss] = Registry("policy loss with an explicit gradient")
+
+
+@dataclass(frozen=True)
+class PickInputs:
+    """Columns of a whole mini-batch. A choice of tokens is made on the controller, before the update."""
+
+    old_log_probs_T: Tensor  # float32
+    advantages_T: Tensor  # float32
+    trains_T: Tensor  # bool: response tokens of samples whose reward counts; the rest is out of every statistic
+    noise_T: Tensor  # float64 in [0, 1), by (seed, step, mini-batch, sample): a token has the same in any order
+
+
+Pick = Callable[[PickInputs, Any], Tensor]
+"""(columns, parameters of the loss) -> [T] bool, False where `trains_T` is."""
+PICKS: Registry[Pick] = Registry("choice of tokens")

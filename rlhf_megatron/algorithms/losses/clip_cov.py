@@ -1,0 +1,73 @@
+"""Clip-Cov: PPO's clip, and a few tokens of large covariance without gradient, against a collapse of the entropy.
+
+"The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models" (arXiv 2505.22617, equations 10 and 11).
+With the importance ratio r, its logarithm held in +-20:
+
+    loss = max(-A r, -A clip(r, 1 - low, 1 + high))    no dual clip, as in the authors' code
+           0                                           of a picked token
+
+Picked are clip_cov_ratio of the mini-batch's tokens (at least one), drawn from those whose covariance lies between lb
+and ub (see `covariance`: of the old policy, over the whole mini-batch). The authors draw from tokens that the ratio
+clip has not taken already, which only the forward pass could tell; in the first optimizer step after a rollout there
+are none. Drawn by (seed, step, mini-batch, sample), so that it does not depend on order or layout.
+"""
+
+# T tokens
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rlhf_megatron.algorithms.losses.base import (
+    PICKS,
+    POLICY_LOSSES,
+    PickInputs,
+    PolicyLossInputs,
+    PolicyLossOutputs,
+)
+from rlhf_megatron.algorithms.losses.covariance import as_mask, check_share, picked_count, token_covariances
+from rlhf_megatron.algorithms.losses.ratio import check_clip_range, clamped_log_ratio, clipped_loss, ppo_kl
+
+
+@dataclass(frozen=True)
+class ClipCovParams:
+    clip_ratio_low: float = 0.2  # the ratio is clipped to 1 - clip_ratio_low from below
+    clip_ratio_high: float = 0.2  # and to 1 + clip_ratio_high from above
+    clip_cov_ratio: float = 2e-4  # share of the mini-batch's tokens that are picked
+    clip_cov_lb: float = 1.0  # picked tokens have a covariance above this
+    clip_cov_ub: float = 5.0  # and below this
+
+    def __post_init__(self) -> None:
+        check_clip_range(self.clip_ratio_low, self.clip_ratio_high, "0.2, 0.2")
+        check_share("clip_cov_ratio", self.clip_cov_ratio)
+        if not self.clip_cov_lb < self.clip_cov_ub:
+            raise ValueError(
+                f"clip_cov_lb ({self.clip_cov_lb}) must be below clip_cov_ub ({self.clip_cov_ub}); 1 and 5 are usual."
+            )
+
+
+@PICKS.register("clip_cov")
+def pick_clip_cov(inputs: PickInputs, params: ClipCovParams) -> Tensor:
+    """[T] bool."""
+    index_N, covariances_N = token_covariances(inputs)
+    is_candidate_N = (covariances_N > params.clip_cov_lb) & (covariances_N < params.clip_cov_ub)
+    candidates = index_N[is_candidate_N]
+    drawn = inputs.noise_T[candidates].argsort(stable=True)[: picked_count(params.clip_cov_ratio, index_N.numel())]
+    return as_mask(candidates[drawn], inputs.trains_T)
+
+
+@POLICY_LOSSES.register("clip_cov", ClipCovParams, needs=("advantages", "old_log_probs", "is_picked"))
+def clip_cov(inputs: PolicyLossInputs, params: ClipCovParams) -> PolicyLossOutputs:
+    """Per-token loss; metrics actor/ppo_kl, actor/pg_clipfrac (of the ratio clip), actor/pg_picked (1: picked)."""
+    assert inputs.is_picked_T is not None, "clip_cov needs is_picked"
+    token_loss_T, is_clipped_T = clipped_loss(
+        inputs.advantages_T, clamped_log_ratio(inputs).exp(), params.clip_ratio_low, params.clip_ratio_high
+    )
+    metrics = {
+        **ppo_kl(inputs),
+        "actor/pg_clipfrac": is_clipped_T.to(token_loss_T.dtype),
+        "actor/pg_picked": inputs.is_picked_T.to(token_loss_T.dtype),
+    }
+    return PolicyLossOutputs(token_loss_T.masked_fill(inputs.is_picked_T, 0.0), metrics)

@@ -1,0 +1,70 @@
+"""What both forms of DPPO share: tokens that a divergence takes out, and a truncated importance weight.
+
+"Rethinking the Trust Region in LLM Reinforcement Learning" (arXiv 2602.04879, equations 11 and 12). With p and p_old
+the token's probabilities, the importance ratio r, its logarithm held in +-20, and sg the value without gradient:
+
+    loss = -A sg(min(r, c)) log_probs    of a token that is inside, or moves back
+           0                             of a token that has gone too far in the direction of its advantage
+
+How far is too far is told by the divergence between two coins, of p and of p_old heads: the sampled token, or another.
+PPO's clip asks for the ratio instead, which is large where a rare token moves a little and small where a frequent one
+moves much. The truncation at c is that of the authors' code.
+
+p_old is the trainer's policy at the start of the update. The paper measures from the engine's: bypass mode has that.
+"""
+
+# T tokens
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron.algorithms.losses.base import PolicyLossInputs, PolicyLossOutputs
+from rlhf_megatron.algorithms.losses.ratio import clamped_log_ratio, ppo_kl
+
+
+@dataclass(frozen=True)
+class Coins:
+    """[T] each, without grad."""
+
+    log_p_T: Tensor
+    log_p_old_T: Tensor
+
+    @property
+    def moved_T(self) -> Tensor:
+        """p - p_old."""
+        return self.log_p_T.exp() - self.log_p_old_T.exp()
+
+
+def coins(inputs: PolicyLossInputs) -> Coins:
+    return Coins(inputs.log_probs_T.detach(), inputs.old_log_probs_T)
+
+
+def divergence_loss(
+    inputs: PolicyLossInputs, moved_T: Tensor, divergence_T: Tensor, low: float, high: float, max_ratio: float
+) -> PolicyLossOutputs:
+    """`moved_T`: its sign tells whether the token became likelier; `divergence_T`: how far it went, at least 0.
+
+    Metrics actor/ppo_kl, actor/pg_clipfrac (1 where the token was taken out).
+    """
+    advantages_T = inputs.advantages_T
+    is_out_T = torch.where(
+        advantages_T > 0,
+        (moved_T > 0) & (divergence_T > high),
+        (moved_T < 0) & (divergence_T > low),
+    )
+    weight_T = clamped_log_ratio(inputs).detach().exp().clamp(max=max_ratio).masked_fill(is_out_T, 0.0)
+    metrics = {**ppo_kl(inputs), "actor/pg_clipfrac": is_out_T.to(weight_T.dtype)}
+    return PolicyLossOutputs(-advantages_T * weight_T * inputs.log_probs_T, metrics)
+
+
+def check_thresholds(clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float, usual: float) -> None:
+    """Raises ValueError for what bounds nothing."""
+    for name, value in (("clip_ratio_low", clip_ratio_low), ("clip_ratio_high", clip_ratio_high)):
+        if not value > 0:
+            raise ValueError(f"{name} ({value}) must be positive, a bound of the divergence; {usual} is usual.")
+    if not clip_ratio_c > 1:
+        raise ValueError(f"clip_ratio_c ({clip_ratio_c}) must be above 1; 20 is usual.")

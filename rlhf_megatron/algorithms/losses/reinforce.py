@@ -1,0 +1,20 @@
+"""REINFORCE: the plain policy gradient.
+
+"Simple statistical gradient-following algorithms for connectionist reinforcement learning" (Williams 1992):
+
+    loss = -A log_probs
+
+There is no ratio and no clip: right where the samples are of the current policy (one optimizer step on each), or where
+correction weights multiply it. Its value means nothing; its gradient is all.
+"""
+
+from __future__ import annotations
+
+from rlhf_megatron.algorithms.losses.base import POLICY_LOSSES, PolicyLossInputs, PolicyLossOutputs
+from rlhf_megatron.algorithms.losses.ratio import ppo_kl
+
+
+@POLICY_LOSSES.register("reinforce", needs=("advantages",))
+def reinforce(inputs: PolicyLossInputs, params: None) -> PolicyLossOutputs:
+    """Per-token loss; metric actor/ppo_kl."""
+    return PolicyLossOutputs(-inputs.advantages_T * inputs.log_probs_T, ppo_kl(inputs))
