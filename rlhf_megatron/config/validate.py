@@ -13,7 +13,6 @@ from rlhf_megatron.config import (
     critic_rules,
     data_rules,
     engine_rules,
-    loss_rules,
     reward_rules,
     state_rules,
 )
@@ -64,7 +63,6 @@ def problems_of(loaded: Loaded) -> list[Problem]:
         critic_rules,
         data_rules,
         engine_rules,
-        loss_rules,
         reward_rules,
         state_rules,
     )

@@ -49,6 +49,7 @@ VERL_NAMES = (
     VerlName("actor.optim.lr_warmup_steps_ratio", "actor.optim.lr_warmup_steps", "in optimizer steps"),
     VerlName("actor.optim.override_optimizer_config.*", None, _NOT_YET),
     VerlName("actor.strategy", None, "the trainer is always Megatron; remove it"),
+    VerlName("actor.loss_scale_factor", "actor.loss_agg_mode", "the denominator is always the global count"),
     VerlName("actor.checkpoint.async_save", "trainer.async_save"),
     VerlName("actor.checkpoint.*", "trainer.save_hf"),
     VerlName("actor.router_replay.*", None, _NOT_YET),
@@ -161,7 +162,9 @@ VERL_NAMES = (
     VerlName("algorithm.gamma", "algorithm.params", "where the estimator has it"),
     VerlName("algorithm.lam", "algorithm.params", "where the estimator has it"),
     VerlName("algorithm.filter_groups.*", None, _NOT_YET),
-    VerlName("algorithm.rollout_correction.bypass_mode", "algorithm.rollout_correction.mode", "bypass where it is true"),
+    VerlName(
+        "algorithm.rollout_correction.bypass_mode", "algorithm.rollout_correction.mode", "bypass where it is true"
+    ),
     VerlName(
         "algorithm.rollout_correction.use_policy_gradient", "algorithm.rollout_correction.loss_type", "as reinforce"
     ),

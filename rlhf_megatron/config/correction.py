@@ -1,0 +1,126 @@
+"""`algorithm.rollout_correction`: presets by name, and texts of bounds as numbers. What may stand together: see
+`correction_rules`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from types import MappingProxyType
+from typing import Any
+
+from rlhf_megatron.config.schema import RolloutCorrectionConfig
+
+FILTERS = (
+    *("token_k1", "token_k2", "token_k3"),
+    *("seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
+    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3"),
+    *("seq_max_k2", "seq_max_k3"),
+)
+_NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+_ONE = re.compile(rf"\s*({_NUMBER})\s*\Z")
+_TWO = re.compile(rf"\s*({_NUMBER})_({_NUMBER})\s*\Z")
+
+_NONE: Mapping[str, Any] = MappingProxyType(
+    {
+        "mode": "decoupled",
+        "loss_type": "ppo_clip",
+        "rollout_is": None,
+        "rollout_is_threshold": "2.0",
+        "rollout_is_batch_normalize": False,
+        "rollout_rs": (),
+        "rollout_rs_threshold": (),
+        "rollout_token_veto_threshold": None,
+    }
+)
+_TOKEN = {"rollout_is": "token"}
+_SEQUENCE = {"rollout_is": "sequence"}
+_ICEPOP = {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}
+_GEO = {"rollout_rs": ("seq_mean_k1",), "rollout_rs_threshold": ("0.999_1.001",)}
+_K3 = {"rollout_rs": ("seq_mean_k3",), "rollout_rs_threshold": ("0.01",)}
+_PRODUCT = {"rollout_rs": ("seq_sum_k1",), "rollout_rs_threshold": ("0.5_2.0",)}
+_CLIP = {"mode": "bypass", "loss_type": "ppo_clip"}
+_PG = {"mode": "bypass", "loss_type": "reinforce"}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        name: {**_NONE, **settings}
+        for name, settings in {
+            "disabled": {},  # metrics only
+            "decoupled_token_is": _TOKEN,
+            "decoupled_seq_is": _SEQUENCE,
+            "decoupled_token_icepop": _ICEPOP,
+            "decoupled_seq_is_rs": {**_SEQUENCE, **_PRODUCT},
+            "decoupled_geo_rs": _GEO,
+            "decoupled_geo_rs_seq_tis": {**_SEQUENCE, **_GEO},
+            "decoupled_geo_rs_token_tis": {**_TOKEN, **_GEO},
+            "decoupled_k3_rs": _K3,
+            "decoupled_k3_rs_seq_tis": {**_SEQUENCE, **_K3},
+            "decoupled_k3_rs_token_tis": {**_TOKEN, **_K3},
+            "bypass_ppo_clip": _CLIP,
+            "bypass_ppo_clip_geo_rs": {**_CLIP, **_GEO},
+            "bypass_ppo_clip_k3_rs": {**_CLIP, **_K3},
+            "bypass_pg_is": {**_PG, **_SEQUENCE},
+            "bypass_pg_token_icepop": {**_PG, **_ICEPOP},
+            "bypass_pg_geo_rs": {**_PG, **_GEO},
+            "bypass_pg_geo_rs_seq_tis": {**_PG, **_SEQUENCE, **_GEO},
+            "bypass_pg_geo_rs_token_tis": {**_PG, **_TOKEN, **_GEO},
+        }.items()
+    }
+)
+
+
+def resolved(section: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
+    """The preset with the settings over it that are not null; none that matters is null any more.
+
+    Filters and their bounds are one setting: who writes filters writes their bounds. Raises KeyError for an unknown
+    preset, which `correction_rules` tells before.
+    """
+    preset = dict(PRESETS[section.preset])
+    if section.rollout_rs is not None:
+        preset["rollout_rs_threshold"] = ()
+    given = {f.name: getattr(section, f.name) for f in fields(section) if f.name != "preset"}
+    return replace(section, **preset | {name: value for name, value in given.items() if value is not None})
+
+
+def is_bypass(section: RolloutCorrectionConfig) -> bool:
+    """Whether the engine's log-probs are the old policy."""
+    return resolved(section).mode == "bypass"
+
+
+def importance_bounds(text: str) -> tuple[float | None, float]:
+    """(lower bound, None for truncation; upper bound). Raises ValueError without the name of the setting."""
+    if one := _one(text):
+        return None, one
+    low, high = _two(text) or (0.0, 0.0)
+    if not 0 < low < high:
+        raise ValueError("must be one number above 0, where weights are cut, or LOW_HIGH, outside of which they are 0")
+    return low, high
+
+
+def filter_bounds(name: str, text: str) -> tuple[float | None, float]:
+    """(lower bound of the ratio, None for k2 and k3; upper bound). Raises ValueError that does not name the setting."""
+    if not name.endswith("_k1"):
+        if one := _one(text):
+            return None, one
+        raise ValueError("must be one number above 0, an upper bound: k2 and k3 are 0 where engine and trainer agree")
+    one = _one(text)
+    low, high = _two(text) or ((1 / one, one) if one else (0.0, 0.0))
+    if not 0 < low < high:
+        raise ValueError("must be bounds of the ratio, LOW_HIGH with LOW below HIGH, or one number x above 1 for 1/x_x")
+    return low, high
+
+
+def _one(text: str) -> float | None:
+    """A finite number above 0."""
+    match = _ONE.match(text)
+    value = float(match[1]) if match else 0.0
+    return value if 0 < value < math.inf else None
+
+
+def _two(text: str) -> tuple[float, float] | None:
+    match = _TWO.match(text)
+    if not match or math.isinf(float(match[2])):
+        return None
+    return float(match[1]), float(match[2])
