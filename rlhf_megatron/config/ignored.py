@@ -16,6 +16,7 @@ from rlhf_megatron.config import (
     critic_rules,
     data_rules,
     engine_rules,
+    loss_rules,
     reward_rules,
     state_rules,
 )
@@ -30,7 +31,16 @@ FILE_KEYS = ("data.prompt_key", "data.label_key", "data.skip_bad_rows")
 
 def ignored(loaded: Loaded) -> Iterator[Problem]:
     """One problem for each setting that somebody wrote and nothing will read. null asks for nothing."""
-    sections = (algorithm_rules, correction_rules, critic_rules, data_rules, engine_rules, reward_rules, state_rules)
+    sections = (
+        algorithm_rules,
+        correction_rules,
+        critic_rules,
+        data_rules,
+        engine_rules,
+        loss_rules,
+        reward_rules,
+        state_rules,
+    )
     by_section = (section.idle_settings(loaded.config) for section in sections)
     for is_idle, keys, switch, fix in chain(_idle_settings(loaded), *by_section):
         if not is_idle:

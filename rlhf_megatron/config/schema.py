@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
+
 
 def doc(text: str, default: Any = ..., factory: Any = None) -> Any:
     """A dataclass field with a one-line description (shown by `config show` and in the reference)."""
@@ -103,7 +105,7 @@ class MegatronConfig:
     )
     gradient_accumulation_fusion: bool | None = doc(
         "linear layers add their weight gradients to the float32 buffers as they multiply; null: on a GPU, where"
-        " Transformer Engine, Apex or torch 2.8 can",
+        " Transformer Engine, Apex or torch 2.10 can",
         None,
     )
 
@@ -161,13 +163,16 @@ class ActorConfig:
     ppo_max_token_len_per_gpu: int = doc(
         "token budget of a micro-batch on one rank; context-parallel ranks pool theirs", 16384
     )
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = doc(
-        "how token losses become one number; the denominator is global", "token-mean"
+    loss_agg_mode: LossAggMode = doc("how token losses become one number; the denominator is global", "token-mean")
+    loss_scale_factor: float | None = doc(
+        "tokens, divisor of seq-mean-token-sum-norm; null: data.max_response_length", None
     )
     entropy_coeff: float = doc("weight of the entropy bonus", 0.0)
     use_kl_loss: bool = doc("add a KL term against the reference to the loss (needs the reference role)", False)
     kl_loss_coef: float = doc("weight of the KL term", 0.001)
-    kl_loss_type: Literal["k1", "k2", "k3"] = doc("estimator of the KL term", "k3")
+    kl_loss_type: Literal["k1", "k2", "k3", "k1+", "k2+", "k3+"] = doc(
+        "estimator of the KL term; with +: its value, and the gradient of k2", "k3"
+    )
     shuffle: bool = doc("shuffle samples before they are cut into mini-batches", True)
     log_prob_chunk_size: int = doc("vocabulary columns that the head handles at a time", 8192)
     kernels: KernelsConfig = doc("how head and loss are computed", factory=KernelsConfig)
@@ -186,9 +191,7 @@ class CriticConfig:
     ppo_epochs: int | None = doc("passes over the samples of a step; null: the actor's", None)
     ppo_max_token_len_per_gpu: int | None = doc("token budget of a micro-batch on one rank; null: the actor's", None)
     cliprange_value: float = doc("values move at most this far from those before the update; 0: no clip", 0.5)
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] | None = doc(
-        "how token losses become one number; null: the actor's", None
-    )
+    loss_agg_mode: LossAggMode | None = doc("how token losses become one number; null: the actor's", None)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from rlhf_megatron.config import (
     critic_rules,
     data_rules,
     engine_rules,
+    loss_rules,
     reward_rules,
     state_rules,
 )
@@ -63,6 +64,7 @@ def problems_of(loaded: Loaded) -> list[Problem]:
         critic_rules,
         data_rules,
         engine_rules,
+        loss_rules,
         reward_rules,
         state_rules,
     )

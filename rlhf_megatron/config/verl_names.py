@@ -49,7 +49,6 @@ VERL_NAMES = (
     VerlName("actor.optim.lr_warmup_steps_ratio", "actor.optim.lr_warmup_steps", "in optimizer steps"),
     VerlName("actor.optim.override_optimizer_config.*", None, _NOT_YET),
     VerlName("actor.strategy", None, "the trainer is always Megatron; remove it"),
-    VerlName("actor.loss_scale_factor", "actor.loss_agg_mode", "the denominator is always the global count"),
     VerlName("actor.checkpoint.async_save", "trainer.async_save"),
     VerlName("actor.checkpoint.*", "trainer.save_hf"),
     VerlName("actor.router_replay.*", None, _NOT_YET),
