@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlhf_megatron.algorithms.overlong import overlong_penalty
 from rlhf_megatron.rewards.base import REWARDS, RewardResult, RewardSample
 
 
@@ -24,5 +25,4 @@ class OverlongParams:
 @REWARDS.register("overlong", OverlongParams)
 def overlong(sample: RewardSample, params: OverlongParams) -> RewardResult:
     """From -1 to 0."""
-    excess = sample.num_tokens - (params.max_len - params.buffer)
-    return RewardResult(-min(1.0, max(0.0, excess / params.buffer)))
+    return RewardResult(overlong_penalty(sample.num_tokens, params.max_len, params.buffer))
