@@ -1,0 +1,148 @@
+"""What is wrong with a named estimator is said at start: unknown names, fields that nobody computes, lost settings."""
+
+# ruff: noqa: E501  (tables of messages)
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from config_samples import VALID
+
+from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS
+from rlhf_megatron.config.algorithm_rules import reward_parts, term_parts
+from rlhf_megatron.config.errors import ConfigError
+from rlhf_megatron.config.load import read_run_config
+from rlhf_megatron.config.rules import GROUP_ESTIMATORS, VALUE_ESTIMATORS
+from rlhf_megatron.config.schema import AlgorithmConfig, RewardConfig, RewardTermConfig, RunConfig
+from rlhf_megatron.config.validate import validate
+from rlhf_megatron.reward_service.components import load_components
+from rlhf_megatron.scheduler.plugins import ESTIMATOR_PROVIDED, load_plugins
+
+NAMES = [
+    "gae",
+    "gdpo",
+    "gpg",
+    "grpo",
+    "grpo_passk",
+    "opo",
+    "optimal_token_baseline",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "rloo",
+    "tir_optimal_token_baseline",
+]
+PARAMS: dict[str, dict[str, Any]] = {"gdpo": {"gdpo_reward_keys": ["exact_match"]}}
+GDPO = "algorithm: {adv_estimator: gdpo, params: {gdpo_reward_keys: [exact_match, format]}}"
+TERM = "{name: format, params: {pattern: a}}"
+
+
+def told(config: RunConfig) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_plugins(config)
+    return "\n".join(error.value.problems)
+
+
+def of(name: str, **params: Any) -> RunConfig:
+    config = RunConfig(algorithm=AlgorithmConfig(adv_estimator=name, params={**PARAMS.get(name, {}), **params}))
+    return replace(config, data=replace(config.data, task="addition"))
+
+
+def test_the_shelf() -> None:
+    assert set(NAMES) <= set(ADV_ESTIMATORS)
+
+
+def test_what_the_configuration_says_of_estimators_is_what_they_need() -> None:
+    for name in NAMES:
+        needs = ADV_ESTIMATORS.get(name).needs
+        assert name.startswith(GROUP_ESTIMATORS) == ("group_ids" in needs)
+        assert (name in VALUE_ESTIMATORS) == ("values" in needs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_estimator_runs_or_is_refused_by_what_it_lacks(name: str) -> None:
+    missing = set(ADV_ESTIMATORS.get(name).needs) - ESTIMATOR_PROVIDED - ({"values"} if name == "gae" else set())
+    if not missing:
+        assert load_plugins(of(name)).estimator is ADV_ESTIMATORS.get(name).build
+        return
+    lacks = ", ".join(sorted(missing))
+    assert told(of(name)).startswith(
+        f"algorithm.adv_estimator={name!r} needs {lacks}, which this run does not compute; use one of "
+    )
+
+
+def test_an_estimator_of_values_without_a_critic() -> None:
+    @ADV_ESTIMATORS.register("of_values", needs=("values",))
+    def of_values(inputs: Any, params: None) -> None: ...
+
+    try:
+        message = told(of("of_values"))
+        assert (
+            "algorithm.adv_estimator='of_values' needs values, which this run does not compute; use one of " in message
+        )
+        assert "gae" not in message.split("use one of")[1] and "rloo" in message
+    finally:
+        del ADV_ESTIMATORS._entries["of_values"]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (of("rlo"), "algorithm: unknown advantage estimator 'rlo'. Did you mean 'rloo'?"),
+        (of("rloo_vectorized"), "algorithm: unknown advantage estimator 'rloo_vectorized'."),
+        (of("rloo", epsilon=1.0), "algorithm.params ({'epsilon': 1.0}) must be empty: advantage estimator 'rloo' has no parameters."),
+        (of("gpg", f_norm=0.0), "f_norm (0.0) must be above 0"),
+        (of("reinforce_plus_plus", gamma=2.0), "gamma (2.0) must be at least 0 and at most 1"),
+        (of("gdpo", gdpo_reward_keys=[]), "gdpo_reward_keys ([]) must be distinct names, at least one"),
+        (of("gdpo", gdpo_reward_weights=[1.0, 2.0]), "gdpo_reward_weights ([1.0, 2.0]) must be one a key (1: exact_match)"),
+        (replace(of("gdpo"), algorithm=AlgorithmConfig(adv_estimator="gdpo")), "algorithm.params.gdpo_reward_keys"),
+    ],
+)  # fmt: skip
+def test_names_and_parameters(config: RunConfig, expected: str) -> None:
+    assert expected in told(config)
+
+
+@pytest.mark.parametrize(
+    ("section", "overrides", "expected"),
+    [
+        (GDPO + "\nreward: {terms: [" + TERM + "]}", [], None),
+        (GDPO + "\nreward: {terms: [{name: function, weight: 0, params: {path: a}}, " + TERM + "]}", [], None),
+        (GDPO + "\nreward: {terms: [" + TERM + "]}", ["algorithm.use_kl_in_reward=true"], "algorithm.use_kl_in_reward (true) would be ignored: algorithm.adv_estimator gdpo normalises the parts of the reward"),
+        (GDPO, [], "algorithm.params.gdpo_reward_keys has 'format', but the rewards of this run are 'exact_match'; rename it, or add that reward to reward.terms."),
+        (GDPO.replace("format", "formt/x") + "\nreward: {terms: [{name: format, weight: 0, params: {pattern: a}}]}", [], "algorithm.params.gdpo_reward_keys has 'formt/x', but the rewards of this run are 'exact_match', 'format'; did you mean 'format'?"),
+        (GDPO + "\nreward: {terms: [" + TERM + ", " + TERM + "]}", [], "reward.terms[1].weight (1) of 'format_2' would be ignored: algorithm.params.gdpo_reward_keys (exact_match, format) does not name it"),
+        (GDPO + "\nreward: {terms: [{name: format, weight: 0.5, params: {pattern: a}}]}", [], "reward.terms[0].weight (0.5) of 'format' would be ignored: gdpo weighs what it has normalised; give algorithm.params.gdpo_reward_weights."),
+        ("", ["algorithm.adv_estimator=rloo", "rollout.n=1", "actor.mini_batch_size=32"], "rollout.n (1) must be at least 2 for algorithm.adv_estimator rloo"),
+        ("", ["algorithm.adv_estimator=tir_optimal_token_baseline", "rollout.n=1", "actor.mini_batch_size=32"], "rollout.n (1) must be at least 2"),
+        ("", ["algorithm.adv_estimator=reinforce_plus_plus_baseline", "rollout.n=1", "actor.mini_batch_size=32"], "rollout.n (1) must be at least 2"),
+        ("", ["algorithm.adv_estimator=reinforce_plus_plus", "rollout.n=1", "actor.mini_batch_size=32"], None),
+        ("", ["algorithm.adv_estimator=remax", "rollout.n=1", "actor.mini_batch_size=32"], None),
+    ],
+)  # fmt: skip
+def test_pairs(tmp_path: Path, section: str, overrides: list[str], expected: str | None) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(VALID + section)
+    found = validate(read_run_config(path, overrides))
+    assert len(found) == (expected is not None), found
+    assert expected is None or found[0].startswith(expected), found
+
+
+def test_gdpo_weights_stand_for_those_of_the_terms(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    terms = "\nreward: {terms: [{name: format, weight: 0.5, params: {pattern: a}}]}"
+    path.write_text(VALID + GDPO.replace("params: {", "params: {gdpo_reward_weights: [1.0, 0.5], ") + terms)
+    assert validate(read_run_config(path)) == []
+
+
+def test_the_names_of_reward_parts_are_those_of_the_scorer() -> None:
+    form = RewardTermConfig("format", params={"pattern": "a"})
+    config = RewardConfig(
+        by_source={"a": RewardTermConfig("math_verify")}, terms=(form, RewardTermConfig("exact_match"), form, form)
+    )
+    run = RunConfig(reward=config)
+    components = load_components(config)
+    assert term_parts(run) == [component.part for component in components.terms]
+    assert reward_parts(run) == sorted({component.part for component in components})
