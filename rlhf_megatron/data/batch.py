@@ -124,6 +124,8 @@ class TrainBatch(AnnotatedBatch):
 
     advantages: Tensor = per_token(default=None)  # [T] float32, 0 outside of response_mask
     returns: Tensor | None = per_token(default=None)  # [T] float32
+    correction_weights: Tensor | None = per_token(default=None)  # [T] float32, factor of the policy loss
+    is_kept: Tensor | None = per_token(default=None)  # [T] bool; False: rejected, the actor's loss leaves it out
 
 
 @codec.register
@@ -141,6 +143,7 @@ class MiniBatch(TokenBatch):
     old_log_probs: Tensor | None = per_token(default=None)
     ref_log_probs: Tensor | None = per_token(default=None)
     rollout_log_probs: Tensor | None = per_token(default=None)
+    correction_weights: Tensor | None = per_token(default=None)  # [T] float32, factor of the policy loss
     is_picked: Tensor | None = per_token(default=None)  # [T] bool, tokens that the policy loss treats in its own way
 
 

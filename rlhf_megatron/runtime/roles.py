@@ -32,6 +32,7 @@ from rlhf_megatron.runtime.host import BuildRoles
 from rlhf_megatron.runtime.pool import Pool
 from rlhf_megatron.runtime.pools import ACTOR, CRITIC, pool_of_role, pools_of
 from rlhf_megatron.workers.actor import MegatronActor
+from rlhf_megatron.workers.correction import moving_correction
 from rlhf_megatron.workers.critic import MegatronCritic
 from rlhf_megatron.workers.reference import MegatronReference
 from rlhf_megatron.workers.trained_model import Phase
@@ -227,7 +228,8 @@ def _actor_roles(config: RunConfig, world: World) -> dict[str, object]:
     path, dtype = Path(config.model.path), getattr(torch, config.model.dtype)
     hf_config = read_hf_config(path)
     weights = weight_source(path, config.model.init_seed, hf_config, world.layout.tp)
-    actor = MegatronActor(hf_config, weights, world, dtype, config.actor, training_phases(config))
+    correction = moving_correction(config.algorithm.rollout_correction)
+    actor = MegatronActor(hf_config, weights, world, dtype, config.actor, training_phases(config), correction)
     reference = _reference(config, config.actor, hf_config, weights, world, dtype)
     roles: dict[str, object] = {"actor": actor, "host": HostRole(world, actor, reference, path)}
     return roles if reference is None else {**roles, "reference": reference}

@@ -10,6 +10,7 @@ from rlhf_megatron.algorithms.losses.kl import kl_estimate
 from rlhf_megatron.config.schema import AlgorithmConfig
 from rlhf_megatron.data.batch import AnnotatedBatch, TrainBatch, gain
 from rlhf_megatron.scheduler.batch_metrics import valid_samples
+from rlhf_megatron.scheduler.correction import correction_columns
 from rlhf_megatron.scheduler.plugins import Plugins
 
 
@@ -54,5 +55,6 @@ class AdvantageStage:
             ),
             self.plugins.estimator_params,
         )
-        train = gain(TrainBatch, batch, advantages=outputs.advantages_T, returns=outputs.returns_T)
-        return train, metrics | outputs.metrics
+        columns, corrected = correction_columns(batch, is_valid, self.plugins.correction, self.plugins.is_bypass)
+        train = gain(TrainBatch, batch, advantages=outputs.advantages_T, returns=outputs.returns_T, **columns)
+        return train, metrics | outputs.metrics | corrected

@@ -11,8 +11,11 @@ from rlhf_megatron.runtime.worker_group import WorkerGroup
 from rlhf_megatron.scheduler.plugins import Plugins
 
 
-def annotate(group: WorkerGroup, config: RunConfig, plugins: Plugins, scored: ScoredBatch) -> AnnotatedBatch:
-    """Columns of the actor and, where estimator and loss need them, of the critic and the reference.
+def annotate(
+    group: WorkerGroup, config: RunConfig, plugins: Plugins, scored: ScoredBatch, has_actor: bool = True
+) -> AnnotatedBatch:
+    """Columns of the actor (without `has_actor` none) and, where estimator and loss need them, of the critic and the
+    reference.
 
     All calls are made before the first result is awaited: pools of their own work at the same time. In one pool they
     run in the order actor, critic, reference.
@@ -29,18 +32,18 @@ def annotate(group: WorkerGroup, config: RunConfig, plugins: Plugins, scored: Sc
             with_entropy=with_entropy,
         )
 
-    actor = log_probs("actor", budget, with_entropy=True)
+    actor = log_probs("actor", budget, with_entropy=True) if has_actor else None
     critic = reference = None
     if plugins.needs_values:
         critic = group.scatter("critic.values", tokens, token_budget=config.critic.ppo_max_token_len_per_gpu or budget)
     if plugins.needs_reference:
         reference = log_probs("reference", config.reference.max_token_len_per_gpu or budget, with_entropy=False)
-    by_actor = actor.result()
+    by_actor = actor.result() if actor else None
     return gain(
         AnnotatedBatch,
         scored,
-        old_log_probs=by_actor.log_probs,
-        entropies=by_actor.entropies,
+        old_log_probs=by_actor.log_probs if by_actor else None,
+        entropies=by_actor.entropies if by_actor else None,
         values=critic.result().values if critic else None,
         ref_log_probs=reference.result().log_probs if reference else None,
     )

@@ -59,10 +59,20 @@ def picked(part: TrainBatch, loss: PolicyLossConfig, seed: int, step: int, numbe
 
 
 def weighed(
-    part: TrainBatch, mode: str, scale_factor: float | None = None, is_picked: Tensor | None = None
+    part: TrainBatch,
+    mode: str,
+    scale_factor: float | None = None,
+    is_picked: Tensor | None = None,
+    is_bypass: bool = False,
 ) -> MiniBatch:
-    """`part` as a mini-batch of the actor. `is_picked`: see `picked`."""
+    """`part` as a mini-batch of the actor. `is_picked`: see `picked`; `is_bypass`: the engine's log-probs are the old
+    ones.
+
+    What is rejected has loss weight 0; it counts in the denominators, and in metrics, as any token.
+    """
     weights, for_metrics = weigh(part, mode, scale_factor)
+    if part.is_kept is not None:
+        weights = weights * part.is_kept
     return MiniBatch(
         offsets=part.offsets,
         token_ids=part.token_ids,
@@ -70,9 +80,10 @@ def weighed(
         loss_weights=weights,
         metric_weights=for_metrics,
         advantages=part.advantages,
-        old_log_probs=part.old_log_probs,
+        old_log_probs=part.rollout_log_probs if is_bypass else part.old_log_probs,
         ref_log_probs=part.ref_log_probs,
         rollout_log_probs=part.rollout_log_probs,
+        correction_weights=part.correction_weights,
         is_picked=is_picked,
     )
 

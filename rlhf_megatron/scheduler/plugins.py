@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS
 from rlhf_megatron.algorithms.advantages.base import AdvantageEstimator
 from rlhf_megatron.algorithms.losses import POLICY_LOSSES
+from rlhf_megatron.algorithms.rollout_correction.params import CorrectionParams
+from rlhf_megatron.config.correction import is_bypass
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.params import look_up
 from rlhf_megatron.config.rules import has_critic, needs_reference
@@ -16,6 +18,7 @@ from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.data.tasks import TASKS
 from rlhf_megatron.registry import Entry
 from rlhf_megatron.reward_service.components import load_components
+from rlhf_megatron.workers.correction import correction_params
 
 ESTIMATOR_PROVIDED = {"rewards", "group_ids", "token_rewards"}
 PROVIDED = {
@@ -39,6 +42,9 @@ class Plugins:
     needs_reference: bool
     needs_values: bool = False  # there is a critic
     needs_token_rewards: bool = False  # per-token rewards, also without KL in them
+    needs_log_probs: bool = True  # of the trainer's policy before the update, in every step
+    correction: CorrectionParams = field(default_factory=CorrectionParams)
+    is_bypass: bool = False  # the engine's log-probs are the old ones, and the loss makes the correction
 
 
 def load_plugins(config: RunConfig) -> Plugins:
@@ -74,7 +80,18 @@ def load_plugins(config: RunConfig) -> Plugins:
         needs_reference(config),
         needs_values="values" in estimator.needs,
         needs_token_rewards="token_rewards" in estimator.needs,
+        needs_log_probs=_needs_log_probs(config, estimator),
+        correction=correction_params(config.algorithm.rollout_correction),
+        is_bypass=is_bypass(config.algorithm.rollout_correction),
     )
+
+
+def _needs_log_probs(config: RunConfig, estimator: Entry[AdvantageEstimator]) -> bool:
+    """Without a correction that puts the engine's in their place the loss needs them; else a KL in the reward, an
+    estimator or a mean of weights over the step may."""
+    section = config.algorithm.rollout_correction
+    others = config.algorithm.use_kl_in_reward or correction_params(section).use_batch_norm
+    return not is_bypass(section) or others or bool({"log_probs", "old_log_probs", "sum_squares"} & {*estimator.needs})
 
 
 def _missing_fields(estimator: Entry[AdvantageEstimator], provided: set[str]) -> list[str]:

@@ -141,15 +141,20 @@ class Stages:
         return scored
 
     def annotate(self, step: int, scored: ScoredBatch) -> AnnotatedBatch:
-        """Log-probs of the trainer's policy; values and the reference's log-probs where they are needed."""
+        """Log-probs of the trainer's policy; values and the reference's log-probs where they are needed.
+
+        Where the engine's log-probs are the old ones and nothing needs the trainer's, these are computed at the first
+        step only: no run begins without a comparison of engine and trainer.
+        """
         if isinstance(scored, AnnotatedBatch):
             return scored
         if self.recorder:
             self.recorder.write(step, scored)
         self.turns.to_trainer()
-        annotated = annotate(self.group, self.config, self.plugins, scored)
-        assert annotated.old_log_probs is not None
-        self._step_metrics |= self.mismatch(step, scored, annotated.old_log_probs)
+        has_actor = self.plugins.needs_log_probs or step == self.mismatch.first_step
+        annotated = annotate(self.group, self.config, self.plugins, scored, has_actor)
+        if annotated.old_log_probs is not None:
+            self._step_metrics |= self.mismatch(step, scored, annotated.old_log_probs)
         return annotated
 
     def advantages(self, step: int, batch: AnnotatedBatch) -> TrainBatch:

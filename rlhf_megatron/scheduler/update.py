@@ -11,6 +11,7 @@ from itertools import islice, zip_longest
 from typing import Any
 
 from rlhf_megatron import faults
+from rlhf_megatron.config.correction import is_bypass
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.data.batch import MiniBatch, TokenBatch, TrainBatch
 from rlhf_megatron.runtime.worker_group import WorkerGroup
@@ -37,11 +38,12 @@ class RoleUpdate:
 def actor_update(config: RunConfig, step: int, batch: TrainBatch) -> RoleUpdate:
     actor = config.actor
     order = (actor.mini_batch_size, actor.shuffle, config.trainer.seed, step)
+    has_engine_log_probs = is_bypass(config.algorithm.rollout_correction)
 
     def mini_batches() -> Iterator[MiniBatch]:
         for number, part in enumerate(parts(batch, actor.ppo_epochs, *order)):
             is_picked = picked(part, actor.policy_loss, config.trainer.seed, step, number)
-            yield weighed(part, actor.loss_agg_mode, loss_scale_factor(config), is_picked)
+            yield weighed(part, actor.loss_agg_mode, loss_scale_factor(config), is_picked, has_engine_log_probs)
 
     return RoleUpdate(
         actor.ppo_epochs,

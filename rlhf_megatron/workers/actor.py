@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron import faults
+from rlhf_megatron.algorithms.rollout_correction.params import CorrectionParams
 from rlhf_megatron.algorithms.sequences import Sequences
 from rlhf_megatron.checkpoint.source import WeightSource
 from rlhf_megatron.config.schema import ActorConfig
@@ -18,10 +19,11 @@ from rlhf_megatron.data.plan import ReplicaPlan
 from rlhf_megatron.models.families.base import HFConfig
 from rlhf_megatron.parallel.world import World
 from rlhf_megatron.workers.contract import UpdateResult
+from rlhf_megatron.workers.correction import CorrectedRowLoss
 from rlhf_megatron.workers.findings import HeadReport
 from rlhf_megatron.workers.forward import forward_log_probs, sum_over_cp
 from rlhf_megatron.workers.log_prob_head import LogProbHead
-from rlhf_megatron.workers.losses import make_row_losses
+from rlhf_megatron.workers.losses import RowLoss, make_row_losses
 from rlhf_megatron.workers.pack import MicroBatch, Packed, pack, token_columns
 from rlhf_megatron.workers.trained_model import Phase, RowLossFunction, TrainedModel
 from rlhf_megatron.workers.trained_role import TrainedRole
@@ -32,7 +34,8 @@ COLUMNS = token_columns(MiniBatch)
 class MegatronActor(TrainedRole):
     """Made on all ranks of the pool at once, each with the same arguments but `world`.
 
-    `phases`: name -> optimizer and length ("warmup", "rl"); the first one is entered at once.
+    `phases`: name -> optimizer and length ("warmup", "rl"); the first one is entered at once. `correction`: what the
+    policy loss makes from the policy as it moves.
 
     Raises ValueError for an architecture, layout, loss or schedule that is not supported.
     """
@@ -45,11 +48,14 @@ class MegatronActor(TrainedRole):
         dtype: torch.dtype,
         config: ActorConfig,
         phases: Mapping[str, Phase],
+        correction: CorrectionParams | None = None,
     ) -> None:
         self.world = world
         self.dtype = dtype
         self.config = config
-        self.losses = make_row_losses(config)
+        self.losses: dict[str, RowLoss | CorrectedRowLoss] = {**make_row_losses(config)}
+        if correction is not None:
+            self.losses["policy"] = CorrectedRowLoss(make_row_losses(config)["policy"], correction)
         self.trained = TrainedModel(hf_config, weights, world, dtype, config.megatron, phases)
         self.model = self.trained.model
         self.head = LogProbHead("actor", self.model, world, dtype, config.log_prob_chunk_size, config.kernels)

@@ -1,0 +1,95 @@
+"""The rollout correction in the actor's loss: in bypass mode weights and rejection follow the policy as it moves."""
+
+# R rows
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron.algorithms.rollout_correction.params import CorrectionParams, Filter, Importance
+from rlhf_megatron.algorithms.rollout_correction.ratios import correct, exp, log_mismatch
+from rlhf_megatron.algorithms.sequences import Sequences
+from rlhf_megatron.config.correction import filter_bounds, importance_bounds, is_bypass, resolved
+from rlhf_megatron.config.schema import RolloutCorrectionConfig
+from rlhf_megatron.workers.losses import Columns, RowLoss, Sums
+
+
+def correction_params(section: RolloutCorrectionConfig) -> CorrectionParams:
+    """Of a section that `config.correction_rules` let pass; raises ValueError for another."""
+    settings = resolved(section)
+    importance = None
+    if settings.rollout_is is not None:
+        low, high = importance_bounds(settings.rollout_is_threshold or "")
+        importance = Importance(settings.rollout_is, high, low)
+    filters = []
+    for name, text in zip(settings.rollout_rs or (), settings.rollout_rs_threshold or (), strict=True):
+        low, high = filter_bounds(name, text)
+        filters.append(Filter(name, high, low))
+    return CorrectionParams(
+        importance,
+        use_batch_norm=importance is not None and bool(settings.rollout_is_batch_normalize),
+        filters=tuple(filters),
+        veto=settings.rollout_token_veto_threshold,
+    )
+
+
+def moving_correction(section: RolloutCorrectionConfig) -> CorrectionParams | None:
+    """What the loss has to do itself; None where the controller has done it, or there is nothing to do."""
+    params = correction_params(section)
+    return params if is_bypass(section) and (params.importance is not None or params.rejects) else None
+
+
+@dataclass(frozen=True)
+class CorrectedRowLoss:
+    """A `RowLoss` of rows whose weights and rejection are made from their own log-probs. Neither has a gradient.
+
+    Weights multiply the policy loss; what is rejected has loss weight 0, also of KL and entropy terms. Denominators
+    were counted before, with every response token. The old log-probs of these rows are the engine's.
+    """
+
+    row_loss: RowLoss
+    params: CorrectionParams
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self.row_loss.needs_entropy
+
+    @property
+    def needs_sequences(self) -> bool:
+        importance = self.params.importance
+        of_sequences = importance is not None and importance.level == "sequence"
+        filters = any(one.level != "token" for one in self.params.filters)
+        return self.row_loss.needs_sequences or of_sequences or filters or self.params.veto is not None
+
+    def __call__(
+        self, log_probs_R: Tensor, entropies_R: Tensor | None, columns: Columns, sequences: Sequences | None = None
+    ) -> Sums:
+        """As `RowLoss`; metrics actor/rollout_is_mean, actor/rollout_rs_masked_fraction."""
+        assert (sequences is not None) == self.needs_sequences, "sequences are given where they are needed"
+        corrected_columns, shares = self._corrected(log_probs_R, columns, sequences)
+        of_loss = sequences if self.row_loss.needs_sequences else None
+        value, metrics = self.row_loss(log_probs_R, entropies_R, corrected_columns, of_loss)
+        return value, {**metrics, **shares}
+
+    @torch.no_grad()
+    def _corrected(
+        self, log_probs_R: Tensor, columns: Columns, sequences: Sequences | None
+    ) -> tuple[Columns, dict[str, Tensor]]:
+        log_ratio_R = log_mismatch(log_probs_R, columns["rollout_log_probs"])
+        rows = sequences or Sequences(torch.zeros_like(log_ratio_R, dtype=torch.int64), 1)  # no sequence is looked at
+        found = correct(log_ratio_R, rows, self.params)
+        changed: dict[str, Tensor] = dict(columns)
+        means_R: dict[str, Tensor] = {}
+        if found.weights_N is not None and found.importance is not None:
+            weights_R = found.weights_N.to(columns["loss_weights"].dtype)
+            given_R = columns.get("correction_weights")
+            changed["correction_weights"] = weights_R if given_R is None else weights_R * given_R
+            means_R["actor/rollout_is_mean"] = found.importance.spread(exp(found.importance.values), rows)
+        if found.keep_N is not None:
+            changed["loss_weights"] = columns["loss_weights"] * found.keep_N
+            means_R["actor/rollout_rs_masked_fraction"] = ~found.keep_N
+        weights_R = columns["metric_weights"]
+        return changed, {name: torch.dot(mean_R.to(weights_R.dtype), weights_R) for name, mean_R in means_R.items()}
