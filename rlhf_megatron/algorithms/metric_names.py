@@ -8,6 +8,7 @@ only where there is a direction), in the block of what hands it out. Then
 from __future__ import annotations
 
 from rlhf_megatron.algorithms.metric import OPTIMIZER_STEPS, STEP, TOKENS, VALID_TOKENS, Metric
+from rlhf_megatron.algorithms.rollout_correction.metric_names import METRICS as CORRECTION_METRICS
 
 METRICS: dict[str, Metric] = {
     # Per token, averaged by the caller with metric weights over the response tokens of a mini-batch.
@@ -68,4 +69,5 @@ METRICS: dict[str, Metric] = {
     "training/rollout_probs_diff_std": Metric(
         "1", "standard deviation of it (unbiased; 0 for a single token)", "std", TOKENS, "lower"
     ),
+    **CORRECTION_METRICS,
 }
