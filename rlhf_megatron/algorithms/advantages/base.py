@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,12 +62,31 @@ def sample_rewards(inputs: AdvantageInputs) -> Tensor:
     rewards_B = inputs.rewards_B.to(torch.float64)
     if inputs.token_rewards_T is not None:
         paid_T = inputs.token_rewards_T.masked_fill(~inputs.response_mask_T, 0.0)
-        has_tokens_B = sequence_sums(inputs.response_mask_T, inputs.offsets) > 0
+        has_tokens_B = response_lengths(inputs.response_mask_T, inputs.offsets) > 0
         rewards_B = torch.where(has_tokens_B, sequence_sums(paid_T, inputs.offsets), rewards_B)
     return rewards_B.masked_fill(~inputs.is_valid_B, 0.0)
 
 
 def spread(advantages_B: Tensor, response_mask_T: Tensor, offsets: Tensor) -> Tensor:
     """[B] -> [T] float32: each sample's advantage on its response tokens, 0 elsewhere."""
-    advantages_T = advantages_B.repeat_interleave(offsets.diff())
-    return advantages_T.masked_fill(~response_mask_T, 0.0).float()
+    return repeated(advantages_B.float(), offsets.diff()).masked_fill_(~response_mask_T, 0.0)
+
+
+def response_lengths(response_mask_T: Tensor, offsets: Tensor) -> Tensor:
+    """[B] int64: response tokens of each sample."""
+    return torch.searchsorted(places(response_mask_T), offsets).diff()
+
+
+def places(is_one_T: Tensor) -> Tensor:
+    """int64 indices of the True entries. numpy's search is several times as fast as torch's."""
+    if is_one_T.device.type != "cpu":
+        return is_one_T.nonzero().view(-1)
+    return torch.from_numpy(np.flatnonzero(is_one_T.numpy()))
+
+
+def repeated(column_B: Tensor, lengths_B: Tensor) -> Tensor:
+    """[B] -> [sum of lengths]: each sample's entry as often as its length says."""
+    if column_B.device.type != "cpu":
+        return column_B.repeat_interleave(lengths_B)
+    # numpy copies runs, where torch gathers by an index of every token: 50 times as fast at 2000 tokens a sample.
+    return torch.from_numpy(np.repeat(column_B.numpy(), lengths_B.numpy()))

@@ -24,11 +24,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_megatron.algorithms.advantages.base import ADV_ESTIMATORS, AdvantageInputs, AdvantageOutputs
+from rlhf_megatron.algorithms.advantages.base import ADV_ESTIMATORS, AdvantageInputs, AdvantageOutputs, places
 from rlhf_megatron.algorithms.advantages.scan import discounted_sums_
 from rlhf_megatron.algorithms.advantages.whitening import WHITEN_EPSILON, Moments
 
@@ -119,19 +118,12 @@ def _parts(inputs: AdvantageInputs) -> Iterator[_Part]:
         trains_T = inputs.response_mask_T[tokens]
         if has_invalid:
             trains_T = trains_T & inputs.is_valid_B[first:last].repeat_interleave(borders.diff())
-        kept_N = _places(trains_T)
+        kept_N = places(trains_T)
         if kept_N.numel() == trains_T.numel():
             yield _Part(tokens, None, borders.diff(), has_invalid)
         else:
             yield _Part(tokens, kept_N, torch.searchsorted(kept_N, borders).diff(), has_invalid)
         first = last
-
-
-def _places(is_one_T: Tensor) -> Tensor:
-    """int64 indices of the True entries. numpy's search is several times as fast as torch's."""
-    if is_one_T.device.type != "cpu":
-        return is_one_T.nonzero().view(-1)
-    return torch.from_numpy(np.flatnonzero(is_one_T.numpy()))
 
 
 def _subtract_values_(rewards_N: Tensor, values_N: Tensor, lengths_B: Tensor, gamma: float) -> None:

@@ -16,9 +16,14 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from rlhf_megatron.algorithms.advantages.base import ADV_ESTIMATORS, AdvantageInputs, AdvantageOutputs, spread
+from rlhf_megatron.algorithms.advantages.base import (
+    ADV_ESTIMATORS,
+    AdvantageInputs,
+    AdvantageOutputs,
+    response_lengths,
+    spread,
+)
 from rlhf_megatron.algorithms.advantages.whitening import whitened_samples
-from rlhf_megatron.algorithms.aggregate import sequence_sums
 from rlhf_megatron.algorithms.groups import Groups, group_advantages
 
 
@@ -64,7 +69,7 @@ def gdpo(inputs: AdvantageInputs, params: GDPOParams) -> AdvantageOutputs:
             total_B += weight * group_advantages(part_B, inputs.group_ids_B, has_part_B, epsilon)
     groups = Groups.of(inputs.group_ids_B, inputs.is_valid_B)
     is_kept_B = inputs.is_valid_B & (groups.counts() > 1)[groups.index_B]
-    lengths_B = sequence_sums(inputs.response_mask_T, inputs.offsets)
+    lengths_B = response_lengths(inputs.response_mask_T, inputs.offsets)
     advantages_B = whitened_samples(total_B, lengths_B, is_kept_B)
     return AdvantageOutputs(spread(advantages_B, inputs.response_mask_T, inputs.offsets))
 

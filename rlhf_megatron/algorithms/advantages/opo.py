@@ -14,10 +14,10 @@ from rlhf_megatron.algorithms.advantages.base import (
     ADV_ESTIMATORS,
     AdvantageInputs,
     AdvantageOutputs,
+    response_lengths,
     sample_rewards,
     spread,
 )
-from rlhf_megatron.algorithms.aggregate import sequence_sums
 from rlhf_megatron.algorithms.groups import Groups, group_advantages
 
 
@@ -27,7 +27,7 @@ def opo(inputs: AdvantageInputs, params: None) -> AdvantageOutputs:
 
     Exactly 0 for a sample of masked status, in a group with one valid sample, and in a group of equal rewards.
     """
-    lengths_B = sequence_sums(inputs.response_mask_T, inputs.offsets)
+    lengths_B = response_lengths(inputs.response_mask_T, inputs.offsets)
     groups = Groups.of(inputs.group_ids_B, inputs.is_valid_B)
     # The baseline of centered rewards: no digits are lost where rewards are far from 0.
     centered_B = group_advantages(sample_rewards(inputs), inputs.group_ids_B, inputs.is_valid_B, epsilon=None)

@@ -69,15 +69,16 @@ def token_advantages(
     assert inputs.token_rewards_T is not None, "optimal token baselines need token_rewards"
     groups = Groups.of(inputs.group_ids_B, inputs.is_valid_B & (tokens.lengths_B > 0))
     longest_G, second_G = groups.top_two(spans_B)
-    group_N = tokens.spread(groups.index_B)
     widths_G = longest_G.clamp(min=0).long()
-    cell_N = (widths_G.cumsum(0) - widths_G)[group_N] + positions_N
+    cell_N = tokens.spread((widths_G.cumsum(0) - widths_G)[groups.index_B]).add_(positions_N)
     to_go_N = tokens.sums_to_go(inputs.token_rewards_T)
     energy_N = tokens.sums_so_far(_gradient_norms(inputs, tokens, params.rollout_is_threshold))
     advantages_N = to_go_N - _baselines(to_go_N, energy_N, cell_N, int(widths_G.sum()))
     if params.handle_zero_tail:
-        advantages_N = torch.where(positions_N >= second_G[group_N], to_go_N, advantages_N)
-    return AdvantageOutputs(tokens.put(advantages_N.masked_fill((groups.counts() < 2)[group_N], 0.0)))
+        is_tail_N = positions_N >= tokens.spread(second_G.clamp(min=0).long()[groups.index_B])
+        advantages_N = torch.where(is_tail_N, to_go_N, advantages_N)
+    is_alone_N = tokens.spread((groups.counts() < 2)[groups.index_B])
+    return AdvantageOutputs(tokens.put(advantages_N.masked_fill_(is_alone_N, 0.0)))
 
 
 def _gradient_norms(inputs: AdvantageInputs, tokens: ResponseTokens, threshold: float | None) -> Tensor:
@@ -102,13 +103,13 @@ def _baselines(to_go_N: Tensor, energy_N: Tensor, cell_N: Tensor, num_cells: int
     """
     low_C = torch.full((num_cells,), torch.inf, dtype=torch.float64, device=to_go_N.device)
     low_C.scatter_reduce_(0, cell_N, to_go_N, "amin")
-    above_N = to_go_N - low_C[cell_N]
-    total_C = torch.zeros(num_cells, dtype=torch.float64, device=to_go_N.device).index_add_(0, cell_N, energy_N)
-    weights_N = torch.where((total_C > 0)[cell_N], energy_N, 1.0)
-    sums_C, weighted_C = (torch.zeros_like(total_C) for _ in range(2))
-    sums_C.index_add_(0, cell_N, weights_N)
-    weighted_C.index_add_(0, cell_N, weights_N * above_N)
-    return (low_C + weighted_C / sums_C)[cell_N]
+    above_N = to_go_N - low_C.index_select(0, cell_N)
+    total_C = torch.zeros_like(low_C).index_add_(0, cell_N, energy_N)
+    if bool((total_C == 0).any()):
+        energy_N = torch.where((total_C > 0).index_select(0, cell_N), energy_N, 1.0)
+        total_C.zero_().index_add_(0, cell_N, energy_N)
+    weighted_C = torch.zeros_like(low_C).index_add_(0, cell_N, above_N.mul_(energy_N))
+    return weighted_C.div_(total_C).add_(low_C).index_select(0, cell_N)
 
 
 def _ends(tokens: ResponseTokens) -> tuple[Tensor, Tensor]:

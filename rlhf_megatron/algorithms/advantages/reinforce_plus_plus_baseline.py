@@ -15,11 +15,11 @@ from rlhf_megatron.algorithms.advantages.base import (
     ADV_ESTIMATORS,
     AdvantageInputs,
     AdvantageOutputs,
+    response_lengths,
     sample_rewards,
     spread,
 )
 from rlhf_megatron.algorithms.advantages.whitening import whitened_samples
-from rlhf_megatron.algorithms.aggregate import sequence_sums
 from rlhf_megatron.algorithms.groups import Groups, group_advantages
 
 
@@ -33,6 +33,6 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs, params: None) -> Advan
     centered_B = group_advantages(sample_rewards(inputs), inputs.group_ids_B, inputs.is_valid_B, epsilon=None)
     groups = Groups.of(inputs.group_ids_B, inputs.is_valid_B)
     is_kept_B = inputs.is_valid_B & (groups.counts() > 1)[groups.index_B]
-    lengths_B = sequence_sums(inputs.response_mask_T, inputs.offsets)
+    lengths_B = response_lengths(inputs.response_mask_T, inputs.offsets)
     advantages_B = whitened_samples(centered_B, lengths_B, is_kept_B)
     return AdvantageOutputs(spread(advantages_B, inputs.response_mask_T, inputs.offsets))

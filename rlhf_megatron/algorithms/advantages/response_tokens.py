@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_megatron.algorithms.advantages.base import AdvantageInputs
+from rlhf_megatron.algorithms.advantages.base import AdvantageInputs, places, repeated
 from rlhf_megatron.algorithms.advantages.scan import discounted_sums_
 
 
@@ -28,10 +27,8 @@ class ResponseTokens:
     def of(inputs: AdvantageInputs) -> ResponseTokens:
         trains_T = inputs.response_mask_T
         if not bool(inputs.is_valid_B.all()):
-            trains_T = trains_T & inputs.is_valid_B.repeat_interleave(inputs.offsets.diff())
-        # numpy's search is several times as fast as torch's.
-        is_cpu = trains_T.device.type == "cpu"
-        places_N = torch.from_numpy(np.flatnonzero(trains_T.numpy())) if is_cpu else trains_T.nonzero().view(-1)
+            trains_T = trains_T & repeated(inputs.is_valid_B, inputs.offsets.diff())
+        places_N = places(trains_T)
         return ResponseTokens(places_N, torch.searchsorted(places_N, inputs.offsets).diff(), trains_T.numel())
 
     def take(self, column_T: Tensor) -> Tensor:
@@ -45,7 +42,7 @@ class ResponseTokens:
 
     def spread(self, column_B: Tensor) -> Tensor:
         """[B] -> [N]: each sample's entry on its tokens."""
-        return column_B.repeat_interleave(self.lengths_B)
+        return repeated(column_B, self.lengths_B)
 
     def sums_to_go(self, column_T: Tensor, gamma: float = 1.0) -> Tensor:
         """[N] float64: y_n = x_n + gamma y_{n + 1} within each sample."""

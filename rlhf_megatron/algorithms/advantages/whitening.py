@@ -57,7 +57,7 @@ def whitened_samples(advantages_B: Tensor, lengths_B: Tensor, is_kept_B: Tensor)
     """[B] float64: what `whiten_` makes of each sample's advantage on all its response tokens, without the tokens.
 
     Args:
-        lengths_B: response tokens of each sample; a sample counts as often as it has tokens.
+        lengths_B: response tokens of each sample, any type; a sample counts as often as it has tokens.
         is_kept_B: bool; the others are in no statistic, and 0.
     """
     weights_B = lengths_B.to(torch.float64).masked_fill(~is_kept_B, 0.0)
