@@ -1,6 +1,6 @@
 """The gradient of a mini-batch does not depend on how it was cut. `make split-invariance`.
 
-    python -m benchmarks.split_invariance [--only pure|megatron] [--families A,B] [--layouts A,B]
+    python -m benchmarks.split_invariance [--only pure|megatron|losses] [--families A,B] [--layouts A,B]
 
 Token budget (all in one micro-batch, 1/2, 1/7), data-parallel and context-parallel size (1, 2), pipeline stages (1, 2,
 2 virtual ones on 2), sequence parallelism, order of the samples, each aggregation mode. Compared with the gradient of
@@ -10,6 +10,7 @@ the same mini-batch on one rank in one micro-batch; error: L2 norm of the differ
                metrics of the update likewise, absolute                                               <= 1e-12
                uncut, against means over single samples; weights are float32                          <= 2e-7
     megatron   actor and critic through megatron-core, float32, on the layout's ranks (split_mcore.py)  <= 5e-6
+    losses     the actor with every registered policy loss, likewise                                   <= 5e-6
 
 Exit code 1 when a figure is over its bar. Writes benchmarks/results/split_invariance.json.
 """
@@ -31,7 +32,8 @@ from torch import Tensor
 
 from benchmarks import split_mcore, split_pure
 from benchmarks.common import RESULTS, significant, write_result
-from benchmarks.parity.run import DistPool
+from benchmarks.parity.cases import Recipe
+from benchmarks.parity.run import DistPool, make_case
 
 PURE_BAR = 1e-12
 PLAIN_BAR = 2e-7  # three roundings to float32
@@ -113,6 +115,24 @@ def megatron_rows(
         pool.close()
 
 
+def loss_rows(layouts: Sequence[split_mcore.Axes], report: Callable[[str], None]) -> Iterator[Row]:
+    """Starts worker processes, and ends them."""
+    pool, parts = DistPool(), split_mcore.LOSS_PARTS
+    try:
+        case = make_case(split_mcore.LOSS_FAMILY, Recipe(), cuts=())
+        whole = {cell.mode: cell for cell in split_mcore.run_losses(pool, case, split_mcore.Axes(), 1)}
+        for axes in layouts:
+            for cell in split_mcore.run_losses(pool, case, axes, parts):
+                found = compare(cell.gradients, whole[cell.mode].gradients)
+                what = f"{cell.mode} {cell.layout}"
+                yield Row(
+                    "losses", what, "seq-mean-token-mean", f"budget 1/{parts}", found[0], MEGATRON_BAR, *found[1:]
+                )
+            report(f"every loss, {axes.name}")
+    finally:
+        pool.close()
+
+
 def worst_rows(rows: Iterable[Row], *columns: str) -> list[Row]:
     """Of the rows that agree in `columns`, the one with the largest error."""
     worst: dict[tuple[str, ...], Row] = {}
@@ -124,11 +144,11 @@ def worst_rows(rows: Iterable[Row], *columns: str) -> list[Row]:
 
 
 def table(rows: Iterable[Row]) -> str:
-    lines = [f"{'kind':<13}{'what':<32}{'mode':<21}{'error':>9}{'bar':>9}  worst tensor alone; split"]
+    lines = [f"{'kind':<13}{'what':<32}{'mode':<25}{'error':>9}{'bar':>9}  worst tensor alone; split"]
     for row in rows:
         mark = "" if row.is_ok else "  OVER THE BAR"
         lines.append(
-            f"{row.kind:<13}{row.what:<32}{row.mode:<21}{row.error:9.1e}{row.bar:9.0e}"
+            f"{row.kind:<13}{row.what:<32}{row.mode:<25}{row.error:9.1e}{row.bar:9.0e}"
             f"  {row.worst_error:.1e} {row.worst_tensor}; {row.split}{mark}"
         )
     return "\n".join(lines)
@@ -146,7 +166,7 @@ def chosen(names: str | None, known: Sequence[str], what: str) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     layouts = {axes.name: axes for axes in split_mcore.LAYOUTS}
     parser = argparse.ArgumentParser(prog="python -m benchmarks.split_invariance", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=("pure", "megatron"), help="this part alone")
+    parser.add_argument("--only", choices=("pure", "megatron", "losses"), help="this part alone")
     parser.add_argument("--families", help=f"of the part megatron: {', '.join(split_mcore.FAMILIES)}")
     parser.add_argument("--layouts", help=f"of the part megatron: {', '.join(layouts)}")
     parser.add_argument("--out", type=Path, default=RESULTS / "split_invariance.json", help="result file (%(default)s)")
@@ -160,11 +180,13 @@ def main(argv: list[str] | None = None) -> int:
         print(f"[{time.monotonic() - start:6.1f} s] {line}", flush=True)
 
     rows: list[Row] = []
-    if args.only != "megatron":
+    if args.only in (None, "pure"):
         rows += pure_rows(split_pure.loss_cases())
         report(f"pure: {len(rows)} comparisons")
-    if args.only != "pure":
+    if args.only in (None, "megatron"):
         rows += megatron_rows(families, axes, report)
+    if args.only in (None, "losses"):
+        rows += loss_rows(split_mcore.LOSS_LAYOUTS, report)
     print(table(worst_rows(rows, "kind", "what")))
     misses = [row for row in rows if not row.is_ok]
     result = {

@@ -13,8 +13,10 @@ from benchmarks.parity.cases import NUM_SAMPLES, Cut, Recipe, Role
 from benchmarks.parity.layouts import Axes
 from benchmarks.parity.run import Case, DistPool, make_case, run_cell
 from benchmarks.parity.sharded import run_on_rank
-from benchmarks.split_pure import token_budget
+from benchmarks.split_pure import PARAMS, token_budget
 from rlhf_megatron.algorithms.aggregate import LOSS_AGG_MODES
+from rlhf_megatron.algorithms.losses import POLICY_LOSSES
+from rlhf_megatron.config.schema import PolicyLossConfig
 from rlhf_megatron.data.batch import token_index
 from rlhf_megatron.parallel.layout import layout_of
 
@@ -23,6 +25,9 @@ FAMILIES: dict[str, tuple[str, Role]] = {
     "llama_untied": ("llama_untied", "actor"),
     "qwen3_critic": ("qwen3_tied", "critic"),
 }
+LOSS_FAMILY, LOSS_PARTS = "qwen3_tied", 7
+LOSS_LAYOUTS = (Axes(dp=2), Axes(cp=2), Axes(pp=2, vpp=2), Axes(dp=2, cp=2))
+"""Of the policy losses one by one."""
 LAYOUTS = (
     Axes(),
     Axes(dp=2),
@@ -83,6 +88,22 @@ def run_layout(
         found = results[cut.name]
         gradients = {name.removeprefix(GRADIENT): x for name, x in found.items() if name.startswith(GRADIENT)}
         yield Cell(axes.name, mode, share, is_shuffled, gradients)
+
+
+def run_losses(
+    pool: DistPool, case: Case, axes: Axes, parts: int, losses: Sequence[str] = tuple(POLICY_LOSSES)
+) -> Iterator[Cell]:
+    """Every policy loss in one layout; `Cell.mode` is its name. A mean over sequences of their means, as the losses of
+    sequences have it; in the order of the batch, by which its samples are known to a loss that picks tokens."""
+    cuts = []
+    for name in losses:
+        cut = cut_of(case.batch, axes, "seq-mean-token-mean", parts)
+        cuts.append(replace(cut, name=name, policy_loss=PolicyLossConfig(name, PARAMS.get(name, {}))))
+    results = run_cell(pool, replace(case, references={}), axes, Recipe(), cuts, run_on_rank)
+    for cut in cuts:
+        found = results[cut.name]
+        gradients = {name.removeprefix(GRADIENT): x for name, x in found.items() if name.startswith(GRADIENT)}
+        yield Cell(axes.name, cut.name, parts, False, gradients)
 
 
 def run_family(

@@ -21,13 +21,14 @@ from benchmarks.parity.sharded import train_batch
 from rlhf_megatron.algorithms.aggregate import LOSS_AGG_MODES
 from rlhf_megatron.algorithms.losses import POLICY_LOSSES
 from rlhf_megatron.algorithms.losses.kl import KLType
+from rlhf_megatron.algorithms.sequences import Sequences
 from rlhf_megatron.config.schema import ActorConfig, PolicyLossConfig
 from rlhf_megatron.data.batch import MiniBatch, TrainBatch
 from rlhf_megatron.data.plan import take
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.runtime.dispatch import scatter_calls
-from rlhf_megatron.scheduler.mini_batches import cut, weighed
-from rlhf_megatron.workers.losses import make_row_losses
+from rlhf_megatron.scheduler.mini_batches import cut, picked, weighed
+from rlhf_megatron.workers.losses import RowLoss, Sums, make_row_losses
 from rlhf_megatron.workers.pack import MicroBatch, forwarded_lengths, pack, token_columns
 
 VOCAB, HIDDEN, LONGEST = 29, 8, 40
@@ -79,18 +80,30 @@ SPLITS = tuple(
 """Every combination of token budget, dp, cp, order and stages; tp has sequence parallelism, for its padding."""
 
 
+PARAMS: dict[str, dict[str, float]] = {
+    # So that the random columns below lie on both sides of every bound, and more than one token is picked.
+    "gspo": {"clip_ratio_low": 0.5, "clip_ratio_high": 0.5},
+    "clip_cov": {"clip_cov_ratio": 0.1, "clip_cov_lb": 0.1},
+    "kl_cov": {"kl_cov_ratio": 0.1},
+    "cispo": {"clip_ratio_low": 0.8, "clip_ratio_high": 0.5},
+}
+
+
 def loss_cases() -> Iterator[LossCase]:
-    """Supervised; every registered policy loss alone, with entropy, and with each KL estimate and entropy."""
+    """Supervised; every registered policy loss; one with entropy, and with each KL estimate and entropy.
+
+    Those terms are added to any loss in one place (algorithms/losses/compose.py), so one loss shows them.
+    """
     for mode in LOSS_AGG_MODES:
-        yield LossCase("sft", "sft", ActorConfig(loss_agg_mode=mode))
+        base = ActorConfig(loss_agg_mode=mode, loss_scale_factor=LONGEST)
+        yield LossCase("sft", "sft", base)
         for name in POLICY_LOSSES:
-            plain = ActorConfig(loss_agg_mode=mode, policy_loss=PolicyLossConfig(name))
-            with_entropy = replace(plain, entropy_coeff=0.03)
-            yield LossCase(name, "policy", plain)
-            yield LossCase(f"{name} + entropy", "policy", with_entropy)
-            for kl in get_args(KLType):
-                config = replace(with_entropy, use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type=kl)
-                yield LossCase(f"{name} + entropy + {kl}", "policy", config)
+            yield LossCase(name, "policy", replace(base, policy_loss=PolicyLossConfig(name, PARAMS.get(name, {}))))
+        with_entropy = replace(base, entropy_coeff=0.03)
+        yield LossCase("ppo_clip + entropy", "policy", with_entropy)
+        for kl in get_args(KLType):
+            config = replace(with_entropy, use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type=kl)
+            yield LossCase(f"ppo_clip + entropy + {kl}", "policy", config)
 
 
 def token_budget(lengths: Tensor, layout: Layout, parts: int) -> int:
@@ -167,7 +180,7 @@ def split_gradient(batch: TrainBatch, case: LossCase, split: Split, spoil: Spoil
     model = TinyModel()
     row_loss = make_row_losses(case.config)[case.loss]
     (part,) = cut(batch, len(batch), use_shuffle=split.is_shuffled, seed=1, step=0, epoch=0)
-    whole = weighed(part, case.config.loss_agg_mode)
+    whole = weighed(part, case.config.loss_agg_mode, case.config.loss_scale_factor, picks(part, case))
     layout = split.layout
     budget = token_budget(whole.lengths, layout, split.parts)
     plans = scatter_calls(0, "update", whole, layout, budget, {}).plans
@@ -177,18 +190,62 @@ def split_gradient(batch: TrainBatch, case: LossCase, split: Split, spoil: Spoil
         shard = _in_float64(shard if spoil is None else spoil(shard))
         shares = [pack(shard, plan, layout, cp_rank, COLUMNS).micro_batches for cp_rank in range(layout.cp)]
         for micros in zip(*shares, strict=True):
-            for log_probs_R, entropies_R, micro in _rows(model, micros):
-                value, sums = row_loss(log_probs_R, entropies_R if row_loss.needs_entropy else None, micro.columns)
-                value.backward(retain_graph=True)
-                for name, share in sums.items():
-                    metrics[name] = metrics.get(name, 0.0) + float(share)
+            results = _at_once(row_loss, list(_rows(model, micros)))
+            torch.stack([value for value, _ in results]).sum().backward()
+            for name, share in ((name, share) for _, sums in results for name, share in sums.items()):
+                metrics[name] = metrics.get(name, 0.0) + float(share)
     return Outcome(_gradients(model), metrics, len(plans[0].micro_batches))
+
+
+def picks(part: TrainBatch, case: LossCase) -> Tensor | None:
+    """What the loss chooses of the whole mini-batch."""
+    return picked(part, case.config.policy_loss, seed=1, step=0, number=0) if case.loss == "policy" else None
+
+
+def _at_once(row_loss: RowLoss, ranks: Sequence[tuple[Tensor, Tensor, MicroBatch]]) -> list[Sums]:
+    """`row_loss` on context-parallel ranks that add up sums between them.
+
+    In one process a rank cannot wait for the next: all are run until their next exchange, which is added up, and then
+    again from the start, with what is known of the exchanges so far.
+    """
+    known: list[Tensor] = []
+    while True:
+        new: list[Tensor] = []
+        results = [_on_rank(row_loss, *rank, known, new) for rank in ranks]
+        if not new:
+            return results
+        assert len(new) == len(ranks), f"{len(new)} of {len(ranks)} ranks take part in an exchange"
+        known.append(torch.stack(new).sum(0))
+
+
+def _on_rank(
+    row_loss: RowLoss,
+    log_probs_R: Tensor,
+    entropies_R: Tensor,
+    micro: MicroBatch,
+    known: Sequence[Tensor],
+    new: list[Tensor],
+) -> Sums:
+    num_exchanges = 0
+
+    def reduce(sums: Tensor) -> Tensor:
+        nonlocal num_exchanges
+        num_exchanges += 1
+        if num_exchanges <= len(known):
+            return known[num_exchanges - 1]
+        if num_exchanges == len(known) + 1:
+            new.append(sums)
+        return sums
+
+    sequences = Sequences(micro.sequence_ids, micro.num_sequences, reduce) if row_loss.needs_sequences else None
+    return row_loss(log_probs_R, entropies_R if row_loss.needs_entropy else None, micro.columns, sequences)
 
 
 def plain_gradient(batch: TrainBatch, case: LossCase) -> dict[str, Tensor]:
     """The gradient as a textbook has it: each sample by itself, then the means that the mode is called after."""
     model = TinyModel()
     row_loss = make_row_losses(case.config)[case.loss]
+    is_picked = picks(batch, case)
     losses = []
     for i in range(len(batch)):
         span = slice(int(batch.offsets[i]), int(batch.offsets[i + 1]))
@@ -199,15 +256,26 @@ def plain_gradient(batch: TrainBatch, case: LossCase) -> dict[str, Tensor]:
             name: getattr(batch, name)[span][1:][mask].double()
             for name in ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs")
         }
-        losses.append(row_loss.function(log_probs, entropies, columns).token_loss_T)
-    mode = case.config.loss_agg_mode
-    if mode == "token-mean":
-        loss = torch.cat(losses).mean()
-    else:
-        per_sample = [loss.sum() / (max(len(loss), 1) if mode == "seq-mean-token-mean" else 1) for loss in losses]
-        loss = torch.stack(per_sample).mean()
-    loss.backward()
+        if is_picked is not None:
+            columns["is_picked"] = is_picked[span][1:][mask]
+        sequences = Sequences(torch.zeros_like(ids[1:][mask]), 1) if row_loss.needs_sequences else None
+        losses.append(row_loss.function(log_probs, entropies, columns, sequences).token_loss_T)
+    _aggregated(losses, case.config).backward()
     return _gradients(model)
+
+
+def _aggregated(losses: Sequence[Tensor], config: ActorConfig) -> Tensor:
+    """Token losses of each sample -> what the mode is called after."""
+    if config.loss_agg_mode == "token-mean":
+        return torch.cat(list(losses)).mean()
+    sums = torch.stack([loss.sum() for loss in losses])
+    if config.loss_agg_mode == "token-sum":
+        return sums.sum()
+    if config.loss_agg_mode == "seq-mean-token-sum-norm":
+        assert config.loss_scale_factor is not None
+        return sums.mean() / config.loss_scale_factor
+    counts = [max(len(loss), 1) if config.loss_agg_mode == "seq-mean-token-mean" else 1 for loss in losses]
+    return (sums / torch.tensor(counts)).mean()
 
 
 def _rows(model: TinyModel, micros: Sequence[MicroBatch]) -> Iterator[tuple[Tensor, Tensor, MicroBatch]]:
@@ -228,7 +296,8 @@ def _rows(model: TinyModel, micros: Sequence[MicroBatch]) -> Iterator[tuple[Tens
 
 def _in_float64(shard: MiniBatch) -> MiniBatch:
     columns = {name: getattr(shard, name) for name in COLUMNS}
-    return replace(shard, **{name: column.double() for name, column in columns.items() if column is not None})
+    given = {name: column for name, column in columns.items() if column is not None and column.dtype != torch.bool}
+    return replace(shard, **{name: column.double() for name, column in given.items()})
 
 
 def _gradients(model: TinyModel) -> dict[str, Tensor]:

@@ -120,6 +120,17 @@ def test_kl_gradients(kind: str) -> None:
     torch.testing.assert_close(found, {"k1": torch.ones(20).double(), "k2": d, "k3": 1 - (-d).exp()}[kind])
 
 
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_straight_through_has_the_value_of_the_estimate_and_the_gradient_of_k2(kind: str) -> None:
+    differences = torch.tensor([0.3, -0.7, 0.0, 11.5, -50.0, 50.0], dtype=torch.float64)
+    log_probs = torch.full((6,), -1.0, dtype=torch.float64, requires_grad=True)
+    ref = log_probs.detach() - differences
+    kl = kl_estimate(log_probs, ref, f"{kind}+")  # type: ignore[arg-type]
+    assert torch.equal(kl.detach(), kl_estimate(log_probs, ref, kind).detach())  # type: ignore[arg-type]
+    kl.sum().backward()
+    torch.testing.assert_close(log_probs.grad, differences, rtol=1e-12, atol=1e-15)
+
+
 def test_k2_and_k3_estimate_the_divergence_and_k1_loss_has_no_gradient_on_average() -> None:
     logits = torch.tensor([0.3, -0.2, 1.0, 0.1], dtype=torch.float64, requires_grad=True)
     ref = torch.tensor([0.2, 0.1, 0.9, 0.0], dtype=torch.float64).log_softmax(0)
@@ -127,12 +138,14 @@ def test_k2_and_k3_estimate_the_divergence_and_k1_loss_has_no_gradient_on_averag
     probs = log_probs.exp().detach()
     exact = (log_probs.exp() * (log_probs - ref)).sum()
     (exact_grad,) = torch.autograd.grad(exact, logits, retain_graph=True)
-    for kind in ("k1", "k3"):
+    for kind in ("k1", "k3", "k1+", "k3+"):
         assert (probs * kl_estimate(log_probs, ref, kind)).sum().item() == pytest.approx(exact.item())  # type: ignore[arg-type]
     grads = {
         kind: torch.autograd.grad((probs * kl_estimate(log_probs, ref, kind)).sum(), logits, retain_graph=True)[0]  # type: ignore[arg-type]
-        for kind in ("k1", "k2")
+        for kind in ("k1", "k2", "k1+", "k3+")
     }
+    for straight in ("k1+", "k3+"):
+        torch.testing.assert_close(grads[straight], exact_grad)
     torch.testing.assert_close(grads["k2"], exact_grad)
     torch.testing.assert_close(grads["k1"], torch.zeros(4, dtype=torch.float64), atol=1e-15, rtol=0)
 

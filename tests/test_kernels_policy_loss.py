@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rlhf_megatron.algorithms.losses import PolicyLossInputs
 from rlhf_megatron.algorithms.losses.compose import RegularizerParams, total_token_loss
+from rlhf_megatron.algorithms.losses.kl import KLType
 from rlhf_megatron.algorithms.losses.ppo_clip import PPOClipParams, ppo_clip, ppo_clip_explicit
 from rlhf_megatron.kernels import row_loss
 from rlhf_megatron.kernels.policy_loss import FusedPolicyLoss
@@ -168,6 +169,10 @@ KL_BY_HAND = {
         (-25.0, 10.0, 0.0),  # and the exponent at 20 before
         (25.0, 10.0, 0.0),
     ],
+    # Straight through: the value of the one, the gradient of k2, which is the difference.
+    "k1+": [(0.5, 0.5, 0.5), (-30.0, -30.0, -30.0)],
+    "k2+": [(0.5, 0.125, 0.5), (-3.0, 4.5, -3.0)],
+    "k3+": [(LOG(2.0), 0.5 - 1 + LOG(2.0), LOG(2.0)), (11.5, 10.0, 11.5), (-25.0, 10.0, -25.0)],
 }
 
 
@@ -198,7 +203,7 @@ def test_regularizers_by_hand(kind: Any, row: tuple[float, float, float]) -> Non
 
 REGULARIZERS = [
     RegularizerParams(coef, kind, entropy)
-    for kind in ("k1", "k2", "k3")
+    for kind in get_args(KLType)
     for coef in (0.0, 0.1)
     for entropy in (0.0, 0.03)
 ]

@@ -73,7 +73,7 @@ def exact(inputs: PolicyLossInputs, weights: tuple[Tensor, Tensor], regularizers
     return found
 
 
-@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "k3+"])
 @pytest.mark.parametrize("coefficients", [(0.0, 0.0), (0.1, 0.03)])
 @pytest.mark.parametrize("without", [{}, {"correction_weights_T": None}], ids=["corrected", "plain"])
 def test_equals_eager(run: Run, kind: Any, coefficients: tuple[float, float], without: dict[str, None]) -> None:
@@ -163,6 +163,7 @@ def test_compiles_for_a_gpu_that_is_not_here(has_all: bool, tmp_path: Path, monk
     kernel = policy_loss_triton._ppo_clip_kernel
     constants = {
         "KL_KIND": 3 if has_all else 0,
+        "IS_KL_STRAIGHT": has_all,
         "HAS_ENTROPIES": has_all,
         "HAS_CORRECTION": has_all,
         "NUM_SUMS": 7 if has_all else 5,

@@ -80,8 +80,8 @@ def test_every_registered_loss_is_compared() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name}, {case.config.loss_agg_mode}")
 def test_pure_losses(case: split_pure.LossCase) -> None:
-    rows = list(pure_rows([case], SPLITS[5::9]))
-    assert len(rows) == 1 + 2 * len(SPLITS[5::9])
+    rows = list(pure_rows([case], splits_of(case)))
+    assert len(rows) == 1 + 2 * 2
     assert [row for row in rows if not row.is_ok] == []
 
 
@@ -95,11 +95,17 @@ def test_budgets_make_the_micro_batches_that_they_are_called_after() -> None:
     assert split_pure.split_gradient(batch, case, virtual).num_micro_batches == 2, "a multiple of the stages"
 
 
+def splits_of(case: split_pure.LossCase) -> list[Split]:
+    """One that cuts every way but stages, and one that no other case of the loss has."""
+    number = CASES.index(case)
+    return [Split(Layout(4, cp=2), parts=7, is_shuffled=True), SPLITS[(5 + 7 * number) % len(SPLITS)]]
+
+
 def local_denominator(mode: str) -> Callable[[MiniBatch], MiniBatch]:
     """Weights of a replica that divides by its own counts, as if every replica had that many."""
 
     def spoil(shard: MiniBatch) -> MiniBatch:
-        return replace(shard, loss_weights=weigh(shard, mode)[0] / 2)
+        return replace(shard, loss_weights=weigh(shard, mode, split_pure.LONGEST)[0] / 2)
 
     return spoil
 
@@ -172,6 +178,17 @@ def test_through_megatron(
     error, worst, alone = compare(cell.gradients, baseline[mode])
     assert error <= MEGATRON_BAR, f"{error:.1e}; worst alone {worst}: {alone:.1e}"
     assert not torch.equal(cell.gradients["model.norm.weight"], baseline[mode]["model.norm.weight"]), "nothing was cut"
+
+
+@pytest.mark.dist
+def test_losses_of_sequences_and_picks_through_megatron(dist_pool: DistPool, case: Case) -> None:
+    """Two ranks share each sequence: their ratio is one, whatever rows a rank has."""
+    losses = ("gspo", "clip_cov")
+    whole = {cell.mode: cell.gradients for cell in split_mcore.run_losses(dist_pool, case, Axes(), 1, losses)}
+    for cell in split_mcore.run_losses(dist_pool, case, Axes(cp=2), 7, losses):
+        error, worst, alone = compare(cell.gradients, whole[cell.mode])
+        assert error <= MEGATRON_BAR, f"{cell.mode}: {error:.1e}; worst alone {worst}: {alone:.1e}"
+    assert compare(whole["gspo"], whole["clip_cov"])[0] > 0.01, "one loss twice"
 
 
 @pytest.mark.dist

@@ -11,6 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from rlhf_megatron.config.schema import PolicyLossConfig
+
 VOCAB = 131  # odd: tensor parallelism must pad it
 NUM_SAMPLES = 24
 NUM_STEPS = 3  # optimizer steps
@@ -101,6 +103,7 @@ class Cut:
     mini_batches: tuple[tuple[int, int], ...]  # samples start .. stop - 1 of each optimizer step
     token_budget: int  # tokens of a micro-batch
     loss_agg_mode: str
+    policy_loss: PolicyLossConfig | None = None  # None: ppo_clip with the recipe's bounds
 
 
 CUTS = (

@@ -14,8 +14,9 @@ from rlhf_megatron.data.batch import LogProbs, MiniBatch, TokenBatch, TrainBatch
 from rlhf_megatron.data.plan import ReplicaPlan
 from rlhf_megatron.models.table import Head, Rule
 from rlhf_megatron.parallel.world import World
-from rlhf_megatron.scheduler.mini_batches import weighed, weighed_values
+from rlhf_megatron.scheduler.mini_batches import picked, weighed, weighed_values
 
+LOSS_SCALE_FACTOR = 16.0  # tokens, of seq-mean-token-sum-norm
 HEADS: dict[Role, Head] = {"actor": "vocabulary", "critic": "value"}
 
 
@@ -68,7 +69,9 @@ class ActorSubject:
         return found
 
     def mini_batch(self, part: TrainBatch) -> MiniBatch:
-        return weighed(part, self.cut.loss_agg_mode)
+        loss = actor_config(self.recipe, self.cut, self.megatron).policy_loss
+        is_picked = picked(part, loss, seed=1, step=0, number=0)
+        return weighed(part, self.cut.loss_agg_mode, LOSS_SCALE_FACTOR, is_picked)
 
     def update(self, worker: Any, mini_batch: MiniBatch, plan: ReplicaPlan) -> Any:
         return worker.update(mini_batch, plan, self.recipe.temperature, "policy")
@@ -94,7 +97,7 @@ class CriticSubject:
         return found
 
     def mini_batch(self, part: TrainBatch) -> ValueMiniBatch:
-        return weighed_values(part, self.cut.loss_agg_mode)
+        return weighed_values(part, self.cut.loss_agg_mode, LOSS_SCALE_FACTOR)
 
     def update(self, worker: Any, mini_batch: ValueMiniBatch, plan: ReplicaPlan) -> Any:
         return worker.update(mini_batch, plan)
@@ -108,7 +111,8 @@ def actor_config(recipe: Recipe, cut: Cut, megatron: MegatronConfig) -> ActorCon
     return ActorConfig(
         megatron=megatron,
         optim=_optim(recipe),
-        policy_loss=PolicyLossConfig(
+        policy_loss=cut.policy_loss
+        or PolicyLossConfig(
             "ppo_clip",
             {
                 "clip_ratio_low": recipe.clip_low,
