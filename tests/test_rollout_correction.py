@@ -206,7 +206,7 @@ CASES = [
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_everything_equals_a_plain_loop(case: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when the step is worked on in blocks of a few tokens."""
-    params, step = CASES[case], drawn(case, num_samples=24)
+    params, step = CASES[case], drawn(case, num_samples=60)
     weights, kept = looped(step, params)
     assert any(x for row in kept for x in row) and not all(x for row in kept for x in row), "the case decides nothing"
     whole = step.correct(params)

@@ -43,31 +43,29 @@ _PRODUCT = {"rollout_rs": ("seq_sum_k1",), "rollout_rs_threshold": ("0.5_2.0",)}
 _CLIP = {"mode": "bypass", "loss_type": "ppo_clip"}
 _PG = {"mode": "bypass", "loss_type": "reinforce"}
 
+_OVER_NONE: dict[str, Mapping[str, Any]] = {
+    "disabled": {},  # metrics only
+    "decoupled_token_is": _TOKEN,
+    "decoupled_seq_is": _SEQUENCE,
+    "decoupled_token_icepop": _ICEPOP,
+    "decoupled_seq_is_rs": {**_SEQUENCE, **_PRODUCT},
+    "decoupled_geo_rs": _GEO,
+    "decoupled_geo_rs_seq_tis": {**_SEQUENCE, **_GEO},
+    "decoupled_geo_rs_token_tis": {**_TOKEN, **_GEO},
+    "decoupled_k3_rs": _K3,
+    "decoupled_k3_rs_seq_tis": {**_SEQUENCE, **_K3},
+    "decoupled_k3_rs_token_tis": {**_TOKEN, **_K3},
+    "bypass_ppo_clip": _CLIP,
+    "bypass_ppo_clip_geo_rs": {**_CLIP, **_GEO},
+    "bypass_ppo_clip_k3_rs": {**_CLIP, **_K3},
+    "bypass_pg_is": {**_PG, **_SEQUENCE},
+    "bypass_pg_token_icepop": {**_PG, **_ICEPOP},
+    "bypass_pg_geo_rs": {**_PG, **_GEO},
+    "bypass_pg_geo_rs_seq_tis": {**_PG, **_SEQUENCE, **_GEO},
+    "bypass_pg_geo_rs_token_tis": {**_PG, **_TOKEN, **_GEO},
+}
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        name: {**_NONE, **settings}
-        for name, settings in {
-            "disabled": {},  # metrics only
-            "decoupled_token_is": _TOKEN,
-            "decoupled_seq_is": _SEQUENCE,
-            "decoupled_token_icepop": _ICEPOP,
-            "decoupled_seq_is_rs": {**_SEQUENCE, **_PRODUCT},
-            "decoupled_geo_rs": _GEO,
-            "decoupled_geo_rs_seq_tis": {**_SEQUENCE, **_GEO},
-            "decoupled_geo_rs_token_tis": {**_TOKEN, **_GEO},
-            "decoupled_k3_rs": _K3,
-            "decoupled_k3_rs_seq_tis": {**_SEQUENCE, **_K3},
-            "decoupled_k3_rs_token_tis": {**_TOKEN, **_K3},
-            "bypass_ppo_clip": _CLIP,
-            "bypass_ppo_clip_geo_rs": {**_CLIP, **_GEO},
-            "bypass_ppo_clip_k3_rs": {**_CLIP, **_K3},
-            "bypass_pg_is": {**_PG, **_SEQUENCE},
-            "bypass_pg_token_icepop": {**_PG, **_ICEPOP},
-            "bypass_pg_geo_rs": {**_PG, **_GEO},
-            "bypass_pg_geo_rs_seq_tis": {**_PG, **_SEQUENCE, **_GEO},
-            "bypass_pg_geo_rs_token_tis": {**_PG, **_TOKEN, **_GEO},
-        }.items()
-    }
+    {name: {**_NONE, **settings} for name, settings in _OVER_NONE.items()}
 )
 
 
