@@ -46,6 +46,7 @@ class Case:
     state: dict[str, Tensor]
     batch: MiniBatch
     entropies: Tensor
+    sum_squares: Tensor
     exact: list[reference.Step]  # float64
     single: list[reference.Step]  # float32
 
@@ -63,7 +64,8 @@ def case(request: pytest.FixtureRequest) -> Case:
     exact_model = reference.make_model(name).double()
     with torch.no_grad():
         _, entropies = reference.token_log_probs(exact_model, batch)
-    return Case(name, loss, state, batch, entropies, reference.run_steps(exact_model, batch, loss), single)
+        squares = reference.token_sum_squares(exact_model, batch)
+    return Case(name, loss, state, batch, entropies, squares, reference.run_steps(exact_model, batch, loss), single)
 
 
 def label(layout: dict[str, Any]) -> str:
@@ -80,10 +82,10 @@ def moved(weights: dict[str, Tensor], state: dict[str, Tensor]) -> dict[str, Ten
     return {key: weights[key].double() - state[key].double() for key in weights}
 
 
-def gathered_log_probs(results: list[RankResult]) -> tuple[Tensor, Tensor]:
+def gathered_log_probs(results: list[RankResult]) -> tuple[Tensor, Tensor, Tensor]:
     leaders = [r for r in results if r.log_probs is not None]
     merged = restore([r.log_probs for r in leaders], [r.plan for r in leaders])
-    return merged.log_probs, merged.entropies
+    return merged.log_probs, merged.entropies, merged.sum_squares
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=label)
@@ -92,10 +94,11 @@ def test_three_steps_equal_transformers(dist_pool: DistPool, case: Case, layout:
         train, name=case.name, state=case.state, batch=case.batch, loss=case.loss, timeout_s=300, **layout
     )
     tp, copies = layout.get("tp", 1), layout.get("dp", 1) * layout.get("cp", 1)
-    log_probs, entropies = gathered_log_probs(results)
+    log_probs, entropies, sum_squares = gathered_log_probs(results)
     bound = BAR * max(1e-6, (case.single[0].predicted - case.exact[0].predicted).abs().max().item())
     assert (log_probs - case.exact[0].predicted).abs().max().item() <= bound
     assert (entropies - case.entropies).abs().max().item() <= bound
+    assert (sum_squares - case.sum_squares).abs().max().item() <= bound
 
     exact, single = case.exact[-1], case.single[-1]
     assert worst(whole(results, case.name, tp, copies, "grads"), exact.grads) <= BAR * worst(single.grads, exact.grads)

@@ -166,7 +166,7 @@ def train(
     if directory is not None and is_loading:
         actor.load(directory)
     shard, plan = share(world, batch, token_budget)
-    log_probs = actor.log_probs(shard, plan, reference.TEMPERATURE, with_entropy=True)
+    log_probs = actor.log_probs(shard, plan, reference.TEMPERATURE, with_entropy=True, with_sum_squares=True)
     updates = [actor.update(shard, plan, reference.TEMPERATURE, loss) for _ in range(num_steps)]
     grads, weights = shards(actor)
     if directory is not None and not is_loading:

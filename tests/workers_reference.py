@@ -91,6 +91,16 @@ def token_log_probs(model: torch.nn.Module, batch: MiniBatch) -> tuple[Tensor, T
     return torch.cat(log_probs), torch.cat(entropies)
 
 
+def token_sum_squares(model: torch.nn.Module, batch: MiniBatch) -> Tensor:
+    """[T]: sum over the vocabulary of the squared probabilities at response tokens, zero elsewhere."""
+    squares = []
+    for start, end in zip(batch.offsets[:-1].tolist(), batch.offsets[1:].tolist(), strict=True):
+        logits = model(batch.token_ids[None, start:end]).logits[0, :-1] / TEMPERATURE
+        of_sample = logits.softmax(-1).square().sum(-1)
+        squares.append(torch.cat([of_sample.new_zeros(1), of_sample]) * batch.response_mask[start:end])
+    return torch.cat(squares)
+
+
 def with_past(batch: MiniBatch, log_probs: Tensor) -> MiniBatch:
     """`batch` with an old policy and a reference that are `log_probs` and noise, so that some ratios are clipped."""
     generator = torch.Generator().manual_seed(3)

@@ -115,6 +115,7 @@ class AnnotatedBatch(ScoredBatch):
     ref_log_probs: Tensor | None = per_token(default=None)  # [T] float32, frozen reference
     values: Tensor | None = per_token(default=None)  # [T] float32, critic
     entropies: Tensor | None = per_token(default=None)  # [T] float32, nats
+    sum_squares: Tensor | None = per_token(default=None)  # [T] float32, of the trainer's probabilities
 
 
 @codec.register
@@ -173,6 +174,7 @@ class LogProbs(TokenBatch):
 
     log_probs: Tensor = per_token()  # [T] float32
     entropies: Tensor | None = per_token(default=None)  # [T] float32, nats, when asked for
+    sum_squares: Tensor | None = per_token(default=None)  # [T] float32, sum over the vocabulary of p^2, when asked for
 
 
 def token_index(offsets: Tensor, samples: Sequence[int]) -> Tensor:

@@ -52,6 +52,10 @@ class AdvantageStage:
                 offsets=batch.offsets,
                 token_rewards_T=rewards,
                 values_T=batch.values,
+                reward_parts=batch.reward_parts,
+                log_probs_T=batch.old_log_probs,
+                rollout_log_probs_T=batch.rollout_log_probs,
+                sum_squares_T=batch.sum_squares,
             ),
             self.plugins.estimator_params,
         )

@@ -23,16 +23,17 @@ def annotate(
     tokens = TokenBatch(scored.offsets, scored.token_ids, scored.response_mask)
     budget = config.actor.ppo_max_token_len_per_gpu
 
-    def log_probs(role: str, token_budget: int, with_entropy: bool) -> Future[Any]:
+    def log_probs(role: str, token_budget: int, **wanted: bool) -> Future[Any]:
         return group.scatter(
             f"{role}.log_probs",
             tokens,
             token_budget=token_budget,
             temperature=config.rollout.temperature,
-            with_entropy=with_entropy,
+            **wanted,
         )
 
-    actor = log_probs("actor", budget, with_entropy=True) if has_actor else None
+    asked = {"with_sum_squares": True} if plugins.needs_sum_squares else {}
+    actor = log_probs("actor", budget, with_entropy=True, **asked) if has_actor else None
     critic = reference = None
     if plugins.needs_values:
         critic = group.scatter("critic.values", tokens, token_budget=config.critic.ppo_max_token_len_per_gpu or budget)
@@ -44,6 +45,7 @@ def annotate(
         scored,
         old_log_probs=by_actor.log_probs if by_actor else None,
         entropies=by_actor.entropies if by_actor else None,
+        sum_squares=by_actor.sum_squares if by_actor else None,
         values=critic.result().values if critic else None,
         ref_log_probs=reference.result().log_probs if reference else None,
     )

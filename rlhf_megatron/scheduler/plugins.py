@@ -20,7 +20,15 @@ from rlhf_megatron.registry import Entry
 from rlhf_megatron.reward_service.components import load_components
 from rlhf_megatron.workers.correction import correction_params
 
-ESTIMATOR_PROVIDED = {"rewards", "group_ids", "token_rewards"}
+ESTIMATOR_PROVIDED = {
+    "rewards",
+    "group_ids",
+    "token_rewards",
+    "reward_parts",
+    "log_probs",
+    "rollout_log_probs",
+    "sum_squares",
+}
 PROVIDED = {
     "advantages",
     "old_log_probs",
@@ -45,6 +53,7 @@ class Plugins:
     needs_log_probs: bool = True  # of the trainer's policy before the update, in every step
     correction: CorrectionParams = field(default_factory=CorrectionParams)
     is_bypass: bool = False  # the engine's log-probs are the old ones, and the loss makes the correction
+    needs_sum_squares: bool = False  # of the probabilities of the actor
 
 
 def load_plugins(config: RunConfig) -> Plugins:
@@ -83,6 +92,7 @@ def load_plugins(config: RunConfig) -> Plugins:
         needs_log_probs=_needs_log_probs(config, estimator),
         correction=correction_params(config.algorithm.rollout_correction),
         is_bypass=is_bypass(config.algorithm.rollout_correction),
+        needs_sum_squares="sum_squares" in estimator.needs,
     )
 
 

@@ -61,12 +61,17 @@ class MegatronActor(TrainedRole):
         self.head = LogProbHead("actor", self.model, world, dtype, config.log_prob_chunk_size, config.kernels)
 
     def log_probs(
-        self, batch: TokenBatch, plan: ReplicaPlan, temperature: float, with_entropy: bool = False
+        self,
+        batch: TokenBatch,
+        plan: ReplicaPlan,
+        temperature: float,
+        with_entropy: bool = False,
+        with_sum_squares: bool = False,
     ) -> LogProbs | None:
         """See `contract.ForwardWorker`."""
         faults.reach("actor.before_log_probs")
         self.trained.memory.require("parameters")
-        rows = self.head.rows(temperature, with_entropy)
+        rows = self.head.rows(temperature, with_entropy, with_sum_squares)
         return forward_log_probs(self.trained.chunks, rows, self.world, batch, plan)
 
     def update(

@@ -113,6 +113,16 @@ class ForwardWorker(Worker, Protocol):
 class TrainWorker(ForwardWorker, TrainedWorker, Protocol):
     """A policy that learns: the actor."""
 
+    def log_probs(
+        self,
+        batch: TokenBatch,
+        plan: ReplicaPlan,
+        temperature: float,
+        with_entropy: bool = False,
+        with_sum_squares: bool = False,
+    ) -> LogProbs | None:
+        """As the reference's; on demand also the sum of the squared probabilities of the vocabulary."""
+
     def update(
         self, batch: MiniBatch, plan: ReplicaPlan, temperature: float, loss: str = "policy", capsule: Path | None = None
     ) -> UpdateResult | None:

@@ -23,21 +23,22 @@ def forward_log_probs(
     batch: TokenBatch,
     plan: ReplicaPlan,
 ) -> LogProbs | None:
-    """Log-probs (and entropies) at response tokens, on the leader; None elsewhere. All ranks of a replica."""
+    """Log-probs, and what else the rows are asked for, on the leader; None elsewhere. All ranks of a replica."""
 
     def of_rows(hidden_SH: Tensor, micro: MicroBatch) -> Tensor:
-        log_probs_R, entropies_R = rows_log_probs(hidden_SH, micro)
-        return log_probs_R[None] if entropies_R is None else torch.stack([log_probs_R, entropies_R])
+        return torch.stack([column_R for column_R in rows_log_probs.outputs(hidden_SH, micro) if column_R is not None])
 
     columns = forward_columns(chunks, world, batch, plan, of_rows)
     if columns is None:
         return None
+    others = iter(columns[1:])
     return LogProbs(
         offsets=batch.offsets,
         token_ids=batch.token_ids,
         response_mask=batch.response_mask,
         log_probs=columns[0],
-        entropies=columns[1] if rows_log_probs.with_entropy else None,
+        entropies=next(others) if rows_log_probs.with_entropy else None,
+        sum_squares=next(others) if rows_log_probs.with_sum_squares else None,
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.config.schema import KernelsConfig
-from rlhf_megatron.kernels.log_prob import Backend, linear_log_prob
+from rlhf_megatron.kernels.log_prob import Backend, HeadOutputs, linear_log_prob
 from rlhf_megatron.kernels.self_check import SelfCheck, check_backend
 from rlhf_megatron.models.build import MegatronModel
 from rlhf_megatron.models.head import head_weight
@@ -46,9 +46,9 @@ class LogProbHead:
         if world.is_leader and world.coordinates.dp == 0:
             logger.info("head of the %s: %s", role, choice)
 
-    def rows(self, temperature: float, with_entropy: bool) -> RowLogProbs:
+    def rows(self, temperature: float, with_entropy: bool, with_sum_squares: bool = False) -> RowLogProbs:
         """What a pass asks of its rows."""
-        return RowLogProbs(self, temperature, with_entropy)
+        return RowLogProbs(self, temperature, with_entropy, with_sum_squares)
 
     def report(self) -> HeadReport | None:
         """None off the last stage."""
@@ -56,14 +56,22 @@ class LogProbHead:
 
 
 class RowLogProbs:
-    """(hidden_SH, micro-batch) -> log-probs and entropies of the target tokens. Last stage, all tp ranks."""
+    """(hidden_SH, micro-batch) -> log-probs and entropies of the target tokens. Last stage, all tp ranks.
 
-    def __init__(self, head: LogProbHead, temperature: float, with_entropy: bool) -> None:
+    `outputs` gives all that was asked for.
+    """
+
+    def __init__(self, head: LogProbHead, temperature: float, with_entropy: bool, with_sum_squares: bool) -> None:
         self.head = head
         self.temperature = temperature
         self.with_entropy = with_entropy
+        self.with_sum_squares = with_sum_squares
 
     def __call__(self, hidden_SH: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor | None]:
+        found = self.outputs(hidden_SH, micro)
+        return found.log_probs_R, found.entropies_R
+
+    def outputs(self, hidden_SH: Tensor, micro: MicroBatch) -> HeadOutputs:
         head, model, world = self.head, self.head.model, self.head.world
         weight_VH = head_weight(model.chunks[-1])
         sink, stash_bytes = sink_of(weight_VH), head.checked.choice.stash_bytes
@@ -81,7 +89,7 @@ class RowLogProbs:
             )
 
         head.checked.examine(check)
-        outputs = linear_log_prob(
+        return linear_log_prob(
             hidden_SH,
             weight_VH,
             micro.targets,
@@ -91,10 +99,10 @@ class RowLogProbs:
             tp_group=world.tp_group,
             chunk_size=head.chunk_size,
             with_entropy=self.with_entropy,
+            with_sum_squares=self.with_sum_squares,
             rows_R=micro.rows,
             is_sequence_split=world.layout.sequence_parallel,
             sink=sink if torch.is_grad_enabled() else None,
             stash_bytes=stash_bytes if torch.is_grad_enabled() else 0,
             backend=head.checked.backend,
         )
-        return outputs.log_probs_R, outputs.entropies_R
