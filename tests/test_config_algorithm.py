@@ -14,6 +14,7 @@ from rlhf_megatron.config.validate import validate
 
 KL = "algorithm.use_kl_in_reward=true"
 ADAPTIVE = "algorithm.kl_ctrl.type=adaptive"
+DRAWS = "algorithm.pf_ppo.enable=true"
 
 
 @pytest.fixture
@@ -30,6 +31,8 @@ def run_file(tmp_path: Path) -> Path:
         [KL, "algorithm.kl_penalty=abs", "algorithm.kl_ctrl.kl_coef=0.1"],
         [KL, ADAPTIVE, "algorithm.kl_ctrl.target_kl=6", "algorithm.kl_ctrl.horizon=103"],
         [KL, "actor.use_kl_loss=true"],  # both at once
+        [DRAWS, "algorithm.pf_ppo.weight_pow=0.5"],
+        [DRAWS, "algorithm.pf_ppo.reweight_method=max_min"],
     ],
 )
 def test_what_may_stand_together(run_file: Path, overrides: list[str]) -> None:
@@ -47,6 +50,10 @@ def test_what_may_stand_together(run_file: Path, overrides: list[str]) -> None:
         ([KL, "algorithm.kl_ctrl.kl_coef=0"], "algorithm.kl_ctrl.kl_coef (0) must be above 0 with algorithm.use_kl_in_reward, or the reference is run for nothing"),
         ([KL, ADAPTIVE, "algorithm.kl_ctrl.kl_coef=0"], "algorithm.kl_ctrl.kl_coef (0) must be above 0"),
         ([KL, ADAPTIVE, "algorithm.kl_ctrl.horizon=102"], "algorithm.kl_ctrl.horizon (102 samples) must be above 0.2 x the samples of a step (data.train_batch_size x rollout.n = 32 x 16 = 512), or one step can turn the sign of the KL term; use 5120."),
+        (["algorithm.pf_ppo.weight_pow=3"], "algorithm.pf_ppo.weight_pow (3.0) would be ignored because algorithm.pf_ppo.enable is false; remove it, or set it to true."),
+        (["algorithm.pf_ppo.reweight_method=max_min"], "algorithm.pf_ppo.reweight_method (max_min) would be ignored because algorithm.pf_ppo.enable is false"),
+        ([DRAWS, "algorithm.pf_ppo.reweight_method=max_min", "algorithm.pf_ppo.weight_pow=3"], "algorithm.pf_ppo.weight_pow (3.0) would be ignored because algorithm.pf_ppo.reweight_method is max_min; remove it, or set that to pow."),
+        ([DRAWS, "algorithm.pf_ppo.weight_pow=-1"], "algorithm.pf_ppo.weight_pow (-1.0) must be at least 0 and below inf; the default is 2.0."),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_problem(run_file: Path, overrides: list[str], expected: str) -> None:

@@ -12,6 +12,8 @@ from rlhf_megatron.config.schema import RunConfig
 ESTIMATOR, KEYS, TERMS = "algorithm.adv_estimator", "algorithm.params.gdpo_reward_keys", "reward.terms"
 SWITCH = "algorithm.use_kl_in_reward"
 COEF, TARGET, HORIZON, TYPE = (f"algorithm.kl_ctrl.{name}" for name in ("kl_coef", "target_kl", "horizon", "type"))
+PF_PPO = "algorithm.pf_ppo"
+METHOD, POWER = f"{PF_PPO}.reweight_method", f"{PF_PPO}.weight_pow"
 MAX_ERROR = 0.2  # the largest step of the adaptive controller, see algorithms/kl_in_reward.py
 
 
@@ -22,6 +24,9 @@ def idle_settings(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], st
     yield is_off, ("algorithm.kl_ctrl", "algorithm.kl_penalty"), SWITCH, "set it to true"
     is_fixed = not is_off and algorithm.kl_ctrl.type == "fixed"
     yield is_fixed, (TARGET, HORIZON), TYPE, "set that to adaptive"
+    draws = algorithm.pf_ppo
+    yield not draws.enable, (METHOD, POWER), f"{PF_PPO}.enable", "set it to true"
+    yield draws.enable and draws.reweight_method != "pow", (POWER,), METHOD, "set that to pow"
 
 
 def kl_weight(loaded: Loaded) -> Iterator[Problem]:

@@ -314,6 +314,13 @@ class RolloutCorrectionConfig:
 
 
 @dataclass(frozen=True)
+class PFPPOConfig:
+    enable: bool = doc("draw the samples that train with replacement, by their reward (PF-PPO)", False)
+    reweight_method: Literal["pow", "max_min", "max_random"] = doc("how rewards become chances", "pow")
+    weight_pow: float = doc("of pow: exponent of |reward|", 2.0)
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig:
     adv_estimator: str = doc("name of a registered advantage estimator", "grpo")
     params: dict[str, Any] = doc("parameters of the estimator, see its dataclass", factory=dict)
@@ -321,6 +328,7 @@ class AlgorithmConfig:
     kl_penalty: Literal["k1", "abs", "k2", "k3"] = doc("estimator of that term", "k1")
     kl_ctrl: KLControlConfig = doc("weight of that term", factory=KLControlConfig)
     rollout_correction: RolloutCorrectionConfig = doc("off-policy tokens", factory=RolloutCorrectionConfig)
+    pf_ppo: PFPPOConfig = doc("resampling by reward", factory=PFPPOConfig)
 
 
 @dataclass(frozen=True)

@@ -119,6 +119,9 @@ UPDATES: dict[str, Metric] = {
     "policy/version": Metric(
         "count", "weight syncs so far; a step that leaves the policy as it was makes none", "last", STEP
     ),
+    "pf_ppo/distinct_samples": Metric(
+        "share", "samples that were drawn to train on, each once, with algorithm.pf_ppo", "share", SAMPLES
+    ),
     "policy/lag": Metric("count", "version at training minus version at sampling", "mean", SAMPLES, "lower"),
     "training/off_policy/trajectory_staleness/mean": Metric(
         "count", "version at training minus that of a sample's oldest token", "mean", SAMPLES, "lower"

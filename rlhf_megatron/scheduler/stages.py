@@ -39,6 +39,7 @@ from rlhf_megatron.scheduler.journal import Journal
 from rlhf_megatron.scheduler.mismatch_check import MismatchCheck
 from rlhf_megatron.scheduler.plugins import Plugins
 from rlhf_megatron.scheduler.recorder import Recorder
+from rlhf_megatron.scheduler.resampled import resampled
 from rlhf_megatron.scheduler.skips import Skips
 from rlhf_megatron.scheduler.update import actor_update, critic_update, leave_out, run_updates
 from rlhf_megatron.scheduler.weight_sync import Sync
@@ -169,16 +170,19 @@ class Stages:
     def update(self, step: int, batch: TrainBatch) -> dict[str, float]:
         """Epochs x mini-batches, one optimizer step each. Returns metrics averaged over them.
 
+        Trained on are samples of `batch`, drawn by their reward where `algorithm.pf_ppo` asks for it.
         A batch with numbers that are not finite is not trained on. Raises NonFiniteNumbers, ReplicasDiffer.
         There is a critic where the batch has values. In the first `trainer.critic_warmup` steps it learns alone.
         """
         self.turns.to_trainer()
         self._is_policy_new = step > self.config.trainer.critic_warmup
+        drawn, metrics = resampled(batch, self.config.algorithm.pf_ppo, self.config.trainer.seed, step)
+        self._step_metrics |= metrics
         updates = {}
-        if batch.values is not None:
-            updates["critic.update"] = critic_update(self.config, step, batch)
+        if drawn.values is not None:
+            updates["critic.update"] = critic_update(self.config, step, drawn)
         if self._is_policy_new:
-            updates["actor.update"] = actor_update(self.config, step, batch)
+            updates["actor.update"] = actor_update(self.config, step, drawn)
         version = self.weight_sync.version
         if columns := bad_columns(batch):
             self._is_policy_new = False
