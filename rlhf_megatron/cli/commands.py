@@ -68,8 +68,34 @@ def _config(parser: argparse.ArgumentParser) -> None:
     reference = actions.add_parser("reference", help="all settings as Markdown")
     reference.add_argument("--write", metavar="FILE", type=Path, help="to this file instead of standard output")
     reference.set_defaults(run=f"{module}:reference")
-    for action in (show, check, reference):
+    verl = actions.add_parser("from-verl", help="a configuration of verl as one of ours")
+    _from_verl(verl)
+    verl.set_defaults(run="rlhf_megatron.cli.from_verl:from_verl")
+    for action in (show, check, reference, verl):
         add_traceback(action)
+
+
+def _from_verl(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="YAML, or a script or list with overrides; -: standard input")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="settings of verl over those of the file")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="to this new file instead of standard output")
+    parser.add_argument("--set", metavar="key=value", action="append", default=[], help="a setting of ours on top")
+    parser.add_argument("--train-rows", metavar="N", type=_count, help="rows of the training files: epochs into steps")
+    text = "usual tokens of a response: an adaptive KL target into nats a response"
+    parser.add_argument("--response-length", metavar="N", type=_count, help=text)
+    text = "exit code 0 also where what is learnt could not be taken over whole"
+    parser.add_argument("--lenient", action="store_true", help=text)
+
+
+def _algorithms(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", nargs="?", help="of one part: all that is known of it")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+    return int(text)
 
 
 def add_traceback(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +108,8 @@ COMMANDS = (
     Command("doctor", "which fast paths are live here", doctor.add_arguments, "rlhf_megatron.cli.doctor:doctor"),
     Command("engine", "SGLang servers for runs to attach to", engine.add_arguments, "rlhf_megatron.cli.engine:engine"),
     Command("report", "what a run came to: one HTML page", report.add_arguments, "rlhf_megatron.cli.report:report"),
-    Command("config", "show, check or document configurations", _config, ""),
+    Command("config", "show, check, document or take over configurations", _config, ""),
+    Command("algorithms", "what can be named in them", _algorithms, "rlhf_megatron.cli.algorithms:algorithms"),
     Command("fetch", "get a real model without a model hub", fetch.add_arguments, "rlhf_megatron.cli.fetch:fetch"),
     Command("convert", "change the layout of weights on disk", convert.add_arguments, ""),
 )

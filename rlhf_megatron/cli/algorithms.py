@@ -1,0 +1,175 @@
+"""`rlhf-megatron algorithms`: what is registered, with parameters, needs, and the papers that the sources name."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, asdict, dataclass, fields
+from typing import Any
+
+from rlhf_megatron.algorithms import aggregate
+from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS
+from rlhf_megatron.algorithms.losses import POLICY_LOSSES, kl
+from rlhf_megatron.config.keys import field_types
+from rlhf_megatron.config.reference import type_name
+from rlhf_megatron.config.rules import VALUE_ESTIMATORS
+from rlhf_megatron.config.show import as_text
+from rlhf_megatron.registry import Entry, Registry
+from rlhf_megatron.rewards import OWN_PROCESS, REWARDS
+from rlhf_megatron.scheduler.plugins import ESTIMATOR_PROVIDED, PROVIDED
+
+WIDTH, INDENT = 118, 24
+_PAPER = re.compile(r'(?:"([^"]+)"[\s,]*)?\(?arXiv\s+(\d{4}\.\d{4,5})')
+
+
+@dataclass(frozen=True)
+class Parameter:
+    name: str
+    type: str
+    default: str | None  # as one writes it; None: it must be given
+    doc: str
+
+
+@dataclass(frozen=True)
+class Paper:
+    title: str  # "" where the source names the number only
+    arxiv: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """Something that a configuration names."""
+
+    name: str
+    kind: str
+    key: str  # setting that names it
+    summary: str
+    parameters: tuple[Parameter, ...] = ()
+    needs: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()  # of the needs, what a run does not compute
+    papers: tuple[Paper, ...] = ()
+
+
+def algorithms(args: argparse.Namespace) -> None:
+    """All parts, or those of one name. Raises ValueError with the nearest name where there is none."""
+    chosen = list(parts())
+    if args.name is not None:
+        names: Registry[str] = Registry("name")
+        for name in dict.fromkeys(part.name for part in chosen):
+            names.register(name)(name)
+        wanted = names.get(args.name).name
+        chosen = [part for part in chosen if part.name == wanted]
+    if args.json:
+        sys.stdout.write(json.dumps([asdict(part) for part in chosen], indent=2, ensure_ascii=False) + "\n")
+    else:
+        sys.stdout.write(table(chosen, with_parameters=args.name is not None))
+
+
+def parts() -> Iterator[Part]:
+    """By kind, in the order of their names."""
+    # An estimator that needs values brings a critic, a loss that needs the reference brings that.
+    of_estimators = {*ESTIMATOR_PROVIDED, "values"} if VALUE_ESTIMATORS else {*ESTIMATOR_PROVIDED}
+    yield from _registered(ADV_ESTIMATORS, "algorithm.adv_estimator", of_estimators)
+    yield from _registered(POLICY_LOSSES, "actor.policy_loss.loss_mode", {*PROVIDED, "ref_log_probs"})
+    for name in aggregate.LOSS_AGG_MODES:
+        yield Part(name, "aggregation", "actor.loss_agg_mode", _line_of(aggregate.__doc__, name))
+    for name in kl.KL_TYPES:
+        base = name.removesuffix(kl.STRAIGHT)
+        straight = f"the value of {base}, the gradient of k2" if base != name else ""
+        yield Part(name, "KL estimator", "actor.kl_loss_type", straight or _line_of(kl.__doc__, name))
+    yield from _registered(REWARDS, "reward.name", {OWN_PROCESS})
+
+
+def _registered(registry: Registry[Any], key: str, provided: set[str]) -> Iterator[Part]:
+    for name in registry:
+        entry = registry.get(name)
+        text = inspect.getdoc(inspect.getmodule(entry.build)) or inspect.getdoc(entry.build) or ""
+        yield Part(
+            name,
+            registry.kind,
+            key,
+            _first_sentence(text),
+            tuple(_parameters(entry)),
+            entry.needs,
+            tuple(sorted(set(entry.needs) - provided)),
+            tuple(Paper(" ".join(title.split()), arxiv) for title, arxiv in _PAPER.findall(text)),
+        )
+
+
+def _parameters(entry: Entry[Any]) -> Iterator[Parameter]:
+    if entry.params is None:
+        return
+    comments = _comments(entry.params)
+    for field in fields(entry.params):
+        kind = field_types(entry.params)[field.name]
+        yield Parameter(field.name, type_name(kind), _default(field), comments.get(field.name, ""))
+
+
+def _default(field: Field[Any]) -> str | None:
+    if field.default is MISSING and field.default_factory is MISSING:
+        return None
+    value = field.default_factory() if field.default_factory is not MISSING else field.default
+    return as_text(value)
+
+
+def _comments(cls: type) -> dict[str, str]:
+    """Field -> the comment behind it, where the source is at hand."""
+    try:
+        source = inspect.getsource(cls)
+    except OSError:
+        return {}
+    return dict(re.findall(r"^    (\w+): [^#\n]*#[ ](.+)$", source, re.MULTILINE))
+
+
+def _first_sentence(text: str) -> str:
+    """The docstring's first paragraph up to its first full stop."""
+    paragraph = " ".join(text.split("\n\n")[0].split())
+    return re.split(r"(?<=\.)\s", paragraph, maxsplit=1)[0]
+
+
+def _line_of(text: str | None, name: str) -> str:
+    """What a table in a module's docstring says of a name."""
+    match = re.search(rf"^    {re.escape(name)}[ ]+(.+)$", text or "", re.MULTILINE)
+    return re.sub(r"\s{2,}", "  ", match[1]) if match else ""
+
+
+def table(chosen: list[Part], with_parameters: bool) -> str:
+    lines: list[str] = []
+    kind = ""
+    for part in chosen:
+        if part.kind != kind:
+            kind = part.kind
+            lines += ["", f"{kind} ({part.key})"] if lines else [f"{kind} ({part.key})"]
+        lines += _wrapped(f"  {part.name:<{INDENT - 3}} ", part.summary)
+        lines += _details(part, with_parameters)
+    return "\n".join(lines) + "\n"
+
+
+def _details(part: Part, with_parameters: bool) -> Iterator[str]:
+    empty = " " * INDENT
+    if with_parameters:
+        for one in part.parameters:
+            default = "must be given" if one.default is None else f"default {one.default}"
+            yield from _wrapped(f"{empty}{one.name}: ", f"{one.type}, {default}{'; ' if one.doc else ''}{one.doc}")
+    elif part.parameters:
+        settings = [one.name if one.default is None else f"{one.name}={one.default}" for one in part.parameters]
+        yield from _wrapped(f"{empty}parameters: ", ", ".join(settings))
+    if part.needs:
+        state = f"; no run computes {', '.join(part.missing)}" if part.missing else ""
+        yield from _wrapped(f"{empty}needs: ", ", ".join(part.needs) + state)
+    for paper in part.papers if with_parameters else ():
+        yield from _wrapped(f"{empty}paper: ", f"{paper.title + ', ' if paper.title else ''}arXiv {paper.arxiv}")
+    if part.papers and not with_parameters:
+        yield f"{empty}papers: {', '.join(f'arXiv {paper.arxiv}' for paper in part.papers)}"
+
+
+def _wrapped(start: str, text: str) -> list[str]:
+    options = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.wrap(text, WIDTH, initial_indent=start, subsequent_indent=" " * (INDENT + 2), **options) or [
+        start.rstrip()
+    ]  # type: ignore[arg-type]

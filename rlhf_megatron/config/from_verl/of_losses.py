@@ -1,0 +1,172 @@
+"""What is learnt: estimator, policy loss, KL terms, entropy. Names and parameters are those that are registered."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any, get_args
+
+from rlhf_megatron.config.from_verl.draft import Draft
+from rlhf_megatron.config.keys import field_types, has_default
+from rlhf_megatron.config.loss_rules import OWN_MODES
+from rlhf_megatron.config.schema import ActorConfig, AlgorithmConfig
+from rlhf_megatron.registry import Registry
+
+LOSSES = {"vanilla": "ppo_clip"}
+KL_TYPES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+LOSS_SECTIONS = ("actor.policy_loss", "actor")
+LOSS_KEYS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg")
+ESTIMATOR_KEYS = ("gamma", "lam", "norm_adv_by_std_in_grpo", "gdpo_reward_keys", "gdpo_reward_weights")
+
+
+def estimator_of(draft: Draft) -> str:
+    """Our name of the advantage estimator; "" where none of that name is registered."""
+    name = str(draft.given.look("algorithm.adv_estimator")).lower()
+    plain = name.removeprefix("advantageestimator.").removesuffix("_vectorized")
+    return plain if plain in draft.parts.estimators else ""
+
+
+def has_critic(draft: Draft) -> bool:
+    name = estimator_of(draft)
+    return bool(name) and "values" in draft.parts.estimators.get(name).needs
+
+
+def estimator(draft: Draft) -> None:
+    key, g = "algorithm.adv_estimator", draft.given
+    name = estimator_of(draft)
+    if not name:
+        draft.leave(key, _unknown(draft.parts.estimators, g.look(key)), learns=True)
+        return
+    draft.copy(key, value=name, note=f"{g.look(key)} there" if name != g.look(key) else "")
+    kind = draft.parts.estimators.get(name).params
+    for parameter in _parameters(kind):
+        _parameter(draft, kind, parameter, "algorithm.params", (f"algorithm.{parameter}",))
+    for parameter in ESTIMATOR_KEYS:
+        source = f"algorithm.{parameter}"
+        if g.has(source) and parameter not in _parameters(kind):
+            g.ignore(source)
+            draft.num_off += 1  # verl's estimator of that name does not read it either
+
+
+def kl_in_reward(draft: Draft) -> None:
+    g = draft.given
+    draft.copy("algorithm.use_kl_in_reward", value=g.flag("algorithm.use_kl_in_reward"))
+    _choice(draft, "algorithm.kl_penalty", KL_TYPES, AlgorithmConfig, "kl_penalty")
+    for name in ("type", "kl_coef", "horizon"):
+        draft.copy(f"algorithm.kl_ctrl.{name}")
+    source = "algorithm.kl_ctrl.target_kl"
+    is_adaptive = g.look("algorithm.kl_ctrl.type") == "adaptive" and g.look("algorithm.use_kl_in_reward") is True
+    target, length = g.number(source), draft.told.response_length
+    if not is_adaptive or target is None:
+        return
+    if length is None:
+        draft.leave(
+            source,
+            "nats a token there, nats a response here: tell the usual tokens of a response with --response-length N",
+            learns=True,
+        )
+        return
+    note = f"nats a response here, nats a token there: {target:g} x {length} tokens"
+    draft.put(source, target * length, (source,), note)
+
+
+def policy_loss(draft: Draft) -> None:
+    g, key = draft.given, "actor.policy_loss.loss_mode"
+    written = str(g.look(key))
+    name = LOSSES.get(written, written)
+    for one in ("actor.entropy_coeff", "actor.kl_loss_coef"):
+        draft.copy(one, value=g.number(one))
+    draft.copy("actor.use_kl_loss", value=g.flag("actor.use_kl_loss"))
+    _choice(draft, "actor.kl_loss_type", KL_TYPES, ActorConfig, "kl_loss_type")
+    _aggregation(draft, name)
+    if name not in draft.parts.losses:
+        draft.leave(key, _unknown(draft.parts.losses, written), learns=True)
+        return
+    draft.copy(key, value=name, note=f"{written} there" if name != written else "")
+    kind = draft.parts.losses.get(name).params
+    known = _parameters(kind)
+    for parameter in known:
+        sources = tuple(f"{section}.{parameter}" for section in LOSS_SECTIONS)
+        _parameter(draft, kind, parameter, "actor.policy_loss.params", sources)
+    _clip_ratio(draft, known)
+    for section in LOSS_SECTIONS:
+        for source in (f"{section}.{parameter}" for parameter in (*LOSS_KEYS, *_other_parameters(draft))):
+            if g.has(source) and source.rpartition(".")[2] not in (*known, "clip_ratio"):
+                g.ignore(source)
+                draft.num_off += 1  # verl's loss of that name does not read it either
+
+
+def _clip_ratio(draft: Draft, known: list[str]) -> None:
+    """Both sides at once. verl's own defaults of the two sides hide it, unless they are cleared."""
+    g, source = draft.given, "actor.clip_ratio"
+    g.ignore(source)
+    if not g.has(source) or "clip_ratio_low" not in known:
+        return
+    for side in ("low", "high"):
+        of_side = f"actor.clip_ratio_{side}"
+        if g.has(of_side) and g.look(of_side) is not None:
+            continue
+        value, note = g.number(source), ""
+        if value is not None and value != g.look(of_side) and not g.has(of_side):
+            note = f"as it says; verl's default clip_ratio_{side} ({g.look(of_side)}) hides it in its newer versions"
+        draft.put(f"actor.policy_loss.params.clip_ratio_{side}", value, (source,), note)
+
+
+def _aggregation(draft: Draft, loss: str) -> None:
+    source, key = "actor.loss_agg_mode", "actor.loss_agg_mode"
+    if loss in OWN_MODES:
+        note = f"{loss} averages in this way, in verl whatever loss_agg_mode says"
+        draft.put(key, OWN_MODES[loss], (source, "actor.policy_loss.loss_mode"), note)
+        return
+    choices = get_args(field_types(ActorConfig)["loss_agg_mode"])
+    if draft.given.look(source) in choices:
+        draft.copy(source)
+    else:
+        draft.leave(source, f"not there; there are {', '.join(choices)}", learns=True)
+
+
+def _choice(draft: Draft, source: str, names: dict[str, str], section: type, field: str) -> None:
+    """An estimator of KL by its name here; one with a "+" has the gradient of k2 in both."""
+    written = str(draft.given.look(source))
+    base, plus = written.removesuffix("+"), "+" if written.endswith("+") else ""
+    value, choices = names.get(base, base) + plus, get_args(field_types(section)[field])
+    if value in choices:
+        draft.copy(source, value=value, note=f"{written} there" if value != written else "")
+    elif draft.given.has(source):
+        draft.leave(source, f"not there; there are {', '.join(map(str, choices))}", learns=_is_used(draft, source))
+
+
+def _is_used(draft: Draft, source: str) -> bool:
+    switch = "actor.use_kl_loss" if source.startswith("actor") else "algorithm.use_kl_in_reward"
+    return draft.given.look(switch) is True
+
+
+def _parameters(kind: type | None) -> list[str]:
+    return [field.name for field in fields(kind)] if kind is not None else []  # type: ignore[arg-type]
+
+
+def _other_parameters(draft: Draft) -> set[str]:
+    """Of all registered losses."""
+    return {one for name in draft.parts.losses for one in _parameters(draft.parts.losses.get(name).params)}
+
+
+def _parameter(draft: Draft, kind: type | None, name: str, section: str, sources: Iterable[str]) -> None:
+    """A parameter of a part from the first of `sources` that is written, or from verl's default where ours differs."""
+    assert kind is not None, "a part without parameters has none to set"
+    sources = tuple(sources)
+    source = next((one for one in sources if draft.given.has(one)), None)
+    source = source or next((one for one in sources if draft.given.look(one) is not None), None)
+    if source is None:
+        return
+    value = draft.given.get(source)
+    draft.given.ignore(*sources)
+    ours: Any = getattr(kind, name, None) if has_default(kind, name) else None
+    if value is not None and (draft.given.has(source) or value != ours):
+        draft.put(f"{section}.{name}", value, (source,))
+
+
+def _unknown(registry: Registry[Any], name: Any) -> str:
+    near = difflib.get_close_matches(str(name), list(registry), n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"no {registry.kind} of that name is registered; {hint}there are {', '.join(registry)}"

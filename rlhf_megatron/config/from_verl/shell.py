@@ -1,0 +1,289 @@
+"""The arguments of a command in a shell script, its variables filled in. Nothing is run.
+
+What is understood: comments, continued lines, quotes, assignments (also of arrays), $name, ${name}, ${name:-default},
+"${name[@]}" and $((sums of whole numbers)). What depends on a command, on a branch or on an argument of the script is
+marked with UNKNOWN.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+UNKNOWN = "\x00"  # stands in a word for what only a shell could tell; no script may hold it
+MAX_WORD = 100_000  # characters after variables are filled in: they may double each other
+MAX_WORDS = 20_000
+_ASSIGNMENT = re.compile(r"(?:export\s+|local\s+|readonly\s+|declare\s+(?:-\w+\s+)*)?([A-Za-z_]\w*)(\+?)=", re.DOTALL)
+_OPENERS, _CLOSERS = ("if", "for", "while", "until", "case"), ("fi", "done", "esac")
+_INNER = ("then", "else", "elif", "do")  # a command may follow
+_VARIABLE = re.compile(r"[A-Za-z_]\w*")
+_WITH_DEFAULT = re.compile(r"([A-Za-z_]\w*|\d)(:?[-=])(.*)\Z", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Word:
+    text: str
+    line: int  # counted from 1
+
+
+@dataclass
+class Script:
+    """The commands of a script in order, and the variables as they stand at its end."""
+
+    environment: Mapping[str, str]
+    variables: dict[str, str] = field(default_factory=dict)
+    arrays: dict[str, list[str]] = field(default_factory=dict)
+    commands: list[list[Word]] = field(default_factory=list)
+    from_environment: dict[str, str] = field(default_factory=dict)  # variables that the script took from there
+    defaulted: dict[str, str] = field(default_factory=dict)  # those that it would take, and the defaults used instead
+    _depth: int = 0
+
+    def read(self, text: str) -> None:
+        """Raises ValueError for quotes that do not end, and for what grows beyond all measure."""
+        for words in split(text):
+            while words and words[0].text in (*_INNER, "{", "}", "!", "time", "nohup", "exec"):
+                self._block(words[0].text)
+                words = words[1:]
+            if not words:
+                continue
+            self._block(words[0].text)
+            if words[0].text in (*_OPENERS, *_CLOSERS) or words[0].text.endswith("()"):
+                continue
+            words = self._assign(words)
+            if words:
+                self.commands.append(self._expanded(words))
+
+    def _block(self, word: str) -> None:
+        if word in _OPENERS or word == "{":
+            self._depth += 1
+        elif word in _CLOSERS or word == "}":
+            self._depth = max(0, self._depth - 1)
+
+    def _assign(self, words: list[Word]) -> list[Word]:
+        """What is left of a command after the assignments in front. In a branch or loop a value is not known."""
+        if words[0].text in ("export", "local", "readonly", "declare"):
+            words = words[1:]
+        while words and (match := _ASSIGNMENT.match(words[0].text)):
+            name, plus, value = match[1], match[2], words[0].text[match.end() :]
+            if value.startswith("(") and value.endswith(")"):
+                items = [word.text for part in split(value[1:-1]) for word in self._expanded(part)]
+                known = items if not self._depth else [UNKNOWN]
+                self.arrays[name] = [*self.arrays.get(name, []), *known] if plus else known
+            else:
+                value = " ".join(self.expand(value)) if not self._depth else UNKNOWN
+                self.variables[name] = self.variables.get(name, "") + value if plus else value
+            words = words[1:]
+        return words
+
+    def _expanded(self, words: list[Word]) -> list[Word]:
+        found = [Word(text, word.line) for word in words for text in self.expand(word.text)]
+        if len(found) > MAX_WORDS:
+            raise ValueError(f"a command has more than {MAX_WORDS} words.")
+        return found
+
+    def expand(self, raw: str) -> list[str]:
+        """A raw word without its quotes, its variables filled in; several words for an array, none for "$@"."""
+        if match := re.fullmatch(r'"?\$\{(\w+)\[[@*]\]\}"?', raw):
+            return self.arrays.get(match[1], [])
+        if raw.strip('"') in ("$@", "${@}", "$*", "${@:1}"):
+            return []
+        text, i, quote = "", 0, ""
+        while i < len(raw):
+            char = raw[i]
+            if char == "\\" and quote != "'" and i + 1 < len(raw):
+                keeps = quote == '"' and raw[i + 1] not in '"\\$`'
+                text += raw[i : i + 2] if keeps else raw[i + 1]
+                i += 2
+            elif char in "'\"" and quote in ("", char):
+                quote = "" if quote else char
+                i += 1
+            elif char in "$`" and quote != "'":
+                value, i = self._substitute(raw, i)
+                text += value
+            else:
+                text += char
+                i += 1
+            if len(text) > MAX_WORD:
+                raise ValueError(f"a word grows beyond {MAX_WORD} characters when its variables are filled in.")
+        return [text]
+
+    def _substitute(self, raw: str, i: int) -> tuple[str, int]:
+        """(the text for what begins at raw[i] with $ or `, where it ends)."""
+        if raw[i] == "`":
+            end = raw.find("`", i + 1)
+            return UNKNOWN, len(raw) if end < 0 else end + 1
+        if raw.startswith("$((", i):
+            end = closing(raw, i + 1)
+            return self._sum(raw[i + 3 : end - 2]), end
+        if raw.startswith("$(", i):
+            return UNKNOWN, closing(raw, i + 1)
+        if raw.startswith("${", i):
+            end = closing(raw, i + 1)
+            return self._parameter(raw[i + 2 : end - 1]), end
+        match = _VARIABLE.match(raw, i + 1)
+        if match:
+            return self.value(match[0]), match.end()
+        return (UNKNOWN, i + 2) if i + 1 < len(raw) and raw[i + 1] in "0123456789#?!@*" else ("$", i + 1)
+
+    def _parameter(self, inner: str) -> str:
+        if _VARIABLE.fullmatch(inner):
+            return self.value(inner)
+        if match := _WITH_DEFAULT.match(inner):
+            name, default = match[1], match[3]
+            known = self.variables.get(name, self.environment.get(name, ""))
+            if known:
+                return self.value(name)
+            self.defaulted[name] = value = "".join(self.expand(default))
+            return value
+        if re.match(r"(oc\.\w+:|\.|[A-Za-z_]\w*\.)", inner):  # of the configuration, not of the shell
+            return "${" + inner + "}"
+        return UNKNOWN
+
+    def value(self, name: str) -> str:
+        if name in self.variables:
+            return self.variables[name]
+        if name in self.arrays:
+            return self.arrays[name][0] if self.arrays[name] else ""
+        if name in self.environment:
+            self.from_environment[name] = self.environment[name]
+            return self.environment[name]
+        return UNKNOWN
+
+    def _sum(self, text: str) -> str:
+        """Of whole numbers and variables, as `$((...))` has it; UNKNOWN for what is more than that."""
+        words = "".join(self.expand(text))
+        plain = re.sub(r"[A-Za-z_]\w*", lambda match: self.value(match[0]), words)
+        try:
+            return str(_evaluated(ast.parse(plain.strip(), mode="eval").body))
+        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+            return UNKNOWN
+
+
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: lambda a, b: (abs(a) // abs(b)) * (1 if (a < 0) == (b < 0) else -1),
+    ast.Mod: lambda a, b: a - b * int(a / b),
+}
+
+
+def _evaluated(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and type(node.value) is int and abs(node.value) < 1 << 63:
+        return node.value
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        value = _OPERATORS[type(node.op)](_evaluated(node.left), _evaluated(node.right))
+        if abs(value) < 1 << 63:
+            return value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_evaluated(node.operand)
+    raise ValueError("not a sum of whole numbers")
+
+
+def closing(raw: str, i: int) -> int:
+    """The place after the bracket that closes the one at raw[i], or the end."""
+    pairs = {"(": ")", "{": "}"}
+    opener, closer, depth = raw[i], pairs[raw[i]], 0
+    while i < len(raw):
+        if raw[i] == "\\":
+            i += 1
+        elif raw[i] == opener:
+            depth += 1
+        elif raw[i] == closer:
+            depth -= 1
+            if depth == 0:
+                return i + 1
+        i += 1
+    return len(raw)
+
+
+def split(text: str) -> list[list[Word]]:
+    """Commands as raw words, quotes and variables still in them. Raises ValueError for a quote that does not end."""
+    return _Splitter(text).commands()
+
+
+class _Splitter:
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._i = 0
+        self._line = 1
+        self._word: str | None = None
+        self._word_line = 1
+        self._words: list[Word] = []
+        self._commands: list[list[Word]] = []
+
+    def commands(self) -> list[list[Word]]:
+        text = self._text
+        while self._i < len(text):
+            char = text[self._i]
+            if char == "\\" and text.startswith(("\n", "\r\n"), self._i + 1):
+                self._skip(text.index("\n", self._i) + 1)
+            elif char == "\\":
+                self._take(self._i + 2)
+            elif char in "'\"":
+                self._take(self._quote_end(char))
+            elif text.startswith(("$(", "${"), self._i):
+                self._take(closing(text, self._i + 1))
+            elif char == "(" and self._word is not None and self._word.endswith("="):
+                self._take(self._array_end())
+            elif char == "#" and self._word is None:
+                end = text.find("\n", self._i)
+                self._skip(len(text) if end < 0 else end)
+            elif char in "\n;|&" or (char in "<>" and self._word is None):
+                self._end_command()
+                self._skip(self._i + 1)
+            elif char.isspace():
+                self._end_word()
+                self._skip(self._i + 1)
+            else:
+                self._take(self._i + 1)
+        self._end_command()
+        return self._commands
+
+    def _quote_end(self, quote: str) -> int:
+        i = self._i + 1
+        while i < len(self._text) and self._text[i] != quote:
+            i += 2 if self._text[i] == "\\" and quote == '"' else 1
+        if i >= len(self._text):
+            raise ValueError(f"line {self._line}: the quote {quote} does not end; close it.")
+        return i + 1
+
+    def _array_end(self) -> int:
+        """Of `name=( ... )`: comments and quotes inside may hold brackets."""
+        i = self._i + 1
+        while i < len(self._text) and self._text[i] != ")":
+            if self._text[i] == "#" and self._text[i - 1].isspace():
+                end = self._text.find("\n", i)
+                i = len(self._text) if end < 0 else end
+            elif self._text[i] in "'\"":
+                here, self._i = self._i, i
+                i, self._i = self._quote_end(self._text[i]), here
+            elif self._text.startswith(("$(", "${"), i):
+                i = closing(self._text, i + 1)
+            else:
+                i += 1
+        return min(i + 1, len(self._text))
+
+    def _take(self, end: int) -> None:
+        if self._word is None:
+            self._word, self._word_line = "", self._line
+        self._word += self._text[self._i : end]
+        self._skip(end)
+
+    def _skip(self, end: int) -> None:
+        self._line += self._text.count("\n", self._i, end)
+        self._i = end
+
+    def _end_word(self) -> None:
+        if self._word is not None:
+            self._words.append(Word(self._word, self._word_line))
+            self._word = None
+
+    def _end_command(self) -> None:
+        self._end_word()
+        if self._words:
+            self._commands.append(self._words)
+            self._words = []
