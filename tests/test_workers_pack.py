@@ -37,6 +37,7 @@ def test_pack_places_documents_filler_rows_and_columns() -> None:
     assert first.max_seqlen == 3
     assert first.rows.tolist() == [5, 6]
     assert first.targets.tolist() == [12, 13]
+    assert (first.sequence_ids.tolist(), first.num_sequences) == ([1, 1], 2)  # of 30 and 10 .. 12, without the fillers
     assert first.columns["advantages"].tolist() == [2.0, 3.0]
     assert first.columns["loss_weights"].tolist() == pytest.approx([0.2, 0.3])
     assert set(first.columns) == {"loss_weights", "advantages"}
@@ -45,6 +46,7 @@ def test_pack_places_documents_filler_rows_and_columns() -> None:
     assert second.cu_seqlens.tolist() == [0, 1, 2, 3, 4, 5, 7]
     assert second.rows.tolist() == [6]
     assert second.targets.tolist() == [22]
+    assert (second.sequence_ids.tolist(), second.num_sequences) == ([0], 1)
     assert packed.seq_length == 7
 
     column = packed.unpack([torch.tensor([-1.0, -2.0]), torch.tensor([-3.0])])
@@ -129,6 +131,8 @@ def test_a_rank_of_two_gets_its_chunks_of_each_document() -> None:
     assert second.position_ids.tolist() == [[1, 2, 1, 2, 1, 2]]
     assert second.rows.tolist() == [2, 4, 5]
     assert second.targets.tolist() == [23, 13, 14]
+    assert (first.sequence_ids.tolist(), second.sequence_ids.tolist()) == ([], [0, 1, 1])
+    assert first.num_sequences == second.num_sequences == 2, "on a rank without rows too"
     assert second.columns["loss_weights"].tolist() == pytest.approx([0.6, 0.2, 0.3])
     for micro in (first, second):
         assert (micro.cu_seqlens.tolist(), micro.max_seqlen) == ([0, 4, 8, 12], 4)
@@ -150,20 +154,28 @@ def test_the_shares_of_all_ranks_are_the_documents(cp: int, tp: int) -> None:
     plan = ReplicaPlan(tuple(range(9)), ((0, 4, 5), (1, 2, 3, 6, 7, 8)), packed_length=1000)
 
     seen, predicted = [], []
+    owners: list[set[tuple[int, int]]] = [set(), set()]  # of each micro-batch: (its sequence, sample)
     for rank in range(cp):
         packed = pack(batch, plan, layout, rank)
         predicted += packed.token_index.tolist()
-        for micro in packed.micro_batches:
+        for number, micro in enumerate(packed.micro_batches):
             assert micro.token_ids.numel() * cp % layout.packed_multiple == 0
             assert micro.cu_seqlens[-1] == micro.token_ids.numel() * cp
             assert bool((micro.cu_seqlens.diff() % (2 * cp) == 0).all())
             ids, positions = micro.token_ids[0], micro.position_ids[0]
             seen += [(i, p) for i, p in zip(ids.tolist(), positions.tolist(), strict=True) if i > 0]
             assert micro.targets.tolist() == (ids[micro.rows] + 1).tolist()
+            samples = torch.bucketize(micro.targets - 1, offsets, right=True) - 1  # a target is 1 + its place
+            owners[number] |= set(zip(micro.sequence_ids.tolist(), samples.tolist(), strict=True))
+            assert micro.num_sequences == len(plan.micro_batches[number])
             chunks = (
                 2 * cp * positions // torch.repeat_interleave(micro.cu_seqlens.diff(), micro.cu_seqlens.diff() // cp)
             )
             assert set(chunks.tolist()) <= {rank, 2 * cp - 1 - rank}
+    trains = {int(torch.bucketize(place, offsets, right=True)) - 1 for place in mask.nonzero().flatten()}
+    for pairs, samples_of_it in zip(owners, plan.micro_batches, strict=True):
+        assert {sample for _, sample in pairs} == trains & set(samples_of_it)
+        assert len(pairs) == len({sequence for sequence, _ in pairs}) == len({sample for _, sample in pairs})
     forwarded = [range(o, o + max(n - 1, 1)) for o, n in zip(offsets[:-1].tolist(), lengths.tolist(), strict=True)]
     assert sorted(seen) == sorted((1 + token, token - span.start) for span in forwarded for token in span)
     assert sorted(predicted) == mask.nonzero().flatten().tolist()
