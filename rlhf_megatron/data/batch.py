@@ -104,6 +104,8 @@ class ScoredBatch(RolloutBatch):
     rewards: Tensor = per_sample()  # [B] float32; what a masked status has here is never read
     reward_statuses: tuple[str, ...] = per_sample()  # see rewards.base; a "masked:<why>" sample is left out
     reward_parts: dict[str, Tensor] = field(default_factory=dict, metadata={"axis": "sample"})  # name -> [B] float32
+    # Of the greedy sample of the sample's prompt, where the estimator needs it; nan: that one is of masked status.
+    greedy_rewards: Tensor | None = per_sample(default=None, kw_only=True)  # [B] float32
 
 
 @codec.register

@@ -11,6 +11,7 @@ from rlhf_megatron.config.schema import AlgorithmConfig
 from rlhf_megatron.data.batch import AnnotatedBatch, TrainBatch, gain
 from rlhf_megatron.scheduler.batch_metrics import valid_samples
 from rlhf_megatron.scheduler.correction import correction_columns
+from rlhf_megatron.scheduler.greedy import greedy_reward_metrics
 from rlhf_megatron.scheduler.plugins import Plugins
 
 
@@ -40,6 +41,13 @@ class AdvantageStage:
             if math.isfinite(mean.per_response):  # else the step is left out, and the weight stays as it is
                 self.kl.update(mean.per_response, mean.num_samples)
             metrics = {"actor/reward_kl_penalty": mean.per_token, "actor/reward_kl_penalty_coeff": kl_coef}
+        if self.plugins.needs_greedy_rewards:
+            if batch.greedy_rewards is None:
+                raise ValueError(
+                    "algorithm.adv_estimator needs the rewards of greedy samples, and this step was recorded without"
+                    " them; record a run that has this estimator."
+                )
+            metrics |= greedy_reward_metrics(batch)
         rewards = None
         if kl is not None or self.plugins.needs_token_rewards:
             rewards = token_rewards(batch.rewards, is_valid, batch.response_mask, batch.offsets, kl, kl_coef)
@@ -53,6 +61,7 @@ class AdvantageStage:
                 token_rewards_T=rewards,
                 values_T=batch.values,
                 reward_parts=batch.reward_parts,
+                greedy_rewards_B=batch.greedy_rewards,
                 log_probs_T=batch.old_log_probs,
                 rollout_log_probs_T=batch.rollout_log_probs,
                 sum_squares_T=batch.sum_squares,

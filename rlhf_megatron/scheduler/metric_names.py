@@ -23,6 +23,7 @@ from rlhf_megatron.scheduler.system_metric_names import METRICS as SYSTEM_METRIC
 MADE_STEPS = "optimizer steps that were made"
 ITEMS = "held-out items of a set"
 PROMPTS = "prompts of the samples of a step"
+PROMPTS_SCORED = "prompts whose greedy sample counts"
 
 REWARDS: dict[str, Metric] = {
     "critic/rewards/mean": Metric("score", "reward, without KL terms", "mean", VALID_SAMPLES, "higher"),
@@ -50,6 +51,13 @@ REWARDS: dict[str, Metric] = {
         "score", "reward of the samples of a data source", "mean", VALID_SAMPLES, "higher"
     ),
     "reward/source/<source>/count": Metric("count", "samples of a data source", "count", VALID_SAMPLES),
+    "greedy/rewards/mean": Metric("score", "reward of the greedy sample of a prompt", "mean", PROMPTS_SCORED, "higher"),
+    "greedy/rewards/max": Metric("score", "largest of them", "max", PROMPTS_SCORED),
+    "greedy/rewards/min": Metric("score", "smallest of them", "min", PROMPTS_SCORED),
+    "greedy/masked": Metric("share", "greedy samples whose reward could not be computed", "share", PROMPTS, "lower"),
+    "greedy/response_length/mean": Metric("tokens", "greedy response", "mean", PROMPTS),
+    "greedy/response_length/max": Metric("tokens", "longest greedy response", "max", PROMPTS),
+    "greedy/response_length/min": Metric("tokens", "shortest greedy response", "min", PROMPTS),
 }
 SIGNALS: dict[str, Metric] = {
     "critic/advantages/mean": Metric("1", "token advantage", "mean", TOKENS),

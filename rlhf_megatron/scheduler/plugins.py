@@ -28,6 +28,7 @@ ESTIMATOR_PROVIDED = {
     "log_probs",
     "rollout_log_probs",
     "sum_squares",
+    "greedy_rewards",
 }
 PROVIDED = {
     "advantages",
@@ -54,6 +55,7 @@ class Plugins:
     correction: CorrectionParams = field(default_factory=CorrectionParams)
     is_bypass: bool = False  # the engine's log-probs are the old ones, and the loss makes the correction
     needs_sum_squares: bool = False  # of the probabilities of the actor
+    needs_greedy_rewards: bool = False  # of one greedy sample a prompt
 
 
 def load_plugins(config: RunConfig) -> Plugins:
@@ -93,6 +95,7 @@ def load_plugins(config: RunConfig) -> Plugins:
         correction=correction_params(config.algorithm.rollout_correction),
         is_bypass=is_bypass(config.algorithm.rollout_correction),
         needs_sum_squares="sum_squares" in estimator.needs,
+        needs_greedy_rewards="greedy_rewards" in estimator.needs,
     )
 
 

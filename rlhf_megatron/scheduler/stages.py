@@ -34,6 +34,7 @@ from rlhf_megatron.scheduler.desync import check_replicas
 from rlhf_megatron.scheduler.evaluation import EvaluationResult, EvaluationSet, evaluate, first_items
 from rlhf_megatron.scheduler.finite import bad_columns
 from rlhf_megatron.scheduler.generation import build_requests, collect
+from rlhf_megatron.scheduler.greedy import greedy_length_metrics, greedy_rewards
 from rlhf_megatron.scheduler.head_watch import HeadWatch
 from rlhf_megatron.scheduler.journal import Journal
 from rlhf_megatron.scheduler.mismatch_check import MismatchCheck
@@ -98,6 +99,7 @@ class Stages:
         self.heads = heads
         self._step_metrics: dict[str, float] = {}
         self._step_began = 0.0
+        self._greedy: RolloutBatch | None = None  # of the step that is generated, until it is scored
         self._is_policy_new = True  # the engines have not got it
 
     def next_prompts(self, step: int) -> PromptBatch:
@@ -111,7 +113,10 @@ class Stages:
             return found
         rollout = self.config.rollout
         params = self._sampling(SamplingConfig(rollout.temperature))
-        requests = build_requests(prompts, rollout.n, params, self.config.trainer.seed, step)
+        seed = self.config.trainer.seed
+        requests = build_requests(prompts, rollout.n, params, seed, step)
+        if self.plugins.needs_greedy_rewards:
+            requests += build_requests(prompts, 1, self._sampling(SamplingConfig(temperature=0.0)), seed, step)
         known = self.journal.groups(step) if self.journal is not None else {}
 
         def on_groups(first: int, groups: Sequence[Sequence[GeneratedSample]]) -> None:
@@ -122,13 +127,17 @@ class Stages:
         self.turns.to_engines()
         groups = self.fleet.generate(requests, on_groups, known)
         faults.reach("rollout.after_generate")
-        return collect(prompts, groups, self.data.tokenizer)
+        sampled, greedy = groups[: len(prompts)], groups[len(prompts) :]
+        self._greedy = collect(prompts, greedy, self.data.tokenizer) if greedy else None
+        return collect(prompts, sampled, self.data.tokenizer)
 
     def score(self, step: int, rollout: RolloutBatch) -> ScoredBatch:
         if isinstance(rollout, ScoredBatch):
             return rollout
         faults.reach("reward.before_score")
-        results = self.scorer(reward_samples(rollout))
+        greedy, self._greedy = self._greedy, None
+        results = self.scorer(reward_samples(rollout) + (reward_samples(greedy) if greedy else []))
+        results, of_greedy = results[: len(rollout)], results[len(rollout) :]
         names = sorted({name for result in results for name in result.parts})
         scored = gain(
             ScoredBatch,
@@ -136,7 +145,9 @@ class Stages:
             rewards=torch.tensor([result.score for result in results], dtype=torch.float32),
             reward_statuses=tuple(result.status for result in results),
             reward_parts={name: torch.tensor([r.parts.get(name, nan) for r in results]) for name in names},
+            greedy_rewards=greedy_rewards(rollout, greedy, of_greedy) if greedy else None,
         )
+        self._step_metrics |= greedy_length_metrics(greedy) if greedy else {}
         self._write_journal(step, scored)
         faults.reach("loop.after_score")
         return scored
