@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from device_waits import DeviceWaits
 from loss_tools import AGGREGATIONS, FORMULAS, PARAMS, Response
 from torch import Tensor
 
@@ -152,6 +153,14 @@ def test_correction_weights_multiply_the_loss_of_every_kind(name: str) -> None:
     assert torch.equal(corrected.metrics["actor/pg_loss"], (plain.token_loss_T * weights).detach())
     grads = [torch.autograd.grad(outputs.token_loss_T.sum(), inputs.log_probs_T)[0] for outputs in (plain, corrected)]
     torch.testing.assert_close(grads[1], grads[0] * weights, rtol=1e-12, atol=0)
+
+
+def test_no_loss_waits_for_the_device() -> None:
+    inputs = make_inputs()
+    with DeviceWaits() as waits:
+        for name in FORMULAS:
+            torch.autograd.grad(packed(name, inputs).token_loss_T.sum(), inputs.log_probs_T)
+    assert waits.found == []
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,7 @@ def test_token_columns_of_a_mini_batch() -> None:
         "ref_log_probs",
         "rollout_log_probs",
         "is_picked",
+        "correction_weights",
     }
 
 
