@@ -109,7 +109,7 @@ def _settings(loaded: Loaded) -> RolloutCorrectionConfig | None:
 
 def _of(loaded: Loaded) -> str:
     section = loaded.config.algorithm.rollout_correction
-    return f" (preset {section.preset})" if section.loss_type is None else ""
+    return f" (preset {section.preset})" if section.loss_type is None and section.preset != "disabled" else ""
 
 
 def _near(name: str, known: tuple[str, ...]) -> str:

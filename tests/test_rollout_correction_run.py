@@ -1,0 +1,91 @@
+"""Three steps from recorded rollouts in each mode, with real roles on one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rollout_correction_jobs as jobs
+from dist_pool import DistPool
+
+from rlhf_megatron.config import correction as settings
+from rlhf_megatron.config.schema import RolloutCorrectionConfig
+from rlhf_megatron.workers.correction import correction_params
+
+pytestmark = pytest.mark.dist
+
+Cases = dict[str, tuple[dict[str, Any], str]]
+
+
+def loss_of(preset: str) -> str:
+    resolved = settings.resolved(RolloutCorrectionConfig(preset))
+    return str(resolved.loss_type) if resolved.mode == "bypass" else "ppo_clip"
+
+
+def check(found: dict[str, Any], cases: Cases) -> None:
+    for name, (section, _) in cases.items():
+        config = RolloutCorrectionConfig(**section)
+        params, is_bypass = correction_params(config), settings.is_bypass(config)
+        for number, step in enumerate(found[name], 1):
+            metrics, where = step["metrics"], f"{name}, step {number}"
+            assert not step["unlisted"] and not step["not_finite"], (where, step)
+            expected = (
+                {"old_log_probs", "entropies"} if not is_bypass or number == 1 or params.use_batch_norm else set()
+            )
+            if params.importance is not None and (not is_bypass or params.use_batch_norm):
+                expected.add("correction_weights")
+            if params.rejects and not is_bypass:
+                expected.add("is_kept")
+            assert step["columns"] == expected, where
+            assert ("rollout_corr/k3_kl" in metrics) == ("old_log_probs" in expected), where
+            is_moving = is_bypass and params.importance is not None
+            assert ("actor/rollout_is_mean" in metrics) == is_moving, where
+            rejected = metrics.get(
+                "actor/rollout_rs_masked_fraction" if is_bypass else "rollout_corr/rollout_rs_masked_fraction"
+            )
+            assert (rejected is not None) == params.rejects, where
+            assert metrics["actor/num_optimizer_steps"] == 1 and metrics["actor/num_skipped_steps"] == 0
+            assert (metrics["actor/grad_norm"] > 0) == (rejected != 1), where
+        assert found[name][0]["metrics"]["actor/grad_norm"] > 1e-3, name
+
+
+FEW: Cases = {
+    "decoupled": ({"preset": "decoupled_geo_rs_token_tis"}, "reinforce"),
+    "bypass": ({"preset": "bypass_pg_geo_rs_token_tis"}, "reinforce"),
+    "again": ({"preset": "bypass_pg_geo_rs_token_tis"}, "reinforce"),
+    "sequences": ({"preset": "bypass_pg_is", "rollout_is_batch_normalize": True}, "reinforce"),
+}
+
+
+def test_three_steps_in_each_mode(dist_pool: DistPool, tmp_path: Path) -> None:
+    """The first update is the same in both, where the policy has not moved; a run again is the same bit for bit."""
+    found = dist_pool.run(jobs.three_steps, timeout_s=300, cases=FEW, directory=tmp_path)[0]
+    check(found, FEW)
+    first = {name: steps[0]["metrics"] for name, steps in found.items()}
+    for key in ("actor/grad_norm", "actor/pg_loss", "actor/loss"):
+        assert first["bypass"][key] == pytest.approx(first["decoupled"][key], rel=1e-5), key
+    decoupled, bypass = first["decoupled"], first["bypass"]
+    assert bypass["actor/rollout_rs_masked_fraction"] == pytest.approx(
+        bypass["rollout_corr/rollout_rs_masked_fraction"],
+        abs=0.05,  # with and without the sample of masked status
+    )
+    assert (
+        decoupled["rollout_corr/rollout_rs_masked_fraction"] == bypass["rollout_corr/rollout_rs_masked_fraction"] > 0.2
+    )
+    timed = ("timing", "perf", "memory")
+    for one, other in zip(found["bypass"], found["again"], strict=True):
+        same = {key: value for key, value in one["metrics"].items() if not key.startswith(timed)}
+        assert same == {key: other["metrics"][key] for key in same}
+
+
+@pytest.mark.long
+def test_three_steps_with_every_preset(dist_pool: DistPool, tmp_path: Path) -> None:
+    cases: Cases = {name: ({"preset": name}, loss_of(name)) for name in settings.PRESETS}
+    check(dist_pool.run(jobs.three_steps, timeout_s=600, cases=cases, directory=tmp_path)[0], cases)
+
+
+@pytest.mark.long
+def test_a_kl_in_the_reward_has_the_trainers_log_probs_in_bypass_mode_too(dist_pool: DistPool, tmp_path: Path) -> None:
+    found = dist_pool.run(jobs.with_kl_in_reward, timeout_s=300, directory=tmp_path)[0]
+    assert all("old_log_probs" in columns for columns in found) and len(found) == jobs.NUM_STEPS
