@@ -238,7 +238,10 @@ def test_batch_metrics_by_hand() -> None:
             "critic/advantages/max": 4.0,
             "critic/advantages/min": -1.0,
             "reward/masked": 1 / 3,
-            "reward/mixed_groups": 0.0,  # the second sample of group 7 is masked
+            "reward/mixed_groups": 0.0,  # the second sample of group 7 is masked: no group has two that count
+            "reward/uniform_groups": 0.0,
+            "reward/solve_all": 0.0,
+            "reward/solve_none": 0.0,
             "reward/part/exact": 0.5,
             "reward/source/s/mean": 0.75,
             "reward/source/s/count": 2,
@@ -248,6 +251,11 @@ def test_batch_metrics_by_hand() -> None:
             "response_length/max": 2,
             "response_length/min": 0,
             "response_length/clip_ratio": 1 / 3,
+            "response_length_non_aborted/mean": 1.5,  # of 2 and 1
+            "response_length_non_aborted/max": 2,
+            "response_length_non_aborted/min": 1,
+            "response_length_non_aborted/clip_ratio": 0.5,
+            "response/aborted_ratio": 1 / 3,
             "prompt_length/mean": 1.0,
             "prompt_length/max": 1,
             "prompt_length/min": 1,
@@ -317,8 +325,49 @@ def test_a_step_that_was_recorded_earlier_has_no_engine_metrics_but_its_finish_r
 
 def test_a_group_is_mixed_when_its_valid_rewards_differ() -> None:
     batch = replace(scored(), reward_statuses=("ok", "malformed", "ok"))
-    assert batch_metrics.mixed_group_share(batch) == 0.5
-    assert batch_metrics.mixed_group_share(replace(batch, rewards=torch.ones(3))) == 0.0
+    assert batch_metrics.group_metrics(batch)["reward/mixed_groups"] == 0.5
+    assert batch_metrics.group_metrics(replace(batch, rewards=torch.ones(3)))["reward/mixed_groups"] == 0.0
+
+
+def test_groups_without_signal_by_hand() -> None:
+    # Groups: 4 all right, 5 all wrong, 6 agrees in between, 7 mixed, 8 has one sample.
+    rewards = [1.0, 1.0, 0.0, -1.0, 0.0, 0.5, 0.5, 0.0, 1.0, 1.0]
+    groups = [4, 4, 5, 5, 5, 6, 6, 7, 7, 8]
+    statuses = ["ok"] * 10
+    statuses[3] = "masked:x"  # its -1 does not make group 5 a mixed one
+    batch = replace(
+        train_batch(), rewards=torch.tensor(rewards), group_ids=torch.tensor(groups), reward_statuses=tuple(statuses)
+    )
+    assert batch_metrics.group_metrics(batch) == {
+        "reward/mixed_groups": 0.2,
+        "reward/uniform_groups": 0.6,
+        "reward/solve_all": 0.2,
+        "reward/solve_none": 0.2,
+    }
+
+
+def test_turns_are_stretches_of_the_response_and_told_where_there_are_several() -> None:
+    """Samples of 6, 2 and 4 tokens: two turns, none (no response), one."""
+    mask = torch.tensor([0, 1, 1, 0, 0, 1, 0, 0, 0, 0, 1, 1], dtype=torch.bool)
+    batch = replace(scored(), offsets=torch.tensor([0, 6, 8, 12]), response_mask=mask)
+    found = batch_metrics.length_metrics(batch)
+    assert [found[f"num_turns/{name}"] for name in ("mean", "max", "min")] == [1.0, 2.0, 0.0]
+    assert found["response_length/mean"] == pytest.approx(5 / 3) and found["prompt_length/max"] == 3.0
+    assert not any(name.startswith("num_turns") for name in batch_metrics.length_metrics(scored()))
+
+
+def test_prompts_at_their_limit() -> None:
+    """Prompts of 3, 1 and 2 tokens."""
+    batch = replace(scored(), response_mask=torch.zeros(6, dtype=torch.bool))
+    shares = [batch_metrics.length_metrics(batch, limit).get("prompt_length/clip_ratio") for limit in (3, 2, 4, None)]
+    assert shares == [pytest.approx(1 / 3), pytest.approx(2 / 3), 0.0, None]
+
+
+def test_lengths_of_samples_without_tokens() -> None:
+    offsets = torch.tensor([0, 0, 3, 3, 4])
+    mask = torch.tensor([False, True, True, False])
+    assert batch_metrics.response_lengths(TokenBatch(offsets, torch.zeros(4), mask)).tolist() == [0, 2, 0, 0]
+    assert batch_metrics.response_lengths(train_batch(4)).tolist() == [1, 2, 3, 4]
 
 
 def test_batch_metrics_where_nothing_counts() -> None:

@@ -21,11 +21,12 @@ from rlhf_megatron.scheduler.attempts import Attempts
 from rlhf_megatron.scheduler.curve import draw_curve
 from rlhf_megatron.scheduler.evaluation import EvaluationResult, EvaluationSet
 from rlhf_megatron.scheduler.plugins import Plugins
+from rlhf_megatron.scheduler.rates import throughput
 from rlhf_megatron.scheduler.recorder import RecordedStart, Recorder
 from rlhf_megatron.scheduler.run_dir import fresh_run_dir, write_json
 from rlhf_megatron.scheduler.stages import RunData, Stages
 from rlhf_megatron.scheduler.summary import summary
-from rlhf_megatron.scheduler.tracker import Tracker, throughput
+from rlhf_megatron.scheduler.tracker import Tracker
 
 
 class CannedFleet:

@@ -22,6 +22,7 @@ class MemoryStats:
     peak_allocated: int = 0
     total: int = 0
     used: int = 0  # by all processes
+    peak_reserved: int = 0
 
 
 def has_accelerator() -> bool:
@@ -83,7 +84,13 @@ def memory(device: torch.device) -> MemoryStats:
         peak_allocated=torch.cuda.max_memory_allocated(device),
         total=torch.cuda.get_device_properties(device).total_memory,
         used=total - free,
+        peak_reserved=torch.cuda.max_memory_reserved(device),
     )
+
+
+def name_of(device: torch.device) -> str:
+    """As its vendor spells it; "" of a CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
 def resident_bytes() -> int:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf_megatron.algorithms.groups import Groups
 from rlhf_megatron.data.batch import RolloutBatch, ScoredBatch, TokenBatch, TrainBatch
 from rlhf_megatron.rollout.engine import FinishReason
 
@@ -19,13 +21,29 @@ def valid_samples(batch: ScoredBatch) -> Tensor:
 
 def valid_tokens(batch: ScoredBatch) -> Tensor:
     """[T] bool: response tokens of samples whose reward counts."""
-    return batch.response_mask & valid_samples(batch).repeat_interleave(batch.lengths)
+    is_valid = valid_samples(batch)
+    if bool(is_valid.all()):
+        return batch.response_mask
+    return batch.response_mask & is_valid.repeat_interleave(batch.lengths)
 
 
 def response_lengths(batch: TokenBatch) -> Tensor:
     """[B] int64, tokens that the policy sampled."""
+    if bool((batch.lengths > 0).all()):
+        return sample_counts(batch.response_mask, batch.offsets)
     sums = torch.cat([torch.zeros(1, dtype=torch.int64), batch.response_mask.to(torch.int64).cumsum(0)])
     return sums[batch.offsets[1:]] - sums[batch.offsets[:-1]]
+
+
+def sample_counts(is_counted_T: Tensor, offsets: Tensor) -> Tensor:
+    """[B] int64: True entries of each sample, none of which is empty."""
+    starts = offsets[:-1].numpy()
+    return torch.from_numpy(np.add.reduceat(is_counted_T.numpy().view(np.uint8), starts, dtype=np.int64))
+
+
+def picked(column: Tensor, mask: Tensor) -> Tensor:
+    """`column[mask]`. numpy's way of it takes a fifth of torch's time on a CPU, where all columns of a step are."""
+    return torch.from_numpy(column.numpy()[mask.numpy()])
 
 
 def token_versions(batch: RolloutBatch) -> Tensor:
@@ -39,15 +57,19 @@ def token_versions(batch: RolloutBatch) -> Tensor:
     return versions_T
 
 
-def mixed_group_share(batch: ScoredBatch) -> float:
-    """Share of groups whose valid samples do not all have one reward."""
-    is_valid = valid_samples(batch)
-    mixed = 0
-    groups = batch.group_ids.unique()
-    for group in groups:
-        rewards = batch.rewards[(batch.group_ids == group) & is_valid]
-        mixed += bool(rewards.numel() > 1 and rewards.min() != rewards.max())
-    return mixed / max(1, groups.numel())
+def group_metrics(batch: ScoredBatch) -> dict[str, float]:
+    """Shares of groups that teach something, and of those of several samples that count that do not."""
+    groups = Groups.of(batch.group_ids, valid_samples(batch))
+    is_mixed, counts = groups.have_spread(batch.rewards), groups.counts()
+    is_uniform = (counts > 1) & ~is_mixed
+    rewards = groups.sums(batch.rewards) / counts.clamp(min=1)  # of a uniform group: of each of its samples
+    shares = {
+        "mixed_groups": is_mixed,
+        "uniform_groups": is_uniform,
+        "solve_all": is_uniform & (rewards >= 1.0),
+        "solve_none": is_uniform & (rewards <= 0.0),
+    }
+    return {f"reward/{name}": int(of_groups.sum()) / max(1, groups.num_groups) for name, of_groups in shares.items()}
 
 
 def statistics(name: str, values: Tensor) -> dict[str, float]:
@@ -60,22 +82,44 @@ def statistics(name: str, values: Tensor) -> dict[str, float]:
     }
 
 
-def batch_metrics(batch: TrainBatch) -> dict[str, float]:
-    """See metric_names for units and meanings."""
-    responses = response_lengths(batch)
+def batch_metrics(batch: TrainBatch, max_prompt_length: int | None = None) -> dict[str, float]:
+    """See metric_names for units and meanings. `max_prompt_length`: that prompts are cut to, None where not known."""
     metrics = {
-        "reward/mixed_groups": mixed_group_share(batch),
-        "response_length/clip_ratio": sum(r == "length" for r in batch.finish_reasons) / len(batch),
         "perf/total_num_tokens": float(batch.num_tokens),
-        **statistics("critic/advantages", batch.advantages[batch.response_mask]),
-        **statistics("response_length", responses),
-        **statistics("prompt_length", batch.lengths - responses),
+        **statistics("critic/advantages", picked(batch.advantages, batch.response_mask)),
+        **length_metrics(batch, max_prompt_length),
+        **group_metrics(batch),
         **reward_metrics(batch),
         **engine_metrics(batch),
         **value_metrics(batch),
     }
     if batch.entropies is not None:
-        metrics["actor/entropy"] = _mean(batch.entropies[batch.response_mask])
+        metrics["actor/entropy"] = _mean(picked(batch.entropies, batch.response_mask))
+    return metrics
+
+
+def length_metrics(batch: RolloutBatch, max_prompt_length: int | None = None) -> dict[str, float]:
+    """Of responses, of those that were not aborted, of prompts; turns where a sample has several."""
+    responses = response_lengths(batch)
+    prompts = batch.lengths - responses
+    is_whole = torch.tensor([reason != "abort" for reason in batch.finish_reasons], dtype=torch.bool)
+    num_cut = sum(reason == "length" for reason in batch.finish_reasons)
+    num_whole = int(is_whole.sum())
+    metrics = {
+        **statistics("response_length", responses),
+        "response_length/clip_ratio": num_cut / len(batch),
+        **statistics("response_length_non_aborted", responses[is_whole]),
+        "response_length_non_aborted/clip_ratio": num_cut / max(1, num_whole),
+        "response/aborted_ratio": 1.0 - num_whole / len(batch),
+        **statistics("prompt_length", prompts),
+    }
+    if max_prompt_length is not None:
+        metrics["prompt_length/clip_ratio"] = int((prompts >= max_prompt_length).sum()) / len(batch)
+    mask = batch.response_mask.numpy()
+    begins = mask[1:] & ~mask[:-1]  # no sample begins with a response token
+    if np.count_nonzero(begins) > int((responses > 0).sum()):
+        turns = sample_counts(torch.from_numpy(np.concatenate([[False], begins])), batch.offsets)
+        metrics |= statistics("num_turns", turns)
     return metrics
 
 
@@ -88,8 +132,10 @@ def reward_metrics(batch: ScoredBatch) -> dict[str, float]:
         **statistics("critic/rewards", rewards),
         "critic/rewards/std": rewards.std().item() if rewards.numel() > 1 else 0.0,
     }
-    for source in sorted(set(batch.sources)):
-        is_of = torch.tensor([other == source for other in batch.sources]) & is_valid
+    numbers = {source: number for number, source in enumerate(sorted(set(batch.sources)))}
+    sources = torch.tensor([numbers[source] for source in batch.sources])
+    for source, number in numbers.items():
+        is_of = (sources == number) & is_valid
         metrics[f"reward/source/{source}/mean"] = _mean(batch.rewards[is_of])
         metrics[f"reward/source/{source}/count"] = float(is_of.sum())
     for status, count in sorted(Counter(batch.reward_statuses).items()):
@@ -118,13 +164,14 @@ def engine_metrics(batch: RolloutBatch) -> dict[str, float]:
 
 
 def value_metrics(batch: TrainBatch) -> dict[str, float]:
-    """What the critic said before the update, against what it is to learn. Empty without a critic."""
-    if batch.values is None or batch.returns is None:
-        return {}
-    is_valid = valid_tokens(batch)
+    """What the critic said before the update, and the returns of the estimator; what there is of both."""
+    columns = {"critic/values": batch.values, "critic/returns": batch.returns}
+    found = {name: column for name, column in columns.items() if column is not None}
+    is_valid = valid_tokens(batch) if found else batch.response_mask
     return {
-        **statistics("critic/values", batch.values[is_valid]),
-        **statistics("critic/returns", batch.returns[is_valid]),
+        key: value
+        for name, column in found.items()
+        for key, value in statistics(name, picked(column, is_valid)).items()
     }
 
 

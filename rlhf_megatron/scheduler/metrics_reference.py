@@ -71,10 +71,10 @@ def reference() -> str:
     parts = [HEAD, _table(("in a name", "stands for"), [(f"`<{k}>`", what) for k, (_, what) in _used().items()])]
     heads = ("metric", "unit", "meaning", "reduction")
     for title, metrics in SECTIONS:
-        rows = [(f"`{name}`", m.unit, m.meaning, _reduction(m)) for name, m in metrics.items()]
+        rows: list[tuple[str, ...]] = [(f"`{name}`", m.unit, m.meaning, _reduction(m)) for name, m in metrics.items()]
         parts += [f"## {title}\n", _table(heads, rows)]
-    rows = [(f"`{verl}`", f"`{ours}`", what) for verl, (ours, what) in VERL_NAMES.items()]
-    parts += ["## Names of verl that are others here\n", _table(("verl", "here", "what differs"), rows)]
+    names: list[tuple[str, ...]] = [(f"`{verl}`", f"`{ours}`", what) for verl, (ours, what) in VERL_NAMES.items()]
+    parts += ["## Names of verl that are others here\n", _table(("verl", "here", "what differs"), names)]
     return "\n".join(parts)
 
 

@@ -38,6 +38,7 @@ from rlhf_megatron.scheduler.head_watch import HeadWatch
 from rlhf_megatron.scheduler.journal import Journal
 from rlhf_megatron.scheduler.keeper import Keeper
 from rlhf_megatron.scheduler.loop import LoopPlan, run
+from rlhf_megatron.scheduler.memory_watch import MemoryWatch
 from rlhf_megatron.scheduler.plugins import load_plugins
 from rlhf_megatron.scheduler.probe import make_probe
 from rlhf_megatron.scheduler.recorder import RecordedStart, Recorder
@@ -122,6 +123,7 @@ def train(
             skips=skips,
             turns=turns,
             heads=HeadWatch(group, policies, tracker.note),
+            memory=MemoryWatch(group),
         )
         checkpointer = Checkpointer(config, group, run_dir, tracker.note, turns)
         state = (

@@ -13,6 +13,7 @@ from rlhf_megatron.config.redact import redacted
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.show import as_text, as_yaml
 from rlhf_megatron.data.tokenizer import Tokenizer
+from rlhf_megatron.scheduler.workload import Workload, workload_of
 
 Setting = bool | int | float | str
 MAIN = (  # settings that are shown even at their defaults
@@ -55,6 +56,7 @@ class RunFacts:
     config: Mapping[str, Any] = field(default_factory=dict)  # all settings in use, by section
     resumed_from_step: int | None = None  # in the same run directory; None: the files of the run are new
     spell: Callable[[Sequence[int]], str] | None = None  # token ids as text, special tokens shown
+    workload: Workload | None = None  # what rates refer to
 
 
 def run_facts(config: RunConfig, name: str, tokenizer: Tokenizer, resumed_from_step: int | None = None) -> RunFacts:
@@ -68,6 +70,7 @@ def run_facts(config: RunConfig, name: str, tokenizer: Tokenizer, resumed_from_s
         config=yaml.safe_load(as_yaml(config)),
         resumed_from_step=resumed_from_step,
         spell=tokenizer.spell,
+        workload=workload_of(config),
     )
 
 

@@ -37,12 +37,14 @@ from rlhf_megatron.scheduler.generation import build_requests, collect
 from rlhf_megatron.scheduler.greedy import greedy_length_metrics, greedy_rewards
 from rlhf_megatron.scheduler.head_watch import HeadWatch
 from rlhf_megatron.scheduler.journal import Journal
+from rlhf_megatron.scheduler.memory_watch import MemoryWatch
 from rlhf_megatron.scheduler.mismatch_check import MismatchCheck
 from rlhf_megatron.scheduler.plugins import Plugins
 from rlhf_megatron.scheduler.recorder import Recorder
 from rlhf_megatron.scheduler.resampled import resampled
 from rlhf_megatron.scheduler.skips import Skips
 from rlhf_megatron.scheduler.update import actor_update, critic_update, leave_out, run_updates
+from rlhf_megatron.scheduler.version_metrics import version_metrics
 from rlhf_megatron.scheduler.weight_sync import Sync
 
 
@@ -77,6 +79,7 @@ class Stages:
         skips: Skips | None = None,
         turns: Turns | None = None,
         heads: HeadWatch | None = None,
+        memory: MemoryWatch | None = None,
     ) -> None:
         """`on_regained`: told the seconds that a former process spent on what the journal gave back.
 
@@ -97,6 +100,7 @@ class Stages:
         self.skips = skips or Skips(config.trainer)
         self.turns = turns or NoTurns()
         self.heads = heads
+        self.memory = memory
         self._step_metrics: dict[str, float] = {}
         self._step_began = 0.0
         self._greedy: RolloutBatch | None = None  # of the step that is generated, until it is scored
@@ -202,7 +206,8 @@ class Stages:
             self._step_metrics |= run_updates(self.group, updates, step, self.skips)
         self._step_metrics |= self._check_replicas(step)
         self._step_metrics |= self.heads.metrics() if self.heads is not None else {}
-        self._step_metrics["policy/lag"] = (version - batch.policy_versions.float()).mean().item()
+        self._step_metrics |= self.memory.metrics() if self.memory is not None else {}
+        self._step_metrics |= version_metrics(version, batch)
         self._step_metrics["rollout/num_samples"] = float(len(batch))
         return self._step_metrics
 

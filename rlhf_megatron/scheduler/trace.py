@@ -19,6 +19,7 @@ from rlhf_megatron.scheduler.line_file import cut_after
 
 PROCESS = 1000  # Perfetto takes track 0 for the one with the process's number: that must be no other track's
 STEPS, STAGES = "steps", "stages"
+CALL = "call"  # category of calls to the hosts
 OPENING, ENDING = b"[\n", b"]\n"
 _CLOSING_EVENT = {"name": "process_labels", "ph": "M", "pid": PROCESS, "tid": 0, "args": {"labels": "closed"}}
 
@@ -28,6 +29,7 @@ class Trace:
 
     def __init__(self, path: Path | None, process_name: str) -> None:
         self.step = 0  # set by the tracker: the step that new events belong to
+        self._call_seconds: dict[str, float] = {}
         self._lock = threading.Lock()
         self._tracks: dict[str, int] = {}
         self._wall_clock = time.time() - time.monotonic()
@@ -53,13 +55,21 @@ class Trace:
             self.add(name, track, category, start, time.monotonic(), **arguments)
 
     def add(self, name: str, track: str, category: str, start: float, end: float, **arguments: Any) -> None:
-        """An event from `start` to `end`, as `time.monotonic` counts. Ignored once closed."""
+        """An event from `start` to `end`, as `time.monotonic` counts. Not written once closed."""
         first, last = (round((self._wall_clock + moment) * 1e6) for moment in (start, end))
         with self._lock:
+            if category == CALL:
+                self._call_seconds[name] = self._call_seconds.get(name, 0.0) + end - start
             if self._file is None:
                 return
             event = {"name": name, "cat": category, "ph": "X", "ts": first, "dur": last - first, "pid": PROCESS}
             self._write({**event, "tid": self._track(track), "args": {"step": self.step, **arguments}})
+
+    def take_call_seconds(self) -> dict[str, float]:
+        """By call ("actor.update"): what calls to the hosts took since the last time, also where no file is written."""
+        with self._lock:
+            taken, self._call_seconds = self._call_seconds, {}
+        return taken
 
     def close(self) -> None:
         with self._lock:

@@ -13,7 +13,7 @@ from rlhf_megatron.runtime.failures import HostError
 from rlhf_megatron.runtime.hang import DescribeHang
 from rlhf_megatron.runtime.pools import pool_of_role
 from rlhf_megatron.runtime.worker_group import WorkerGroup
-from rlhf_megatron.scheduler.trace import Trace
+from rlhf_megatron.scheduler.trace import CALL, Trace
 
 
 class TracedGroup:
@@ -60,7 +60,7 @@ class TracedGroup:
         def add(_: Future[Any]) -> None:
             # A pool runs its calls one after the other, and their futures are done in that order.
             end = time.monotonic()
-            self._trace.add(method, f"{pool} pool", "call", max(start, self._ends.get(pool, start)), end, **arguments)
+            self._trace.add(method, f"{pool} pool", CALL, max(start, self._ends.get(pool, start)), end, **arguments)
             self._ends[pool] = end
 
         future = call()

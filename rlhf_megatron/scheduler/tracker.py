@@ -15,9 +15,11 @@ from rlhf_megatron.scheduler.distributions import distributions
 from rlhf_megatron.scheduler.evaluation import EvaluationResult
 from rlhf_megatron.scheduler.loggers import LOGGERS, BatchView
 from rlhf_megatron.scheduler.mismatch_record import mismatch_record
+from rlhf_megatron.scheduler.rates import balance, throughput, time_per_token, utilisation
 from rlhf_megatron.scheduler.run_facts import RunFacts
 from rlhf_megatron.scheduler.samples import samples_of
 from rlhf_megatron.scheduler.trace import STAGES, STEPS, Trace
+from rlhf_megatron.scheduler.variance_proxy import variance_metrics
 
 NOTHING_KNOWN = RunFacts()
 
@@ -97,6 +99,7 @@ class Tracker:
         """One turn of the loop; its metrics are written when it ends without an exception."""
         self._times, self._metrics, self._batch = {}, {}, None
         self.trace.step = step
+        self.trace.take_call_seconds()  # of what came before the step
         start = time.monotonic()
         yield
         end = time.monotonic()
@@ -108,14 +111,22 @@ class Tracker:
 
     def _write_step(self, step: int, seconds: float) -> None:
         metrics = {f"timing_s/{name}": value for name, value in self._times.items()} | {"timing_s/step": seconds}
+        calls, work = self.trace.take_call_seconds(), self.facts.workload
         if self._batch is not None:
             self._show_batch(step, self._batch)
-            metrics = batch_metrics(self._batch) | self._metrics | metrics
-        metrics |= throughput(metrics) | {"perf/ettr": self.clock.ettr()}
+            metrics = batch_metrics(self._batch, work.max_prompt_length if work else None) | self._metrics | metrics
+            metrics |= self._derived(self._batch, metrics, calls)
+        metrics |= throughput(metrics, work.num_devices if work else None) | {"perf/ettr": self.clock.ettr()}
         if self.first_mismatch is None:
             self.first_mismatch = metrics.get("training/rollout_log_probs_diff_max")
         self.rewards.append((step, metrics["critic/rewards/mean"]))
         self.write(step, "step", metrics)
+
+    def _derived(self, batch: TrainBatch, metrics: Mapping[str, float], calls: Mapping[str, float]) -> dict[str, float]:
+        found = time_per_token(metrics, calls)
+        if self.facts.workload is not None:
+            found |= balance(batch, self.facts.workload) | utilisation(metrics, calls, batch, self.facts.workload)
+        return found | variance_metrics(batch, metrics)
 
     def _show_batch(self, step: int, batch: TrainBatch) -> None:
         spell = self.facts.spell
@@ -191,16 +202,3 @@ def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
         found |= {"num_masked": float(one.num_masked), "response_length": one.mean_response_length}
         values |= {f"val/{one.name}/{name}": value for name, value in found.items()}
     return values
-
-
-def throughput(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Tokens per second of the whole step and of its two large stages."""
-    tokens = metrics["perf/total_num_tokens"]
-    rates = {"perf/tokens_per_s": tokens / max(1e-9, metrics["timing_s/step"])}
-    if "timing_s/generate" in metrics:
-        responses = metrics["response_length/mean"] * metrics["rollout/num_samples"]
-        rates["perf/tokens_per_s/generate"] = responses / max(1e-9, metrics["timing_s/generate"])
-    if "timing_s/update" in metrics:
-        trained = tokens * metrics["actor/num_epochs"]
-        rates["perf/tokens_per_s/update"] = trained / max(1e-9, metrics["timing_s/update"])
-    return rates

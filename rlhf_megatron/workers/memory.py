@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from rlhf_megatron.data import codec
-from rlhf_megatron.parallel.device import memory, resident_bytes
+from rlhf_megatron.parallel.device import memory, name_of, resident_bytes
 from rlhf_megatron.workers.offload import Offload
 
 
@@ -21,6 +21,9 @@ class MemoryReport:
     process_bytes: int  # that this process has allocated on the device; 0 on a CPU
     used_bytes: int  # of the device, by all processes; 0 on a CPU
     resident_bytes: int  # of this process in host memory
+    peak_allocated_bytes: int = 0  # most that this process had allocated on the device; 0 on a CPU
+    peak_reserved_bytes: int = 0  # the same with what torch keeps in reserve
+    device_name: str = ""  # as its vendor spells it; "" of a CPU
 
 
 def report(offload: Offload, device: torch.device) -> MemoryReport:
@@ -32,4 +35,7 @@ def report(offload: Offload, device: torch.device) -> MemoryReport:
         process_bytes=stats.allocated,
         used_bytes=stats.used,
         resident_bytes=resident_bytes(),
+        peak_allocated_bytes=stats.peak_allocated,
+        peak_reserved_bytes=stats.peak_reserved,
+        device_name=name_of(device),
     )
