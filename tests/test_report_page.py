@@ -227,6 +227,14 @@ def test_a_run_without_engines_says_so(tmp_path: Path) -> None:
     )
 
 
+def test_the_head_says_what_the_health_rules_found(tmp_path: Path) -> None:
+    rows = [step_row(step, 0.5, **{"reward/masked": 0.5}) for step in range(1, 8)]
+    text = page_of(write_run_dir(tmp_path / "bad", rows)).text
+    assert "reward_errors (now) 3 5 7 the mean of reward/masked over 5 steps should be at most 0.05; it is 0.5." in text
+    rows = [step_row(step, 0.5, **{"reward/masked": 0.0}) for step in range(1, 8)]
+    assert "reward_errors" not in page_of(write_run_dir(tmp_path / "good", rows)).text
+
+
 def test_units_and_meanings_are_found(whole: tuple[Path, Page]) -> None:
     for key, name in (("critic/rewards/mean",) * 2, ("timing_s/generate", "timing_s/<stage>")):
         assert metric(key) == (CATALOGUE[name].unit, CATALOGUE[name].meaning)

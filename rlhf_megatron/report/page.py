@@ -25,6 +25,7 @@ from rlhf_megatron.report.facts import (
     settings,
     status,
 )
+from rlhf_megatron.report.health import health_block
 from rlhf_megatron.report.payload import Payload
 from rlhf_megatron.report.records import RunFiles
 from rlhf_megatron.report.sections import all_sections
@@ -101,6 +102,7 @@ def head(run: RunFiles, name: str) -> str:
     parts = [title_line(name, status(run)), _alert(run), f'<dl class="tiles">{_tiles(run)}</dl>']
     parts.append(html.fact_list(facts(run)))
     parts.append(attempts_block(run))
+    parts.append(health_block(run))
     if rows:
         parts.append(
             html.block(

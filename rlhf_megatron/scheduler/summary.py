@@ -101,6 +101,7 @@ def summary(
         "resumed_from_step": attempts.resumed_from_step,
         "seed": config.trainer.seed,
         "log_prob_max_abs_diff": tracker.first_mismatch,
+        "health": tracker.health.summary(),
         "model": config.model.path,
         "versions": versions(PACKAGES),
     }

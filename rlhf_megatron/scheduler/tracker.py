@@ -13,6 +13,7 @@ from rlhf_megatron.scheduler.attempts import RunClock
 from rlhf_megatron.scheduler.batch_metrics import batch_metrics
 from rlhf_megatron.scheduler.distributions import distributions
 from rlhf_megatron.scheduler.evaluation import EvaluationResult
+from rlhf_megatron.scheduler.health_watch import HealthWatch
 from rlhf_megatron.scheduler.loggers import LOGGERS, BatchView
 from rlhf_megatron.scheduler.mismatch_record import mismatch_record
 from rlhf_megatron.scheduler.rates import balance, throughput, time_per_token, utilisation
@@ -43,6 +44,7 @@ class Tracker:
         self.clock = clock or RunClock(time.time())
         self.rewards: list[tuple[int, float]] = []  # step, mean reward
         self.evaluations: list[tuple[int, EvaluationResult]] = []
+        self.health = HealthWatch()
         self.first_mismatch: float | None = None  # largest |log-prob difference|, engine against trainer, at step 1
         self.trace = Trace(run_dir / "trace.json" if "jsonl" in loggers else None, facts.name)
         self._start = time.monotonic()
@@ -70,6 +72,7 @@ class Tracker:
         for row in rows:
             if row["kind"] == "step":
                 self.rewards.append((row["step"], row["critic/rewards/mean"]))
+                self.health.seen(row["step"], row)
                 if self.first_mismatch is None:
                     self.first_mismatch = row.get("training/rollout_log_probs_diff_max")
             elif row["kind"] == "evaluation":
@@ -117,6 +120,10 @@ class Tracker:
             metrics = batch_metrics(self._batch, work.max_prompt_length if work else None) | self._metrics | metrics
             metrics |= self._derived(self._batch, metrics, calls)
         metrics |= throughput(metrics, work.num_devices if work else None) | {"perf/ettr": self.clock.ettr()}
+        verdicts, lines = self.health.seen(step, metrics)
+        metrics |= verdicts
+        for line in lines:
+            self.note(line)
         if self.first_mismatch is None:
             self.first_mismatch = metrics.get("training/rollout_log_probs_diff_max")
         self.rewards.append((step, metrics["critic/rewards/mean"]))
