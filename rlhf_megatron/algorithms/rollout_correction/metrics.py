@@ -91,7 +91,7 @@ class CorrectionMetrics:
         tally.spread("log_ppl_diff", diff_S)
         tally.spread("log_ppl_abs_diff", diff_S.abs())
         tally.spread("ppl_ratio", exp(diff_S))
-        product_S = exp(rows.sequences.sums(rows.log_ratio_N)[0])
+        product_S = exp(-diff_S * rows.counts_S)
         tally.of("product_excess").add_sums(product_S - 1, with_squares=True)
 
     def _divergence(self) -> dict[str, float]:

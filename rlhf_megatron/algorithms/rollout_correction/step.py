@@ -116,7 +116,9 @@ class _Block:
 def _corrected(
     log_probs_N: Tensor, rollout_N: Tensor, lengths_S: Tensor, params: CorrectionParams
 ) -> tuple[Rows, Corrected]:
-    ids_N = torch.arange(lengths_S.numel()).repeat_interleave(lengths_S)
+    ids_N = lengths_S[:0]  # what only measures asks for nobody's sequence
+    if params.importance is not None or params.rejects:
+        ids_N = torch.arange(lengths_S.numel()).repeat_interleave(lengths_S)
     sequences = ContiguousSequences(ids_N, lengths_S.numel(), lengths_S=lengths_S)
     rows = Rows(log_probs_N, rollout_N, log_mismatch(log_probs_N, rollout_N), sequences, lengths_S)
     return rows, correct(rows.log_ratio_N, sequences, params)
