@@ -26,6 +26,8 @@ from rlhf_megatron.scheduler.plugins import ESTIMATOR_PROVIDED, PROVIDED
 WIDTH, INDENT = 118, 24
 _PAPER = re.compile(r'(?:"([^"]+)"[\s,]*)?\(?arXiv\s+(\d{4}\.\d{4,5})')
 
+_FIELD = re.compile(r"    (\w+): .*?(?:(?<=\s)#[ ](.+))?\Z")
+
 
 @dataclass(frozen=True)
 class Parameter:
@@ -118,12 +120,19 @@ def _default(field: Field[Any]) -> str | None:
 
 
 def _comments(cls: type) -> dict[str, str]:
-    """Field -> the comment behind it, where the source is at hand."""
-    try:
-        source = inspect.getsource(cls)
-    except OSError:
-        return {}
-    return dict(re.findall(r"^    (\w+): [^#\n]*#[ ](.+)$", source, re.MULTILINE))
+    """Field -> the comment behind it, or those lines above it; where the source is at hand."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__[:-1]):
+        try:
+            source = inspect.getsource(base)
+        except OSError:
+            continue
+        above: list[str] = []
+        for line in source.splitlines():
+            if match := _FIELD.match(line):
+                found[match[1]] = match[2] or " ".join(above)
+            above = [*above, line.strip(" #")] if line.startswith("    # ") else []
+    return found
 
 
 def _first_sentence(text: str) -> str:
@@ -145,7 +154,10 @@ def table(chosen: list[Part], with_parameters: bool) -> str:
         if part.kind != kind:
             kind = part.kind
             lines += ["", f"{kind} ({part.key})"] if lines else [f"{kind} ({part.key})"]
-        lines += _wrapped(f"  {part.name:<{INDENT - 3}} ", part.summary)
+        if len(part.name) > INDENT - 4:
+            lines += [f"  {part.name}", *_wrapped(" " * INDENT, part.summary)]
+        else:
+            lines += _wrapped(f"  {part.name:<{INDENT - 3}} ", part.summary)
         lines += _details(part, with_parameters)
     return "\n".join(lines) + "\n"
 
@@ -169,7 +181,12 @@ def _details(part: Part, with_parameters: bool) -> Iterator[str]:
 
 
 def _wrapped(start: str, text: str) -> list[str]:
-    options = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.wrap(text, WIDTH, initial_indent=start, subsequent_indent=" " * (INDENT + 2), **options) or [
-        start.rstrip()
-    ]  # type: ignore[arg-type]
+    lines = textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=start,
+        subsequent_indent=" " * (INDENT + 2),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return lines or [start.rstrip()]

@@ -31,6 +31,7 @@ class VerlName:
 _BUDGET = "micro-batches are always cut by token budget"
 _NOT_YET = "not supported yet; remove it"
 _TURNS = "while engines generate all of the trainer is in host memory; not within the trainer's turn"
+_ATTENTION = "the backend is chosen with transformer_impl; remove it"
 _FUSIONS = "fused where it can be; remove it"
 _ROLES = ("actor", "critic", "reference", "rollout", "reward.reward_model")
 _WATCHING = (("trace", "backend"), ("prometheus", "enable"))
@@ -93,8 +94,8 @@ VERL_NAMES = (
     VerlName("actor.use_fused_kernels", "actor.kernels"),
     VerlName("actor.calculate_entropy", None, "entropies are always measured; remove it"),
     *(
-        VerlName(f"actor.{name}", None, _VERLS_OWN)
-        for name in ("rollout_n", "use_torch_compile", "load_weight", "nccl_timeout", "use_prefix_grouper")
+        VerlName(f"actor.{name}", None, _VERLS_OWN, off=(True, 600))
+        for name in ("use_torch_compile", "load_weight", "nccl_timeout", "use_prefix_grouper")
     ),
     *(
         VerlName(f"actor.{name}", "actor.kernels", "no logits are kept")
@@ -104,10 +105,11 @@ VERL_NAMES = (
     VerlName("actor.fsdp_config.*", "actor.megatron", "the trainer is always Megatron: choose parallel sizes"),
     *(VerlName(f"{role}.profiler.*", None, _NOT_YET, switch=f"{role}.profiler.enable") for role in _ROLES),
     *(
-        VerlName(f"{role}.{name}", None, _VERLS_OWN)
+        VerlName(f"{role}.{name}", None, _VERLS_OWN, off=(True, 600))
         for role in ("critic", "reference")
-        for name in ("rollout_n", "load_weight", "nccl_timeout", "use_torch_compile")
+        for name in ("load_weight", "nccl_timeout", "use_torch_compile")
     ),
+    *(VerlName(f"{role}.rollout_n", "rollout.n") for role in ("actor", "critic", "reference")),
     VerlName("critic.data_loader_seed", "trainer.seed", off=(42,)),
     VerlName("critic.model.override_config.*", None, "the model is as in its config.json; change that", learns=True),
     VerlName("critic.model.lora.*", None, _NOT_YET, learns=True, switch="critic.model.lora.rank"),
@@ -146,7 +148,7 @@ VERL_NAMES = (
     *(
         VerlName(f"actor.megatron.override_transformer_config.{name}", None, note)
         for name, note in (
-            ("attention_backend", "the backend is chosen with transformer_impl; remove it"),
+            ("attention_backend", _ATTENTION),
             ("apply_rope_fusion", _FUSIONS),
             ("masked_softmax_fusion", _FUSIONS),
             ("bias_activation_fusion", _FUSIONS),
@@ -205,22 +207,27 @@ VERL_NAMES = (
     VerlName("reference.log_prob_use_dynamic_bsz", "reference.max_token_len_per_gpu", _BUDGET),
     VerlName("reference.model.path", "reference.path"),
     VerlName("rollout.name", "rollout.engine"),
-    VerlName("rollout.mode", None, "engines are always servers; remove it"),
+    VerlName("rollout.mode", None, "engines are always servers; remove it", off=("async", "sync")),
     VerlName("rollout.tensor_model_parallel_size", "rollout.sglang.args", "as tp-size"),
     VerlName("rollout.gpu_memory_utilization", "rollout.sglang.args", "as mem-fraction-static"),
     VerlName("rollout.engine_kwargs.*", "rollout.sglang.args"),
-    VerlName("rollout.calculate_log_probs", None, "the engine's log-probs are always kept; remove it"),
+    VerlName("rollout.calculate_log_probs", None, "the engine's log-probs are always kept; remove it", off=(True,)),
     VerlName("rollout.log_prob_max_token_len_per_gpu", "actor.ppo_max_token_len_per_gpu"),
     VerlName("rollout.log_prob_micro_batch_size_per_gpu", "actor.ppo_max_token_len_per_gpu", _BUDGET),
     VerlName("rollout.log_prob_use_dynamic_bsz", "actor.ppo_max_token_len_per_gpu", _BUDGET),
-    VerlName("rollout.free_cache_engine", "rollout.colocated"),
-    VerlName("rollout.load_format", None, "engines always get their weights from the trainer; remove it"),
+    VerlName("rollout.free_cache_engine", "rollout.colocated", off=(True,)),
+    VerlName(
+        "rollout.load_format",
+        None,
+        "engines always get their weights from the trainer; remove it",
+        off=("dummy", "dummy_megatron", "auto"),
+    ),
     VerlName("rollout.prompt_length", "data.max_prompt_length"),
     VerlName("rollout.response_length", "data.max_response_length"),
     VerlName("rollout.checkpoint_engine.update_weights_bucket_megabytes", "rollout.update_weights_bucket_megabytes"),
     VerlName("rollout.val_kwargs.do_sample", "rollout.val_kwargs.temperature", "0 is greedy"),
     VerlName("rollout.multi_turn.*", None, _NOT_YET, learns=True, switch="rollout.multi_turn.enable"),
-    VerlName("rollout.agent.num_workers", None, _VERLS_OWN),
+    VerlName("rollout.agent.num_workers", None, _VERLS_OWN, off=(8,)),
     VerlName("rollout.agent.default_agent_loop", None, _NOT_YET, learns=True, off=("single_turn_agent",)),
     VerlName("rollout.agent.*", None, _NOT_YET, learns=True),
     VerlName("rollout.ignore_eos", None, "a response ends at the end-of-sequence token; remove it", learns=True),
@@ -247,7 +254,7 @@ VERL_NAMES = (
         for section, key in _WATCHING
     ),
     *(VerlName(f"rollout.{name}", None, _ENGINES_OWN) for name in _OF_ENGINES),
-    VerlName("model.use_remove_padding", None, "samples are always packed; remove it"),
+    VerlName("model.use_remove_padding", None, "samples are always packed; remove it", off=(True,)),
     VerlName("model.use_fused_kernels", "actor.log_prob_chunk_size", "log-probs never hold all logits at once"),
     VerlName("model.lora.*", None, _NOT_YET, learns=True, switch="model.lora.rank"),
     VerlName("model.trust_remote_code", None, "no code is run from a model directory; remove it"),
@@ -261,7 +268,7 @@ VERL_NAMES = (
     VerlName("data.val_batch_size", "trainer.test_samples", "all of them are evaluated at once"),
     VerlName("data.validation_shuffle", None, "the order of evaluation does not matter; remove it"),
     VerlName("data.trust_remote_code", None, "no code is run from a model directory; remove it"),
-    VerlName("data.return_raw_chat", "data.apply_chat_template"),
+    VerlName("data.return_raw_chat", "data.apply_chat_template", off=(True,)),
     VerlName("data.tool_config_path", None, _NOT_YET, learns=True),
     *(
         VerlName(f"data.{name}", None, _NO_IMAGES, off=off)
@@ -312,7 +319,7 @@ VERL_NAMES = (
     VerlName("critic.use_dynamic_bsz", "critic.ppo_max_token_len_per_gpu", _BUDGET),
     VerlName("critic.grad_clip", "critic.optim.clip_grad"),
     VerlName("critic.shuffle", "actor.shuffle", "the critic's samples are shuffled as the actor's"),
-    VerlName("critic.strategy", None, "the trainer is always Megatron; remove it"),
+    VerlName("critic.strategy", None, "the trainer is always Megatron; remove it", off=("megatron",)),
     VerlName("critic.checkpoint.async_save", "trainer.async_save"),
     VerlName("critic.checkpoint.*", "trainer.save_hf"),
     VerlName("critic.optim.lr_warmup_steps_ratio", "critic.optim.lr_warmup_steps", "in optimizer steps"),
@@ -320,7 +327,7 @@ VERL_NAMES = (
     VerlName("algorithm.gamma", "algorithm.params", "where the estimator has it"),
     VerlName("algorithm.lam", "algorithm.params", "where the estimator has it"),
     VerlName("algorithm.filter_groups.*", None, _NOT_YET, learns=True, switch="algorithm.filter_groups.enable"),
-    VerlName("algorithm.use_pf_ppo", None, _NOT_YET, learns=True),
+    VerlName("algorithm.use_pf_ppo", "algorithm.pf_ppo.enable", learns=True),
     VerlName("algorithm.pf_ppo.*", None, _NOT_YET, learns=True, switch="algorithm.use_pf_ppo"),
     VerlName("algorithm.gdpo_reward_keys", "algorithm.params", "of gdpo", learns=True),
     VerlName("algorithm.gdpo_reward_weights", "algorithm.params", "of gdpo", learns=True),
@@ -343,17 +350,18 @@ VERL_NAMES = (
     VerlName("trainer.rollout_data_dir", "trainer.record"),
     VerlName("trainer.validation_data_dir", "trainer.record"),
     VerlName("trainer.balance_batch", None, "replicas are always balanced; remove it", off=(True,)),
-    VerlName("trainer.use_v1", None, _ONE_TRAINER),
+    VerlName("trainer.use_v1", None, _ONE_TRAINER, off=(True,)),
     VerlName("trainer.v1.trainer_mode", None, _ONE_TRAINER, learns=True, off=("sync",)),
     VerlName("trainer.v1.*", None, _ONE_TRAINER),
-    VerlName("trainer.use_legacy_worker_impl", None, _VERLS_OWN),
+    VerlName("trainer.use_legacy_worker_impl", None, _VERLS_OWN, off=("auto", "disable", "enable")),
     VerlName("trainer.log_val_generations", "trainer.samples_kept"),
     VerlName("trainer.default_hdfs_dir", "trainer.default_local_dir"),
     VerlName("trainer.esi_redundant_time", "trainer.stop_grace_s", "a run saves when it is told to stop"),
-    VerlName("trainer.ray_wait_register_center_timeout", None, _VERLS_OWN),
-    VerlName("hybrid_engine", "rollout.colocated"),
-    VerlName("actor_rollout_ref.hybrid_engine", "rollout.colocated"),
-    VerlName("actor_rollout_ref.nccl_timeout", "trainer.stage_timeout_s"),
+    VerlName("trainer.ray_wait_register_center_timeout", None, _VERLS_OWN, off=(300,)),
+    VerlName("hybrid_engine", "rollout.colocated", off=(True,)),
+    VerlName("actor_rollout_ref.hybrid_engine", "rollout.colocated", off=(True,)),
+    VerlName("actor_rollout_ref.nccl_timeout", "trainer.stage_timeout_s", off=(600,)),
+    VerlName("nccl_timeout", "trainer.stage_timeout_s", off=(600,)),
     VerlName("skip.*", "trainer.record", "and train --replay", switch="skip.enable"),
     VerlName("transfer_queue.*", None, _VERLS_OWN),
     VerlName("distillation.*", None, _NOT_YET, learns=True, switch="distillation.enabled"),

@@ -12,6 +12,8 @@ from rlhf_megatron.config.from_verl.setting import Setting, Written
 from rlhf_megatron.config.verl_names import RENAMED_SECTIONS, current_path
 
 ALIASES = (
+    ("actor_rollout_ref.hybrid_engine", "hybrid_engine"),
+    ("actor_rollout_ref.nccl_timeout", "nccl_timeout"),
     ("custom_reward_function", "reward.custom_reward_function"),
     ("reward_manager", "reward.reward_manager"),
     ("reward_model.reward_manager", "reward.reward_manager.name"),

@@ -8,9 +8,9 @@ from dataclasses import fields
 from typing import Any, get_args
 
 from rlhf_megatron.config.from_verl.draft import Draft
-from rlhf_megatron.config.keys import field_types, has_default
+from rlhf_megatron.config.keys import field_types, has_default, leaf_keys
 from rlhf_megatron.config.loss_rules import OWN_MODES
-from rlhf_megatron.config.schema import ActorConfig, AlgorithmConfig
+from rlhf_megatron.config.schema import ActorConfig, AlgorithmConfig, RunConfig
 from rlhf_megatron.registry import Registry
 
 LOSSES = {"vanilla": "ppo_clip"}
@@ -47,6 +47,13 @@ def estimator(draft: Draft) -> None:
         if g.has(source) and parameter not in _parameters(kind):
             g.ignore(source)
             draft.num_off += 1  # verl's estimator of that name does not read it either
+
+
+def resampling(draft: Draft) -> None:
+    """verl's switch stands beside the section, ours in it."""
+    source, key = "algorithm.use_pf_ppo", "algorithm.pf_ppo.enable"
+    if draft.given.has(source) and draft.given.flag(source) and key in leaf_keys(RunConfig):
+        draft.put(key, True, (source,))
 
 
 def kl_in_reward(draft: Draft) -> None:

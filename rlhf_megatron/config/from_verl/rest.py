@@ -6,7 +6,7 @@ import difflib
 from typing import Any
 
 from rlhf_megatron.config.from_verl.defaults import DEFAULTS
-from rlhf_megatron.config.from_verl.draft import Draft, free_mapping
+from rlhf_megatron.config.from_verl.draft import Draft, default_of, free_mapping
 from rlhf_megatron.config.keys import leaf_keys
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.verl_names import VERL_NAMES, VerlName, entry_of
@@ -14,15 +14,29 @@ from rlhf_megatron.config.verl_names import VERL_NAMES, VerlName, entry_of
 LEARNING = ("actor", "algorithm", "critic", "data", "distillation", "model", "reference", "reward", "rollout")
 """Sections in which an unknown setting may change what is learnt."""
 
+FOLLOWERS = {
+    "critic.model.tokenizer_path": "model.path",
+    **{f"{role}.rollout_n": "rollout.n" for role in ("actor", "critic", "reference")},
+}
+
 
 def rest(draft: Draft) -> None:
     for key in draft.given.rest():
         if key.rpartition(".")[2] == "_target_":
             draft.given.ignore(key)
-        elif key in leaf_keys(RunConfig) or free_mapping(key):
+        elif (key in leaf_keys(RunConfig) and draft.given.look(key) is None is default_of(key)) or _follows(draft, key):
+            draft.given.ignore(key)
+            draft.num_off += 1
+        elif free_mapping(key):
             draft.copy(key)
         else:
             _leave(draft, key)
+
+
+def _follows(draft: Draft, key: str) -> bool:
+    """verl's copies of other settings, as long as they are that."""
+    other = FOLLOWERS.get(key)
+    return other is not None and draft.given.look(key) == draft.given.look(other)
 
 
 def _leave(draft: Draft, key: str) -> None:

@@ -1,0 +1,98 @@
+"""`rlhf-megatron algorithms`: everything that is registered, as its own source says it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS
+from rlhf_megatron.algorithms.aggregate import LOSS_AGG_MODES
+from rlhf_megatron.algorithms.losses import POLICY_LOSSES
+from rlhf_megatron.algorithms.losses.kl import KL_TYPES
+from rlhf_megatron.cli.algorithms import WIDTH, _registered
+from rlhf_megatron.cli.main import main
+from rlhf_megatron.registry import Registry
+from rlhf_megatron.rewards import REWARDS
+
+
+def run(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    code = main(["algorithms", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def listed(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    code, out, err = run([*arguments, "--json"], capsys)
+    assert (code, err) == (0, "")
+    return json.loads(out)
+
+
+def test_all_that_is_registered_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    found = [(part["kind"], part["name"]) for part in listed([], capsys)]
+    assert found == [
+        *(("advantage estimator", name) for name in sorted(ADV_ESTIMATORS)),
+        *(("policy loss", name) for name in sorted(POLICY_LOSSES)),
+        *(("aggregation", name) for name in LOSS_AGG_MODES),
+        *(("KL estimator", name) for name in KL_TYPES),
+        *(("reward", name) for name in sorted(REWARDS)),
+    ]
+
+
+def test_every_part_says_what_it_is_and_each_parameter_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    for part in listed([], capsys):
+        assert part["summary"], part["name"]
+        assert not [one["name"] for one in part["parameters"] if not (one["doc"] and one["type"])], part["name"]
+    assert all(part["papers"] for part in listed([], capsys) if part["kind"] == "advantage estimator")
+
+
+def test_one_part_in_full(capsys: pytest.CaptureFixture[str]) -> None:
+    (grpo,) = listed(["grpo"], capsys)
+    assert grpo["key"] == "algorithm.adv_estimator"
+    assert grpo["summary"] == ("Group-relative advantages: a sample's reward against the other samples of its prompt.")
+    assert [(one["name"], one["type"], one["default"]) for one in grpo["parameters"]] == [
+        ("norm_adv_by_std_in_grpo", "true or false", "true"),
+        ("epsilon", "number", "1e-06"),
+    ]
+    assert grpo["parameters"][1]["doc"] == "added to the standard deviation"
+    assert grpo["needs"] == ["rewards", "group_ids"] and grpo["missing"] == []
+    assert {"title": "DeepSeekMath", "arxiv": "2402.03300"} in grpo["papers"]
+    (gdpo,) = listed(["gdpo"], capsys)
+    assert gdpo["parameters"][0]["default"] is None
+    code, out, _ = run(["gdpo"], capsys)
+    assert code == 0 and "gdpo_reward_keys: list of text, must be given; names of reward parts" in out
+
+
+def test_a_name_of_two_kinds_gives_both(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [part["kind"] for part in listed(["gpg"], capsys)] == ["advantage estimator", "policy loss"]
+
+
+def test_an_unknown_name_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(["ppo_clp"], capsys)
+    assert code == 1 and out == ""
+    assert "unknown name 'ppo_clp'. Did you mean 'ppo_clip'? Known: abs, " in err
+
+
+def test_the_table_names_all_and_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run([], capsys)
+    assert code == 0 and max(map(len, out.splitlines())) <= WIDTH
+    words = set(out.split())
+    assert {*ADV_ESTIMATORS, *POLICY_LOSSES, *LOSS_AGG_MODES, *KL_TYPES, *REWARDS} <= words
+    assert "parameters: gamma=1.0, lam=1.0, whiten=true" in out
+    assert "policy loss (actor.policy_loss.loss_mode)" in out
+
+
+def test_needs_that_no_run_meets_are_told() -> None:
+    @dataclass(frozen=True)
+    class Params:
+        wanted: int  # without a default
+        depth: tuple[int, ...] = (1, 2)  # with one
+
+    registry: Registry[Any] = Registry("toy")
+    registry.register("toy", Params, needs=("rewards", "tea_leaves"))(test_needs_that_no_run_meets_are_told)
+    (part,) = _registered(registry, "a.b", {"rewards"})
+    assert part.missing == ("tea_leaves",) and part.needs == ("rewards", "tea_leaves")
+    assert [(one.name, one.default) for one in part.parameters] == [("wanted", None), ("depth", "[1, 2]")]
