@@ -12,6 +12,7 @@ from rlhf_megatron.data.batch import PromptBatch
 from rlhf_megatron.rewards.base import RewardResult, RewardSample, is_masked
 from rlhf_megatron.rollout.engine import GeneratedSample
 from rlhf_megatron.scheduler.intervals import interval_over_items, wilson_interval
+from rlhf_megatron.scheduler.sample_figures import SampleFigure, answer_of, sample_figures
 
 EXAMPLES_KEPT = 8
 
@@ -39,6 +40,7 @@ class SetResult:
     high: float | None
     mean_response_length: float  # tokens
     majority_accuracy: float  # of always giving the most common label
+    figures: tuple[SampleFigure, ...] = ()  # best, worst and maj of k = 2, 4 .. N samples, with intervals
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,13 @@ class Answered:
     def scores(self) -> list[tuple[float, ...]]:
         """Of the samples that count, an entry an item; empty where all of its samples were masked."""
         return [tuple(r.score for r in results if not is_masked(r.status)) for results in self.results]
+
+    def answers(self) -> list[tuple[str, ...]]:
+        """What majorities are counted of; entries as in `scores`."""
+        return [
+            tuple(answer_of(text) for text, r in zip(texts, results, strict=True) if not is_masked(r.status))
+            for texts, results in zip(self.responses, self.results, strict=True)
+        ]
 
 
 def evaluate(
@@ -144,6 +153,7 @@ def summarize_set(answered: Answered) -> SetResult:
         high=interval[1] if interval else None,
         mean_response_length=_mean(lengths),
         majority_accuracy=majority_accuracy(answered.prompts.labels),
+        figures=sample_figures(answered.scores(), answered.answers()) if num_samples > 1 else (),
     )
 
 

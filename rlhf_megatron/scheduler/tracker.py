@@ -204,6 +204,11 @@ def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
         count = one.num_samples
         found = {f"mean@{count}": one.mean, f"std@{count}": one.std, "num_items": float(one.num_items)}
         found |= {f"best@{k}": best for k, best in one.best if k > 1}
+        for figure in one.figures:
+            key = f"{figure.name}@{figure.k}"
+            found |= {key: figure.value} if figure.name != "best" else {}
+            if figure.low is not None and figure.high is not None:
+                found |= {f"{key}/low": figure.low, f"{key}/high": figure.high}
         if one.low is not None and one.high is not None:
             found |= {"low": one.low, "high": one.high}
         found |= {"num_masked": float(one.num_masked), "response_length": one.mean_response_length}
