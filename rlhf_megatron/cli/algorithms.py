@@ -120,7 +120,8 @@ def _default(field: Field[Any]) -> str | None:
 
 
 def _comments(cls: type) -> dict[str, str]:
-    """Field -> the comment behind it, or those lines above it; where the source is at hand."""
+    """Field -> the comment behind it, those lines above it, or that behind its default on a line of its own; where the
+    source is at hand."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):
         try:
@@ -128,9 +129,15 @@ def _comments(cls: type) -> dict[str, str]:
         except OSError:
             continue
         above: list[str] = []
+        last = ""
         for line in source.splitlines():
             if match := _FIELD.match(line):
-                found[match[1]] = match[2] or " ".join(above)
+                last = match[1]
+                found[last] = match[2] or " ".join(above) or found.get(last, "")
+            elif last and not found[last] and line.startswith(" " * 8):
+                found[last] = line.partition("  # ")[2]
+            else:
+                last = ""
             above = [*above, line.strip(" #")] if line.startswith("    # ") else []
     return found
 
