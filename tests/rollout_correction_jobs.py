@@ -10,7 +10,10 @@ from typing import Any
 import torch
 from checkpointer_jobs import hosts
 from scheduler_samples import MODEL
+from workers_jobs import CONFIG, make_actor, share
+from workers_reference import TEMPERATURE
 
+from rlhf_megatron.algorithms.rollout_correction.params import CorrectionParams
 from rlhf_megatron.config.schema import (
     ActorConfig,
     AlgorithmConfig,
@@ -22,7 +25,7 @@ from rlhf_megatron.config.schema import (
     RunConfig,
     TrainerConfig,
 )
-from rlhf_megatron.data.batch import ScoredBatch, TokenBatch, offsets_from_lengths
+from rlhf_megatron.data.batch import MiniBatch, ScoredBatch, TokenBatch, offsets_from_lengths
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.parallel.world import World
 from rlhf_megatron.runtime.inline import InlineGroup
@@ -128,3 +131,14 @@ def with_kl_in_reward(world: World, directory: Path) -> list[set[str]]:
         for step in range(1, NUM_STEPS + 1):
             recorder.write(step, rollouts(group, step))
         return [step["columns"] for step in _steps(config, group, recorder)]
+
+
+def corrected_update(world: World, state: dict[str, Any], batch: MiniBatch, params: CorrectionParams) -> Any:
+    """One update of an actor with the correction in its loss: its result, on leaders."""
+    from rlhf_megatron.workers.correction import CorrectedRowLoss
+
+    config = replace(CONFIG, policy_loss=PolicyLossConfig("reinforce"), use_kl_loss=True, entropy_coeff=0.01)
+    actor = make_actor(world, "llama", state, config)
+    actor.losses["policy"] = CorrectedRowLoss(actor.losses["policy"], params)
+    mine, plan = share(world, batch, 40)
+    return actor.update(mine, plan, temperature=TEMPERATURE)

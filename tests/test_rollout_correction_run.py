@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import rollout_correction_jobs as jobs
+import torch
+import workers_reference as reference
 from dist_pool import DistPool
 
+from rlhf_megatron.algorithms.rollout_correction.params import CorrectionParams, Filter, Importance
 from rlhf_megatron.config import correction as settings
 from rlhf_megatron.config.schema import RolloutCorrectionConfig
 from rlhf_megatron.workers.correction import correction_params
@@ -77,6 +80,35 @@ def test_three_steps_in_each_mode(dist_pool: DistPool, tmp_path: Path) -> None:
     for one, other in zip(found["bypass"], found["again"], strict=True):
         same = {key: value for key, value in one["metrics"].items() if not key.startswith(timed)}
         assert same == {key: other["metrics"][key] for key in same}
+
+
+LAYOUTS: list[Any] = [
+    pytest.param({"cp": 2}, id="cp2"),
+    *(pytest.param(axes, id="".join(axes), marks=pytest.mark.long) for axes in ({"dp": 2}, {"tp": 2, "pp": 2})),
+    pytest.param({"pp": 2, "cp": 2}, id="ppcp", marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize("axes", LAYOUTS)
+def test_moving_weights_and_rejection_do_not_depend_on_the_layout(dist_pool: DistPool, axes: dict[str, int]) -> None:
+    """Context-parallel ranks have a part of each sequence, data-parallel ones some sequences."""
+    model = reference.make_model("llama")
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    batch = reference.make_batch()
+    with torch.no_grad():
+        log_probs, _ = reference.token_log_probs(model, batch)
+    batch = reference.with_past(batch, log_probs)
+    filters = (Filter("seq_mean_k1", 1.2, 0.85), Filter("seq_max_k2", 0.18), Filter("token_k3", 0.04))
+    params = CorrectionParams(Importance("sequence", 1.5), filters=filters, veto=0.5)
+    job: dict[str, Any] = {"state": state, "batch": batch, "params": params}
+    alone = dist_pool.run(jobs.corrected_update, timeout_s=300, **job)[0]
+    leaders = [part for part in dist_pool.run(jobs.corrected_update, timeout_s=300, **axes, **job) if part is not None]
+    assert 0.2 < alone.sums["actor/rollout_rs_masked_fraction"] < 0.8
+    for name, value in alone.sums.items():
+        assert sum(part.sums[name] for part in leaders) == pytest.approx(value, rel=5e-6, abs=1e-6), (
+            name
+        )  # terms are about 1
+    assert leaders[0].grad_norm == pytest.approx(alone.grad_norm, rel=5e-6) and alone.grad_norm > 1e-3
 
 
 @pytest.mark.long
