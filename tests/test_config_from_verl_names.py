@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS
@@ -12,6 +14,7 @@ from rlhf_megatron.config.from_verl.setting import Setting, Written
 from rlhf_megatron.config.from_verl.translate import translate
 from rlhf_megatron.config.keys import leaf_keys
 from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.source import MappingNode, parse
 from rlhf_megatron.config.verl_names import VERL_NAMES, entry_of, suggest
 from rlhf_megatron.rewards import REWARDS
 
@@ -92,6 +95,23 @@ def test_no_key_that_users_know_is_unknown(estimator: str) -> None:
     unknown = [one.name for one in result.left if one.reason.startswith("unknown")]
     assert not unknown
     assert all(one.reason for one in result.left) and len(result.left) > 40
+
+
+ODD = (
+    *(None, True, False, 0, 1, -1, -5, 2.5, 10**20, float("nan"), float("inf"), [], [1, "a"], {}, [[]]),
+    *("x", "64", "1e-3", "a\nb: #c", "\x07", "???", "${x}", "${oc.select:a,[1}"),
+)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_odd_values_are_told_and_end_nothing(seed: int) -> None:
+    rng = random.Random(seed)
+    written = Written()
+    for key in rng.sample(KNOWN, (1, 5, 20, 80)[seed % 4]):
+        written.add(Setting(key, rng.choice(ODD), "run.yaml:1"))
+    result = translate(written, "run.yaml", Parts(ADV_ESTIMATORS, POLICY_LOSSES, REWARDS), Told(100, 100), {})
+    assert isinstance(parse(result.text, "result", 0), MappingNode)
+    assert not any("Traceback" in problem for problem in result.problems)
 
 
 def test_keys_have_an_entry_a_rule_or_the_same_name() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from math import isfinite
 from typing import Any
 
 from rlhf_megatron.config.from_verl.defaults import DEFAULTS
@@ -119,7 +120,7 @@ class Given:
         if isinstance(value, str):
             with suppress(ValueError):
                 value = float(value)
-        if isinstance(value, int | float) and not isinstance(value, bool):
+        if isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value):
             return value
         self._wrong(key, value, "a number")
         return None

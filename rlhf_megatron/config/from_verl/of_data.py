@@ -49,4 +49,4 @@ def is_hub_name(given: Any, key: str) -> bool:
 
 
 def dtype(value: Any) -> Any:
-    return {"bf16": "bfloat16", "fp32": "float32", "float": "float32"}.get(value, value) if value else value
+    return {"bf16": "bfloat16", "fp32": "float32", "float": "float32"}.get(str(value), value)

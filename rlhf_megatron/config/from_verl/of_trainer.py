@@ -40,7 +40,7 @@ def trainer(draft: Draft) -> None:
     for name in ("max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep"):
         key = f"trainer.{name}"
         if g.get(key) is not None:
-            sizes = [g.look(f"trainer.max_{role}_ckpt_to_keep") or 0 for role in ("actor", "critic")]
+            sizes = [g.whole(f"trainer.max_{role}_ckpt_to_keep", low=0) or 0 for role in ("actor", "critic")]
             draft.put("trainer.max_ckpt_to_keep", max(sizes), (key,), "one checkpoint holds actor and critic")
     if g.get("actor.megatron.seed") is not None:
         draft.put("trainer.seed", g.get("actor.megatron.seed"), ("actor.megatron.seed",))
