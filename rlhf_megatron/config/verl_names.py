@@ -42,7 +42,7 @@ _OF_ENGINES = (
 )
 _OPTIMIZER_PLACE = "the optimizer works where its parameters are; remove it"
 _NO_WSD = "warm-up, stable and decay phases are not there; use another lr_decay_style"
-_ENGINES_OWN = "it is the engine's own business; remove it, or see rollout.sglang.args"
+_ENGINES_OWN = "it is the engine's own business; see rollout.sglang.args"
 _NO_IMAGES = "prompts are text; remove it"
 _VERLS_OWN = "it belongs to how verl is built; remove it"
 _ONE_TRAINER = "steps are made one after the other; remove it"

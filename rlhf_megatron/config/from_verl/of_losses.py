@@ -75,7 +75,7 @@ def kl_in_reward(draft: Draft) -> None:
         )
         return
     note = f"nats a response here, nats a token there: {target:g} x {length} tokens"
-    draft.put(source, target * length, (source,), note)
+    draft.put(source, float(f"{target * length:.12g}"), (source,), note)
 
 
 def policy_loss(draft: Draft) -> None:

@@ -45,7 +45,7 @@ def _schedule(draft: Draft, role: str, section: str) -> None:
     draft.copy(f"{section}.min_lr", value=g.number(f"{section}.min_lr"))
     ratio, lr = f"{section}.min_lr_ratio", g.number(f"{section}.lr")
     if g.get(ratio) is not None and (share := g.number(ratio)) is not None and lr is not None:
-        draft.put(f"{section}.min_lr", share * lr, (ratio,), f"{share} x lr {lr}")
+        draft.put(f"{section}.min_lr", float(f"{share * lr:.12g}"), (ratio,), f"{share} x lr {lr}")
 
 
 def _warmup(draft: Draft, role: str, section: str, per: int | None) -> None:

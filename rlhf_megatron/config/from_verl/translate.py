@@ -63,7 +63,7 @@ def translate(
     dropped = _prune(draft)
     notes = list(dict.fromkeys(given.notes))
     if draft.num_off:
-        notes.append(f"{draft.num_off} more settings stand at values that ask for nothing here.")
+        notes.append(f"settings that ask for nothing here, and are not listed: {draft.num_off}.")
     text = as_yaml(draft.values, draft.left, dropped, notes, source)
     loaded, problems = _loaded(text, target)
     problems = [*given.problems, *problems]
