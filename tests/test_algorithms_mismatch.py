@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlhf_megatron.algorithms.metric_names import METRICS
-from rlhf_megatron.algorithms.mismatch import mismatch_statistics, worst_tokens
+from rlhf_megatron.algorithms.mismatch import mismatch_statistics, percentile, percentiles, worst_tokens
 
 NAME = "training/rollout_log_probs_diff"
 
@@ -73,3 +73,12 @@ def test_worst_tokens_are_response_tokens_in_order() -> None:
     mask = torch.tensor([False, True, True, True, True])
     assert worst_tokens(engine, trainer, mask, 3).tolist() == [3, 4, 1]
     assert worst_tokens(engine, trainer, mask, 99).tolist() == [3, 4, 1, 2]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 99, 100, 101, 1000])
+def test_percentiles_without_sorting_are_those_of_the_sorted_column(count: int) -> None:
+    column = torch.randn(count, generator=torch.Generator().manual_seed(count), dtype=torch.float64)
+    if count > 2:
+        column[1] = float("inf")
+    shares = (0.5, 0.99, 1.0)
+    assert percentiles(column, shares) == [percentile(column.sort().values, share) for share in shares]

@@ -7,6 +7,7 @@ import torch
 from data_samples import scored
 from scheduler_samples import to_train, train_batch
 
+from benchmarks.kernels import stage_metrics
 from rlhf_megatron.config.schema import ActorConfig, MegatronConfig, RolloutConfig, RunConfig, TrainerConfig
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.scheduler.flops import FORWARD, TRAINING, model_flops, peak_tflops
@@ -138,9 +139,7 @@ def test_versions_by_hand() -> None:
             "training/off_policy/trajectory_spans/min": 1.0,
         }
     )
-    resumed = replace(
-        scored(), policy_versions=torch.tensor([2, 1, 2])
-    )  # dispatched late
+    resumed = replace(scored(), policy_versions=torch.tensor([2, 1, 2]))  # dispatched late
     assert version_metrics(3, resumed)["training/off_policy/trajectory_staleness/max"] == 2.0
     assert version_metrics(3, replace(scored(), version_spans=None))["training/off_policy/trajectory_spans/max"] == 1.0
 
@@ -196,3 +195,10 @@ def test_all_of_these_are_listed() -> None:
         **variance_metrics(batch, {"actor/grad_norm": 1.0}),
     }
     assert len(found) > 20 and [name for name in found if find(name) is None] == []
+
+
+def test_the_benchmark_of_a_steps_metrics_makes_listed_ones_and_its_figures() -> None:
+    batch = stage_metrics.make_batch(16, 32)
+    found = stage_metrics.step_metrics(batch, replace(work(dp=2), token_budget=64))
+    assert len(found) > 70 and [name for name in found if find(name) is None] == []
+    assert [figure.baseline for figure in stage_metrics.run(is_quick=True).figures] == ["numpy sum of the columns"] * 2

@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,14 +27,15 @@ def mismatch_statistics(
     rollout_N = rollout_log_probs_T[response_mask_T].to(torch.float64)
     trainer_N = old_log_probs_T[response_mask_T].to(torch.float64)
     log_ratio_N = log_ratio(rollout_N, trainer_N)
-    diff_N = log_ratio_N.abs().sort().values
+    diff_N = log_ratio_N.abs()
     probs_diff_N = (trainer_N.exp() - rollout_N.exp()).abs()
     clamped_N = log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     has_tokens = diff_N.numel() > 0
+    p50, p99, p100 = percentiles(diff_N, (0.5, 0.99, 1.0))
     return {
-        "training/rollout_log_probs_diff_max": percentile(diff_N, 1.0),
-        "training/rollout_log_probs_diff_p50": percentile(diff_N, 0.5),
-        "training/rollout_log_probs_diff_p99": percentile(diff_N, 0.99),
+        "training/rollout_log_probs_diff_max": p100,
+        "training/rollout_log_probs_diff_p50": p50,
+        "training/rollout_log_probs_diff_p99": p99,
         "training/rollout_log_probs_diff_mean": diff_N.mean().item() if has_tokens else 0.0,
         "training/rollout_kl": (clamped_N.expm1() - clamped_N).mean().item() if has_tokens else 0.0,
         "training/rollout_probs_diff_valid": float(has_tokens),
@@ -58,3 +61,13 @@ def percentile(sorted_N: Tensor, share: float) -> float:
     """Nearest rank: the smallest entry that at least `share` of all entries do not exceed. 0 without entries."""
     count = sorted_N.numel()
     return sorted_N[max(math.ceil(share * count), 1) - 1].item() if count else 0.0
+
+
+def percentiles(column_N: Tensor, shares: Sequence[float]) -> list[float]:
+    """Nearest rank, as `percentile`, of a column in any order: it is divided at these ranks, not sorted."""
+    count = column_N.numel()
+    if not count:
+        return [0.0 for _ in shares]
+    ranks = [max(math.ceil(share * count), 1) - 1 for share in shares]
+    divided = np.partition(column_N.cpu().numpy(), sorted(set(ranks)))
+    return [float(divided[rank]) for rank in ranks]

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from rlhf_megatron.algorithms.aggregate import sequence_sums
@@ -35,9 +37,9 @@ def variance_proxies(batch: TrainBatch, sum_squares_T: Tensor) -> dict[str, floa
     is_valid_B = valid_samples(batch)
     if not bool(is_valid_B.any()):
         return {}
-    weights_T = 1.0 - 2.0 * batch.old_log_probs.exp() + sum_squares_T
-    w_B = sequence_sums(weights_T.masked_fill(~batch.response_mask, 0.0), batch.offsets)[is_valid_B]
-    sums_B = sequence_sums(batch.advantages.masked_fill(~batch.response_mask, 0.0), batch.offsets)
+    weights_T = batch.old_log_probs.exp().mul_(-2.0).add_(sum_squares_T).add_(1.0).mul_(batch.response_mask)
+    w_B = _sums(weights_T, batch.offsets)[is_valid_B]
+    sums_B = _sums(batch.advantages, batch.offsets)  # advantages are 0 outside of the response
     squares_B = (sums_B / response_lengths(batch).clamp(min=1)).square()[is_valid_B]
     return {
         "variance_proxy/proxy2_total_power": (squares_B * w_B).mean().item(),
@@ -53,3 +55,10 @@ def signal_and_noise(total_power: float, grad_norm: float, num_samples: float) -
     if num_samples > 1:
         metrics["variance_proxy/proxy3_pure_noise"] = max(0.0, total_power - signal) / (num_samples - 1)
     return metrics
+
+
+def _sums(column_T: Tensor, offsets: Tensor) -> Tensor:
+    """[B] float64. numpy takes a tenth of the time of `sequence_sums`, for samples that have tokens."""
+    if not bool((offsets.diff() > 0).all()):
+        return sequence_sums(column_T, offsets)
+    return torch.from_numpy(np.add.reduceat(column_T.numpy(), offsets[:-1].numpy(), dtype=np.float64))

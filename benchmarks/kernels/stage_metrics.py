@@ -1,0 +1,114 @@
+"""C11: the metrics of a step on the controller, against one numpy sum of each of the batch's token columns.
+
+Measured is all that a step's row is made of: metrics of the batch, versions, balance over replicas, MFU, variance
+proxies, health; and apart from these the comparison of engine and trainer. Responses are ragged, with values, returns,
+entropies and sums of squared probabilities.
+"""
+
+# T packed tokens, B samples
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from benchmarks.kernels.case import Case, CaseResult, Figure
+from benchmarks.kernels.measure import Parts, cpu_seconds, significant, take_turns
+from rlhf_megatron.algorithms.mismatch import mismatch_statistics
+from rlhf_megatron.data.batch import TrainBatch, offsets_from_lengths
+from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.scheduler.batch_metrics import batch_metrics
+from rlhf_megatron.scheduler.health_watch import HealthWatch
+from rlhf_megatron.scheduler.rates import balance, throughput, time_per_token, utilisation
+from rlhf_megatron.scheduler.variance_proxy import variance_metrics
+from rlhf_megatron.scheduler.version_metrics import version_metrics
+from rlhf_megatron.scheduler.workload import Workload
+
+SHAPES, QUICK_SHAPES = ((2048, 2048), (16384, 2048)), ((64, 64),)  # samples, tokens of a sample at most
+GROUP_SIZE, NUM_SOURCES, NUM_REPLICAS = 8, 8, 8
+BAR = 20.0
+TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 96, "vocab_size": 32}
+COLUMNS = (
+    *("token_ids", "response_mask", "rollout_log_probs", "old_log_probs", "advantages"),
+    *("values", "returns", "entropies", "sum_squares"),
+)
+
+
+def make_batch(num_samples: int, length: int) -> TrainBatch:
+    generator = torch.Generator().manual_seed(0)
+    lengths_B = torch.randint(length * 7 // 8, length + 1, (num_samples,), generator=generator)
+    offsets = offsets_from_lengths(lengths_B)
+    total = int(offsets[-1])
+    place_T = torch.arange(total) - offsets[:-1].repeat_interleave(lengths_B)
+    mask_T = place_T >= length // 8
+    log_probs_T = -torch.rand(total, generator=generator)
+    names = tuple(f"source{i % NUM_SOURCES}" for i in range(num_samples))
+    spans = tuple(((1, 0, 5), (2, 5, length)) if i % 4 == 0 else () for i in range(num_samples))
+    return TrainBatch(
+        offsets=offsets,
+        token_ids=torch.randint(32000, (total,), generator=generator),
+        response_mask=mask_T,
+        rollout_log_probs=log_probs_T + 1e-3 * torch.randn(total, generator=generator),
+        group_ids=torch.arange(num_samples) // GROUP_SIZE,
+        sample_ids=torch.arange(num_samples),
+        policy_versions=torch.ones(num_samples, dtype=torch.int64),
+        finish_reasons=tuple("stop" if i % 5 else "length" for i in range(num_samples)),
+        **dict.fromkeys(("prompts", "responses", "labels", "sources", "extras"), names),
+        version_spans=spans,
+        num_cached_tokens=torch.zeros(num_samples, dtype=torch.int64),
+        num_retractions=torch.zeros(num_samples, dtype=torch.int64),
+        rewards=torch.randint(2, (num_samples,), generator=generator).float(),
+        reward_statuses=tuple("ok" if i % 50 else "masked:aborted" for i in range(num_samples)),
+        reward_parts={"exact": torch.zeros(num_samples)},
+        old_log_probs=log_probs_T,
+        values=torch.randn(total, generator=generator),
+        entropies=torch.rand(total, generator=generator),
+        sum_squares=torch.rand(total, generator=generator),
+        advantages=torch.randn(total, generator=generator) * mask_T,
+        returns=torch.randn(total, generator=generator),
+    )
+
+
+def step_metrics(batch: TrainBatch, work: Workload) -> dict[str, float]:
+    """As the stages and the tracker make them."""
+    metrics = batch_metrics(batch, work.max_prompt_length) | version_metrics(2, batch)
+    metrics |= {"timing_s/step": 1.0, "actor/num_epochs": 1.0, "perf/peak_tflops": 1.0, "actor/grad_norm": 1.0}
+    calls = {"actor.log_probs": 1.0, "actor.update": 1.0, "critic.update": 1.0}
+    metrics |= time_per_token(metrics, calls) | balance(batch, work) | utilisation(metrics, calls, batch, work)
+    metrics |= variance_metrics(batch, metrics) | throughput(metrics, work.num_devices)
+    return metrics | HealthWatch().seen(1, metrics)[0]
+
+
+def run(is_quick: bool) -> CaseResult:
+    figures: list[Figure] = []
+    details: dict[str, object] = {}
+    for num_samples, length in QUICK_SHAPES if is_quick else SHAPES:
+        batch, layout = make_batch(num_samples, length), Layout(NUM_REPLICAS)
+        work = Workload(16, NUM_REPLICAS, NUM_REPLICAS, layout, 4 * length, length // 8, 1, policy=TINY, critic=TINY)
+        columns = [getattr(batch, name).numpy() for name in COLUMNS]
+        old_log_probs = batch.old_log_probs
+        assert old_log_probs is not None
+
+        def sums(columns: list[np.ndarray] = columns) -> Parts:  # type: ignore[type-arg]
+            return {"total": cpu_seconds(lambda: [column.sum() for column in columns])}
+
+        def ours(batch: TrainBatch = batch, work: Workload = work) -> Parts:
+            return {"total": cpu_seconds(lambda: step_metrics(batch, work))}
+
+        def mismatch(batch: TrainBatch = batch, old: torch.Tensor = old_log_probs) -> Parts:
+            return {
+                "total": cpu_seconds(lambda: mismatch_statistics(batch.rollout_log_probs, old, batch.response_mask))
+            }
+
+        variants = {"sums": sums, "metrics": ours, "mismatch": mismatch}
+        turns = take_turns(variants, [("metrics", "sums"), ("mismatch", "sums")])
+        shape = f"{num_samples} x {length}"
+        bar = None if is_quick else BAR
+        for name, what in (("metrics", "metrics of a step"), ("mismatch", "engine against trainer")):
+            ratio = turns.ratio(name, "sums").value
+            figures.append(Figure(f"{what}, {shape}", significant(ratio), "x", "numpy sum of the columns", bar))
+        details[shape] = turns.summary()
+    return CaseResult(tuple(figures), {"columns": COLUMNS, "cpu_s": details})
+
+
+CASE = Case("C11", "metrics of a step on the controller", run)
