@@ -15,6 +15,7 @@ from rlhf_megatron.config.validate import validate
 KL = "algorithm.use_kl_in_reward=true"
 ADAPTIVE = "algorithm.kl_ctrl.type=adaptive"
 DRAWS = "algorithm.pf_ppo.enable=true"
+FILTER = "algorithm.filter_groups.enable=true"
 
 
 @pytest.fixture
@@ -31,6 +32,7 @@ def run_file(tmp_path: Path) -> Path:
         [KL, "algorithm.kl_penalty=abs", "algorithm.kl_ctrl.kl_coef=0.1"],
         [KL, ADAPTIVE, "algorithm.kl_ctrl.target_kl=6", "algorithm.kl_ctrl.horizon=103"],
         [KL, "actor.use_kl_loss=true"],  # both at once
+        [FILTER, "algorithm.filter_groups.metric=exact_match", "algorithm.filter_groups.max_num_gen_batches=3"],
         [DRAWS, "algorithm.pf_ppo.weight_pow=0.5"],
         [DRAWS, "algorithm.pf_ppo.reweight_method=max_min"],
     ],
@@ -50,6 +52,12 @@ def test_what_may_stand_together(run_file: Path, overrides: list[str]) -> None:
         ([KL, "algorithm.kl_ctrl.kl_coef=0"], "algorithm.kl_ctrl.kl_coef (0) must be above 0 with algorithm.use_kl_in_reward, or the reference is run for nothing"),
         ([KL, ADAPTIVE, "algorithm.kl_ctrl.kl_coef=0"], "algorithm.kl_ctrl.kl_coef (0) must be above 0"),
         ([KL, ADAPTIVE, "algorithm.kl_ctrl.horizon=102"], "algorithm.kl_ctrl.horizon (102 samples) must be above 0.2 x the samples of a step (data.train_batch_size x rollout.n = 32 x 16 = 512), or one step can turn the sign of the KL term; use 5120."),
+        (["algorithm.filter_groups.metric=exact_match"], "algorithm.filter_groups.metric (exact_match) would be ignored because algorithm.filter_groups.enable is false; remove it, or set it to true."),
+        (["algorithm.filter_groups.max_num_gen_batches=3"], "algorithm.filter_groups.max_num_gen_batches (3) would be ignored because algorithm.filter_groups.enable is false"),
+        ([FILTER, "algorithm.filter_groups.metric=exact_mach"], "algorithm.filter_groups.metric ('exact_mach') must be one of 'reward', 'exact_match'; did you mean 'exact_match'?"),
+        ([FILTER, "algorithm.filter_groups.metric=x"], "algorithm.filter_groups.metric ('x') must be one of 'reward', 'exact_match'; name one of them."),
+        ([FILTER, "algorithm.filter_groups.max_num_gen_batches=0"], "algorithm.filter_groups.max_num_gen_batches (0) must be at least 1; the default is 10."),
+        ([FILTER, "rollout.n=1", "actor.mini_batch_size=32", "algorithm.adv_estimator=remax"], "rollout.n (1) must be at least 2 with algorithm.filter_groups.enable"),
         (["algorithm.pf_ppo.weight_pow=3"], "algorithm.pf_ppo.weight_pow (3.0) would be ignored because algorithm.pf_ppo.enable is false; remove it, or set it to true."),
         (["algorithm.pf_ppo.reweight_method=max_min"], "algorithm.pf_ppo.reweight_method (max_min) would be ignored because algorithm.pf_ppo.enable is false"),
         ([DRAWS, "algorithm.pf_ppo.reweight_method=max_min", "algorithm.pf_ppo.weight_pow=3"], "algorithm.pf_ppo.weight_pow (3.0) would be ignored because algorithm.pf_ppo.reweight_method is max_min; remove it, or set that to pow."),

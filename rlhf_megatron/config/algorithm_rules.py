@@ -12,6 +12,8 @@ from rlhf_megatron.config.schema import RunConfig
 ESTIMATOR, KEYS, TERMS = "algorithm.adv_estimator", "algorithm.params.gdpo_reward_keys", "reward.terms"
 SWITCH = "algorithm.use_kl_in_reward"
 COEF, TARGET, HORIZON, TYPE = (f"algorithm.kl_ctrl.{name}" for name in ("kl_coef", "target_kl", "horizon", "type"))
+FILTER = "algorithm.filter_groups"
+METRIC, MAX_BATCHES = f"{FILTER}.metric", f"{FILTER}.max_num_gen_batches"
 PF_PPO = "algorithm.pf_ppo"
 METHOD, POWER = f"{PF_PPO}.reweight_method", f"{PF_PPO}.weight_pow"
 MAX_ERROR = 0.2  # the largest step of the adaptive controller, see algorithms/kl_in_reward.py
@@ -24,6 +26,7 @@ def idle_settings(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], st
     yield is_off, ("algorithm.kl_ctrl", "algorithm.kl_penalty"), SWITCH, "set it to true"
     is_fixed = not is_off and algorithm.kl_ctrl.type == "fixed"
     yield is_fixed, (TARGET, HORIZON), TYPE, "set that to adaptive"
+    yield not algorithm.filter_groups.enable, (METRIC, MAX_BATCHES), f"{FILTER}.enable", "set it to true"
     draws = algorithm.pf_ppo
     yield not draws.enable, (METHOD, POWER), f"{PF_PPO}.enable", "set it to true"
     yield draws.enable and draws.reweight_method != "pow", (POWER,), METHOD, "set that to pow"
@@ -52,6 +55,27 @@ def kl_horizon(loaded: Loaded) -> Iterator[Problem]:
             f" (data.train_batch_size x rollout.n = {c.data.train_batch_size} x {c.rollout.n} = {samples}), or one step"
             f" can turn the sign of the KL term; use {10 * samples}.",
             (HORIZON, "data.train_batch_size", "rollout.n"),
+        )
+
+
+def group_filter(loaded: Loaded) -> Iterator[Problem]:
+    """A group of one has no spread; a metric that no reward of the run has would filter by nothing."""
+    c = loaded.config
+    chosen = c.algorithm.filter_groups
+    if not chosen.enable:
+        return
+    if c.rollout.n == 1:
+        yield Problem(
+            f"rollout.n (1) must be at least 2 with {FILTER}.enable: alone in its group, a sample has no other to"
+            " differ from, and every group would be left out; use 8.",
+            ("rollout.n", f"{FILTER}.enable"),
+        )
+    known = ["reward", *reward_parts(c)]
+    if chosen.metric.partition("/")[0] not in known:
+        near = difflib.get_close_matches(chosen.metric, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "; name one of them."
+        yield Problem(
+            f"{METRIC} ({chosen.metric!r}) must be one of {', '.join(map(repr, known))}{hint}", (METRIC, "reward")
         )
 
 
@@ -118,4 +142,4 @@ def term_parts(config: RunConfig) -> list[str]:
     return parts
 
 
-RULES: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (kl_weight, kl_horizon, several_rewards)
+RULES: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (kl_weight, kl_horizon, group_filter, several_rewards)

@@ -95,6 +95,7 @@ INTERVALS = {
     "algorithm.kl_ctrl.kl_coef": Interval(0, math.inf, is_high_open=True),
     "algorithm.kl_ctrl.target_kl": POSITIVE,
     "algorithm.kl_ctrl.horizon": COUNT,
+    "algorithm.filter_groups.max_num_gen_batches": COUNT,
     "algorithm.pf_ppo.weight_pow": Interval(0, math.inf, is_high_open=True),
     "warmup.batch_size": COUNT,
     "warmup.stop_accuracy": Interval(0, 1, is_low_open=True),

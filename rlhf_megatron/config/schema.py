@@ -314,6 +314,13 @@ class RolloutCorrectionConfig:
 
 
 @dataclass(frozen=True)
+class FilterGroupsConfig:
+    enable: bool = doc("leave out groups whose samples all have the same metric, and generate others (DAPO)", False)
+    metric: str = doc("reward, or the name of one of its parts; where a sample lacks that: its reward", "reward")
+    max_num_gen_batches: int = doc("batches of data.train_batch_size prompts that a step may generate", 10)
+
+
+@dataclass(frozen=True)
 class PFPPOConfig:
     enable: bool = doc("draw the samples that train with replacement, by their reward (PF-PPO)", False)
     reweight_method: Literal["pow", "max_min", "max_random"] = doc("how rewards become chances", "pow")
@@ -328,6 +335,7 @@ class AlgorithmConfig:
     kl_penalty: Literal["k1", "abs", "k2", "k3"] = doc("estimator of that term", "k1")
     kl_ctrl: KLControlConfig = doc("weight of that term", factory=KLControlConfig)
     rollout_correction: RolloutCorrectionConfig = doc("off-policy tokens", factory=RolloutCorrectionConfig)
+    filter_groups: FilterGroupsConfig = doc("groups without signal", factory=FilterGroupsConfig)
     pf_ppo: PFPPOConfig = doc("resampling by reward", factory=PFPPOConfig)
 
 

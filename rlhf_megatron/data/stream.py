@@ -56,6 +56,21 @@ class PromptStream:
         positions = range(self._num_drawn - self.batch_size, self._num_drawn)
         return prompt_batch([self._item(position) for position in positions], first_group_id=positions.start)
 
+    def more(self) -> PromptBatch:
+        """The prompts behind those that were drawn last, for a run whose steps draw as many batches as they need."""
+        first = self._num_drawn
+        self._num_drawn += self.batch_size
+        return prompt_batch([self._item(i) for i in range(first, self._num_drawn)], first_group_id=first)
+
+    @property
+    def num_drawn(self) -> int:
+        """Prompts so far."""
+        return self._num_drawn
+
+    def go_to(self, num_drawn: int) -> None:
+        """Where a step of a former process has left it."""
+        self._num_drawn = num_drawn
+
     def state(self) -> PromptCursor:
         return PromptCursor(self._num_drawn, self.batch_size, self._order)
 

@@ -105,6 +105,7 @@ class JournalledBatch:
     metrics: dict[str, float] = field(default_factory=dict)
     kl: dict[str, float] = field(default_factory=dict)  # state of the controller of the KL term in the reward
     seconds: float = 0.0  # that the step had taken
+    num_drawn: int | None = None  # prompts of the stream after this step; None: as its number says
 
 
 class Journal:
@@ -164,12 +165,18 @@ class Journal:
         return found
 
     def write(
-        self, step: int, batch: ScoredBatch, metrics: Mapping[str, float], kl: Mapping[str, float], seconds: float
+        self,
+        step: int,
+        batch: ScoredBatch,
+        metrics: Mapping[str, float],
+        kl: Mapping[str, float],
+        seconds: float,
+        num_drawn: int | None = None,
     ) -> None:
         """A batch that is scored, or ready to train on. It replaces what the step had before."""
         kind, former = (TRAIN, SCORED) if isinstance(batch, TrainBatch) else (SCORED, GROUPS)
         path = self._path(step, kind)
-        data = _record(JournalledBatch(self.settings, batch, dict(metrics), dict(kl), seconds))
+        data = _record(JournalledBatch(self.settings, batch, dict(metrics), dict(kl), seconds, num_drawn))
 
         def write() -> None:
             faults.reach("journal.before_write")

@@ -51,6 +51,13 @@ REWARDS: dict[str, Metric] = {
         "score", "reward of the samples of a data source", "mean", VALID_SAMPLES, "higher"
     ),
     "reward/source/<source>/count": Metric("count", "samples of a data source", "count", VALID_SAMPLES),
+    "filter_groups/num_gen_batches": Metric(
+        "count", "batches of prompts that a step generated", "count", STEP, "lower"
+    ),
+    "filter_groups/kept": Metric(
+        "share", "generated groups that stayed, of algorithm.filter_groups", "share", "groups generated in a step"
+    ),
+    "filter_groups/num_groups": Metric("count", "groups that the step trains on", "count", STEP, "higher"),
     "greedy/rewards/mean": Metric("score", "reward of the greedy sample of a prompt", "mean", PROMPTS_SCORED, "higher"),
     "greedy/rewards/max": Metric("score", "largest of them", "max", PROMPTS_SCORED),
     "greedy/rewards/min": Metric("score", "smallest of them", "min", PROMPTS_SCORED),

@@ -32,6 +32,7 @@ from rlhf_megatron.scheduler.batch_metrics import response_lengths
 from rlhf_megatron.scheduler.colocation import NoTurns, Turns
 from rlhf_megatron.scheduler.desync import check_replicas
 from rlhf_megatron.scheduler.evaluation import EvaluationResult, EvaluationSet, evaluate, first_items
+from rlhf_megatron.scheduler.filter_groups import filtered, teaches_nothing
 from rlhf_megatron.scheduler.finite import bad_columns
 from rlhf_megatron.scheduler.generation import build_requests, collect
 from rlhf_megatron.scheduler.greedy import greedy_length_metrics, greedy_rewards
@@ -103,6 +104,8 @@ class Stages:
         self.memory = memory
         self._step_metrics: dict[str, float] = {}
         self._step_began = 0.0
+        self._is_filtered = config.algorithm.filter_groups.enable
+        self._known: dict[int, list[GeneratedSample]] = {}  # groups that the journal has of the step
         self._greedy: RolloutBatch | None = None  # of the step that is generated, until it is scored
         self._is_policy_new = True  # the engines have not got it
 
@@ -110,22 +113,30 @@ class Stages:
         self._step_metrics = {}
         self._step_began = time.monotonic()
         assert self.data.stream is not None
-        return self.data.stream.next(step)
+        return self.data.stream.more() if self._is_filtered else self.data.stream.next(step)
 
     def generate(self, step: int, prompts: PromptBatch) -> RolloutBatch:
         if (found := self._journalled(step)) is not None:
             return found
+        self._known = self.journal.groups(step) if self.journal is not None else {}
+        return self._generate(step, prompts, 0)
+
+    def _generate(self, step: int, prompts: PromptBatch, batch_number: int) -> RolloutBatch:
+        """`batch_number`: of those that the step has generated, counted from 0. Its groups stand behind those of the
+        batches before it in the journal.
+        """
         rollout = self.config.rollout
         params = self._sampling(SamplingConfig(rollout.temperature))
         seed = self.config.trainer.seed
         requests = build_requests(prompts, rollout.n, params, seed, step)
         if self.plugins.needs_greedy_rewards:
             requests += build_requests(prompts, 1, self._sampling(SamplingConfig(temperature=0.0)), seed, step)
-        known = self.journal.groups(step) if self.journal is not None else {}
+        begin = batch_number * len(requests)
+        known = {i - begin: group for i, group in self._known.items() if begin <= i < begin + len(requests)}
 
         def on_groups(first: int, groups: Sequence[Sequence[GeneratedSample]]) -> None:
             if self.journal is not None:
-                self.journal.append(step, first, groups)
+                self.journal.append(step, begin + first, groups)
 
         assert self.fleet is not None
         self.turns.to_engines()
@@ -138,6 +149,20 @@ class Stages:
     def score(self, step: int, rollout: RolloutBatch) -> ScoredBatch:
         if isinstance(rollout, ScoredBatch):
             return rollout
+        scored = self._score(rollout)
+        if self._is_filtered:
+            scored, metrics = filtered(scored, self.config, lambda number: self._another(step, number))
+            self._step_metrics |= metrics
+        self._write_journal(step, scored)
+        faults.reach("loop.after_score")
+        return scored
+
+    def _another(self, step: int, batch_number: int) -> ScoredBatch:
+        """The next prompts of the stream, generated and scored."""
+        assert self.data.stream is not None
+        return self._score(self._generate(step, self.data.stream.more(), batch_number))
+
+    def _score(self, rollout: RolloutBatch) -> ScoredBatch:
         faults.reach("reward.before_score")
         greedy, self._greedy = self._greedy, None
         results = self.scorer(reward_samples(rollout) + (reward_samples(greedy) if greedy else []))
@@ -152,8 +177,6 @@ class Stages:
             greedy_rewards=greedy_rewards(rollout, greedy, of_greedy) if greedy else None,
         )
         self._step_metrics |= greedy_length_metrics(greedy) if greedy else {}
-        self._write_journal(step, scored)
-        faults.reach("loop.after_score")
         return scored
 
     def annotate(self, step: int, scored: ScoredBatch) -> AnnotatedBatch:
@@ -194,7 +217,9 @@ class Stages:
         drawn, metrics = resampled(batch, self.config.algorithm.pf_ppo, self.config.trainer.seed, step)
         self._step_metrics |= metrics
         updates = {}
-        if drawn.values is not None:
+        if self._is_filtered and teaches_nothing(batch, self.config.algorithm.filter_groups):
+            self._is_policy_new = False
+        elif drawn.values is not None:
             updates["critic.update"] = critic_update(self.config, step, drawn)
         if self._is_policy_new:
             updates["actor.update"] = actor_update(self.config, step, drawn)
@@ -266,6 +291,8 @@ class Stages:
         if found is None:
             return None
         self._step_metrics |= found.metrics
+        if found.num_drawn is not None and self.data.stream is not None:
+            self.data.stream.go_to(found.num_drawn)
         if isinstance(found.batch, TrainBatch) and self.advantage_stage.kl is not None:
             self.advantage_stage.kl.restore(found.kl)
         self.on_regained(found.seconds)
@@ -275,7 +302,10 @@ class Stages:
         if self.journal is not None:
             kl = self.advantage_stage.kl
             seconds = time.monotonic() - self._step_began
-            self.journal.write(step, batch, self._step_metrics, kl.state() if kl is not None else {}, seconds)
+            num_drawn = self.data.stream.num_drawn if self._is_filtered and self.data.stream is not None else None
+            self.journal.write(
+                step, batch, self._step_metrics, kl.state() if kl is not None else {}, seconds, num_drawn
+            )
 
     def _sampling(self, sampling: SamplingConfig) -> SamplingParams:
         return SamplingParams(

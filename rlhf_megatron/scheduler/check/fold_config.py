@@ -12,6 +12,7 @@ from rlhf_megatron.config.schema import (
     CheckConfig,
     CriticConfig,
     DataConfig,
+    FilterGroupsConfig,
     MegatronConfig,
     ModelConfig,
     OptimConfig,
@@ -152,10 +153,12 @@ def _reference(config: RunConfig, directory: Path) -> ReferenceConfig:
 
 
 def _algorithm(config: RunConfig) -> AlgorithmConfig:
-    """The adaptive KL controller needs a horizon far longer than a step."""
+    """The adaptive KL controller needs a horizon far longer than a step. No group is left out: there is nothing to
+    generate others with.
+    """
     control = config.algorithm.kl_ctrl
     horizon = max(control.horizon, 10 * _num_samples(config))
-    return replace(config.algorithm, kl_ctrl=replace(control, horizon=horizon))
+    return replace(config.algorithm, kl_ctrl=replace(control, horizon=horizon), filter_groups=FilterGroupsConfig())
 
 
 def _optim(optim: OptimConfig) -> OptimConfig:
