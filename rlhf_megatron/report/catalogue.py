@@ -82,6 +82,14 @@ SECTIONS = (
                 row="evaluation",
                 from_zero=True,
             ),
+            Spec(
+                "held_out_majority",
+                "Held-out score, majority of N",
+                ("val/<source>/maj@N",),
+                kind="points",
+                row="evaluation",
+                from_zero=True,
+            ),
             Spec("reward_part", "Parts of the reward", ("reward/part/<part>",)),
             Spec(
                 "reward_status",
@@ -195,6 +203,18 @@ SECTIONS = (
                     "perf/tokens_per_s": "whole step",
                     "perf/tokens_per_s/generate": "generate",
                     "perf/tokens_per_s/update": "update",
+                },
+                from_zero=True,
+            ),
+            Spec("device_rate", "Throughput of a device", ("perf/throughput",), from_zero=True),
+            Spec(
+                "mfu",
+                "Model FLOPs utilisation",
+                ("perf/mfu/actor", "perf/mfu/critic", "perf/mfu/actor_infer"),
+                labels={
+                    "perf/mfu/actor": "actor's updates",
+                    "perf/mfu/critic": "critic's updates",
+                    "perf/mfu/actor_infer": "log-probs",
                 },
                 from_zero=True,
             ),
