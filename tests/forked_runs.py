@@ -34,7 +34,7 @@ SETTINGS = {
     "trainer.test_freq": 2,
     "trainer.logger": ["jsonl", "console"],
 }
-NO_RESULT = ("timing_s/", "perf/", "checkpoint/")
+NO_RESULT = ("timing_", "perf/", "checkpoint/")
 NO_RESULTS = ("seconds", "sync/seconds")
 
 

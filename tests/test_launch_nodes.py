@@ -20,7 +20,7 @@ pytestmark = pytest.mark.dist
 TWO_NODES = DP2 | {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 1}
 QUICK = {"warmup.max_steps": 0, "trainer.val_before_train": False}
 ENDLESS = QUICK | {"trainer.total_training_steps": 100_000}
-SECONDS = ("timing_s/", "perf/", "sync/seconds", "seconds")
+SECONDS = ("timing_", "perf/", "sync/seconds", "seconds")
 
 # A namespace has interfaces and a loopback of its own: only one pair joins the two, and names resolve to nothing.
 NAMESPACES = """

@@ -10,7 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-NOT_COMPARED = ("timing_s/", "perf/", "memory/", "sync/seconds", "checkpoint/")
+NOT_COMPARED = ("timing_", "perf/", "memory/", "sync/seconds", "checkpoint/")
 OF_ENGINE_FAULTS = (
     *("rollout/engine_restarts", "rollout/engine_failures", "rollout/requests_reissued"),
     *("sync/bytes_moved", "sync/bytes_needed"),  # to the engines that take part
