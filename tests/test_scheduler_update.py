@@ -168,6 +168,8 @@ def test_critic_and_actor_have_sizes_epochs_and_budgets_of_their_own() -> None:
         "actor/num_skipped_steps": 1.0,
         "rollout/num_samples": 10.0,
         "policy/lag": 3.0,
+        **{f"training/off_policy/trajectory_staleness/{of}": 3.0 for of in ("min", "mean", "max")},
+        **{f"training/off_policy/trajectory_spans/{of}": 1.0 for of in ("min", "mean", "max")},
     }
 
 
