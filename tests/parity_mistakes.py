@@ -152,10 +152,10 @@ def head_gathers_with_summed_gradient(patch: pytest.MonkeyPatch) -> None:
 
 def values_not_held(patch: pytest.MonkeyPatch) -> None:
     """No value clip."""
-    from rlhf_megatron.algorithms.losses.value_loss import value_loss
     from rlhf_megatron.workers import critic
+    from rlhf_megatron.workers.losses import value_sums
 
-    patch.setattr(critic, "value_loss", lambda values, old, returns, cliprange: value_loss(values, old, returns, 0.0))
+    patch.setattr(critic, "value_sums", lambda values, columns, cliprange: value_sums(values, columns, 0.0))
 
 
 MISTAKES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {

@@ -4,6 +4,7 @@
     loss, pg_loss of a step      |x - y|                                  LOSS x largest |advantage| of the step
     gradient norm of a step      |x / y - 1|                              NORM
     entropy, KL and other means  |x - y|                                  NATS x max(1, |y|)
+    rollout_corr/*               |x - y|                                  NATS x max(1, |y|)
     values, returns, advantages  |x - y|                                  VALUES x max(1, |y|), where there is a critic
     share of clipped tokens      |x - y|                                  two tokens
     rewards, lengths, rates      |x - y|                                  0: they do not depend on the layout
@@ -144,6 +145,8 @@ def _metric_row(name: str, where: str, mine: Mapping[str, Any], theirs: Mapping[
     elif name.startswith(("actor/pg_clipfrac", "critic/vf_clipfrac")):
         bar = 2.0 / (theirs["response_length/mean"] * theirs["rollout/num_samples"])
     elif name in ("warmup/loss", "critic/vf_loss") or (name.startswith("actor/") and not _is_count(name)):
+        bar = NATS * max(1.0, abs(y))
+    elif name.startswith("rollout_corr/"):
         bar = NATS * max(1.0, abs(y))
     elif "critic/values/mean" in theirs and name.startswith(OF_VALUES):
         bar = VALUES * max(1.0, abs(y))
