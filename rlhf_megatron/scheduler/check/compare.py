@@ -29,11 +29,16 @@ from torch import Tensor
 LOSS, NORM, NATS, VALUES, UPDATE = 1e-4, 1e-4, 1e-5, 1e-4, 1e-3
 EXACT = 0.0
 
-LEFT_OUT = ("kind", "step", "seconds", "timing_s/*", "perf/*", "sync/*", "val/*", "training/*", "warmup/accuracy")
-"""Times, and what one of the two runs has no engine for."""
+LEFT_OUT = (
+    *("kind", "step", "seconds", "timing_*", "perf/*", "sync/*", "val/*", "training/*", "warmup/accuracy"),
+    *("global_seqlen/*", "health/*"),
+)
+"""Times, what one of the two runs has no engine for, tokens of a replica, verdicts on the other metrics."""
 
 OF_VALUES = ("critic/values/", "critic/returns/", "critic/advantages/", "critic/vpred_mean", "critic/vf_explained_var")
 """What a critic's rounding error reaches; without one, advantages do not depend on the layout."""
+
+IN_NATS = ("actor/", "rollout_corr/")
 
 
 @dataclass(frozen=True)
@@ -144,9 +149,7 @@ def _metric_row(name: str, where: str, mine: Mapping[str, Any], theirs: Mapping[
         bar = LOSS * _largest_advantage(theirs)
     elif name.startswith(("actor/pg_clipfrac", "critic/vf_clipfrac")):
         bar = 2.0 / (theirs["response_length/mean"] * theirs["rollout/num_samples"])
-    elif name in ("warmup/loss", "critic/vf_loss") or (name.startswith("actor/") and not _is_count(name)):
-        bar = NATS * max(1.0, abs(y))
-    elif name.startswith("rollout_corr/"):
+    elif name in ("warmup/loss", "critic/vf_loss") or (name.startswith(IN_NATS) and not _is_count(name)):
         bar = NATS * max(1.0, abs(y))
     elif "critic/values/mean" in theirs and name.startswith(OF_VALUES):
         bar = VALUES * max(1.0, abs(y))
