@@ -37,7 +37,9 @@ CONFIGS = {
 
 LONG = (  # near to others: left out of make test
     *(
+        "quickstart",
         "quickstart_warm",
+        "quickstart_ppo_pool",
         "quickstart_colocated",
         "quickstart_sglang",
         "quickstart_sglang_full",
