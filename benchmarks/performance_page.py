@@ -34,7 +34,7 @@ Written by `python -m benchmarks.performance_page --write` from the files in `be
 
 A value in `x` is ours over the baseline of the same run: below 1 is faster, or smaller. CPU figures are CPU seconds of
 one thread unless they say wall time. What each case does is told at the top of its file: `benchmarks/kernels/` for
-C1 to C10, `benchmarks/gpu/` for G1 to G11, [benchmarks/README.md](../benchmarks/README.md) for the rest.
+C1 to C11, `benchmarks/gpu/` for G1 to G11, [benchmarks/README.md](../benchmarks/README.md) for the rest.
 """
 
 

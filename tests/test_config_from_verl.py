@@ -160,6 +160,18 @@ def test_one_clip_ratio_for_both_sides() -> None:
     assert "verl's default clip_ratio_high (0.2) hides it" in params["high"].note
 
 
+def test_group_filter() -> None:
+    section = "algorithm.filter_groups"
+    settings = (f"{section}.enable=True", f"{section}.metric=acc", f"{section}.max_num_gen_batches=0")
+    found = values(translated(BASE, *settings))
+    assert found[f"{section}.metric"] == "reward" and found[f"{section}.max_num_gen_batches"] == 1000
+    kept = values(translated(BASE, f"{section}.enable=True", f"{section}.metric=format", settings[2]))
+    assert kept[f"{section}.metric"] == "format", "the name of a term"
+    assert (
+        values(translated(BASE, f"{section}.max_num_gen_batches=7", settings[0]))[f"{section}.max_num_gen_batches"] == 7
+    )
+
+
 def test_rollout_correction() -> None:
     section = "algorithm.rollout_correction"
     result = translated(

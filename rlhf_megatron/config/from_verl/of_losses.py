@@ -19,6 +19,9 @@ LOSS_SECTIONS = ("actor.policy_loss", "actor")
 LOSS_KEYS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg")
 ESTIMATOR_KEYS = ("gamma", "lam", "norm_adv_by_std_in_grpo", "gdpo_reward_keys", "gdpo_reward_weights")
 
+OF_THE_REWARD = ("acc", "score", "seq_reward", "seq_final_reward")
+NO_LIMIT = 1000  # batches that a step may generate, where verl has none
+
 
 def estimator_of(draft: Draft) -> str:
     """Our name of the advantage estimator; "" where none of that name is registered."""
@@ -54,6 +57,17 @@ def resampling(draft: Draft) -> None:
     source, key = "algorithm.use_pf_ppo", "algorithm.pf_ppo.enable"
     if draft.given.has(source) and draft.given.flag(source) and key in leaf_keys(RunConfig):
         draft.put(key, True, (source,))
+
+
+def group_filter(draft: Draft) -> None:
+    """verl names what a reward function returns; ours are the reward and its terms. Its 0 generates without end."""
+    section = "algorithm.filter_groups"
+    metric, batches = f"{section}.metric", f"{section}.max_num_gen_batches"
+    if draft.given.look(metric) in OF_THE_REWARD:
+        draft.put(metric, "reward", (metric,), f"{draft.given.get(metric)} there")
+    if draft.given.look(batches) in (0, "0"):
+        draft.given.ignore(batches)
+        draft.put(batches, NO_LIMIT, (batches,), "0, no limit, there; every wait has a limit here")
 
 
 def kl_in_reward(draft: Draft) -> None:

@@ -10,7 +10,14 @@ from rlhf_megatron.config.from_verl import of_correction, of_data, of_engines, o
 from rlhf_megatron.config.from_verl.draft import Draft, Left, Parts, Told, Value
 from rlhf_megatron.config.from_verl.given import Given
 from rlhf_megatron.config.from_verl.of_batches import actor_batches, critic_batches, reference_batches
-from rlhf_megatron.config.from_verl.of_losses import estimator, has_critic, kl_in_reward, policy_loss, resampling
+from rlhf_megatron.config.from_verl.of_losses import (
+    estimator,
+    group_filter,
+    has_critic,
+    kl_in_reward,
+    policy_loss,
+    resampling,
+)
 from rlhf_megatron.config.from_verl.of_optim import optim
 from rlhf_megatron.config.from_verl.of_trainer import trainer
 from rlhf_megatron.config.from_verl.rest import rest
@@ -82,6 +89,7 @@ def _map(draft: Draft) -> None:
     _critic(draft)
     kl_in_reward(draft)
     resampling(draft)
+    group_filter(draft)
     policy_loss(draft)
     of_correction.correction(draft)
     reference_batches(draft)
