@@ -30,6 +30,7 @@ EXTRAS = {
     "math": ["math-verify>=0.9,<1"],
     "reasoning-gym": ["reasoning-gym>=0.1.25,<0.2"],  # needs a C compiler (pycosat has no wheels), so not part of dev
     "wandb": ["wandb>=0.19"],
+    "ray": ["ray>=2.54"],  # the first in which a stranger cannot delete jobs through the dashboard
     "demo": ["matplotlib>=3.8", "gguf>=0.10"],
     "dev": [
         "pyarrow>=14",
@@ -40,6 +41,7 @@ EXTRAS = {
         "types-PyYAML",
         "pre-commit>=3",
         "math-verify>=0.9,<1",
+        "ray>=2.54",
         # Tests run Triton's interpreter. Not pinned: the CUDA build of torch brings its own version.
         "triton>=3.6; sys_platform == 'linux' and platform_machine == 'x86_64'",
     ],

@@ -17,7 +17,9 @@ from rlhf_megatron.config import (
     data_rules,
     engine_rules,
     loss_rules,
+    ray_rules,
     reward_rules,
+    schedule_rules,
     state_rules,
 )
 from rlhf_megatron.config.errors import Problem
@@ -38,7 +40,9 @@ def ignored(loaded: Loaded) -> Iterator[Problem]:
         data_rules,
         engine_rules,
         loss_rules,
+        ray_rules,
         reward_rules,
+        schedule_rules,
         state_rules,
     )
     by_section = (section.idle_settings(loaded.config) for section in sections)

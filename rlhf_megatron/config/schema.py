@@ -366,7 +366,9 @@ class TrainerConfig:
     experiment_name: str = doc("name of the run; its directory is default_local_dir/experiment_name", "run")
     project_name: str = doc("project of the run in Weights & Biases", "rlhf_megatron")
     default_local_dir: str = doc("parent of the run directory", "runs")
-    runtime: Literal["inline", "torchrun"] = doc("one process, or one process a rank", "torchrun")
+    runtime: Literal["inline", "torchrun", "ray"] = doc(
+        "one process; one process a rank; or the same as actors of a Ray cluster", "torchrun"
+    )
     nnodes: int = doc("machines", 1)
     n_gpus_per_node: int = doc("ranks (GPUs, or processes on a machine without) a machine", 8)
     device: Literal["auto", "cpu", "cuda"] = doc("auto: cuda where available", "auto")
@@ -405,6 +407,29 @@ class TrainerConfig:
 
 
 @dataclass(frozen=True)
+class ScheduleConfig:
+    name: str = doc("who works when: synchronous, streaming, one_step_off or asynchronous", "synchronous")
+    params: dict[str, Any] = doc("parameters of the schedule, see its dataclass", factory=dict)
+
+
+@dataclass(frozen=True)
+class RayConfig:
+    """Of trainer.runtime ray."""
+
+    address: str | None = doc(
+        "of a running cluster (HOST:PORT, or auto); null: the one that this job was submitted to, else one made here",
+        None,
+    )
+    num_cpus_per_rank: float = doc("CPUs that Ray reserves for a rank", 1.0)
+    num_cpus_per_engine: float = doc("CPUs that Ray reserves for an engine", 1.0)
+    placement: Literal["pack", "spread"] = doc(
+        "ranks of a pool on as few machines as there may be, or on as many", "pack"
+    )
+    start_timeout_s: float = doc("deadline for the cluster to have a place for every pool, seconds", 600.0)
+    dashboard: bool = doc("of a cluster of this machine: start Ray's dashboard, on the loopback address", False)
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """Everything that one run is made of."""
 
@@ -418,4 +443,6 @@ class RunConfig:
     algorithm: AlgorithmConfig = doc("advantages", factory=AlgorithmConfig)
     warmup: WarmupConfig = doc("supervised steps before RL", factory=WarmupConfig)
     checks: CheckConfig = doc("stop thresholds", factory=CheckConfig)
+    schedule: ScheduleConfig = doc("who works when", factory=ScheduleConfig)
     trainer: TrainerConfig = doc("the run", factory=TrainerConfig)
+    ray: RayConfig = doc("the cluster, where trainer.runtime is ray", factory=RayConfig)

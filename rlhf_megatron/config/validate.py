@@ -14,7 +14,9 @@ from rlhf_megatron.config import (
     data_rules,
     engine_rules,
     loss_rules,
+    ray_rules,
     reward_rules,
+    schedule_rules,
     state_rules,
 )
 from rlhf_megatron.config.errors import Problem
@@ -65,7 +67,9 @@ def problems_of(loaded: Loaded) -> list[Problem]:
         data_rules,
         engine_rules,
         loss_rules,
+        ray_rules,
         reward_rules,
+        schedule_rules,
         state_rules,
     )
     of_sections = [rule for section in sections for rule in section.RULES]

@@ -1,0 +1,36 @@
+"""While a step is trained the batch of the next one is generated, from the weights before that step's update.
+
+As in "one step off policy" of the field: at every sync all that was started is done, so a batch has one version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlhf_megatron.scheduler.schedules.base import SCHEDULES, OnStale, OnSync
+from rlhf_megatron.scheduler.schedules.common import first_scored
+from rlhf_megatron.scheduler.schedules.flow import Flow
+
+
+@SCHEDULES.register("one_step_off")
+@dataclass(frozen=True)
+class OneStepOff:
+    """Lag 1, 0 at the first step."""
+
+    max_lag: int = 1
+    on_sync: OnSync = OnSync.WAIT
+    on_stale: OnStale = OnStale.DROP
+    annotates_early: bool = False
+
+    def num_to_start(self, flow: Flow) -> int:
+        return min(flow.batch_size - len(flow.in_flight), flow.num_wanted)
+
+    def batch(self, flow: Flow) -> Sequence[int] | None:
+        return first_scored(flow)
+
+    def leftover(self, flow: Flow) -> Sequence[int]:
+        return ()
+
+    def stale(self, flow: Flow) -> Sequence[int]:
+        return ()
