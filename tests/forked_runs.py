@@ -161,6 +161,14 @@ class ForkedServer:
     def tail(self, num_lines: int = 20) -> str:
         return "\n".join(self.log.read_text().splitlines()[-num_lines:])
 
+    def send_signal(self, number: int) -> None:
+        os.killpg(self.pid, number)
+
+    def keep_log(self) -> None:
+        from rlhf_megatron.rollout.process import keep_log
+
+        keep_log(self.log)
+
     def request_stop(self) -> None:
         if self.exit_code is None:
             os.killpg(self.pid, signal.SIGTERM)

@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -37,6 +37,7 @@ _POLL_S = 0.05
 _TAIL_LINES = 20
 _ENDING_LINES = 3
 HIDDEN = "********"
+LOOPBACK = "127.0.0.1"
 _running: weakref.WeakSet[ServerProcess] = weakref.WeakSet()
 
 
@@ -65,6 +66,10 @@ class ServerProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def send_signal(self, number: int) -> None:
+        """To its process group."""
+        os.killpg(self.pid, number)
 
     @property
     def exit_code(self) -> int | None:
@@ -121,8 +126,28 @@ class ServerProcess:
         self._reaper.dismiss()
         _running.discard(self)
 
+    def keep_log(self) -> None:
+        """Under a number; the next process of this name begins a new one."""
+        keep_log(self.log)
 
-def stop_together(processes: Iterable[ServerProcess]) -> None:
+
+class Process(Protocol):
+    """A server, on this machine (`ServerProcess`) or another."""
+
+    name: str
+    log: Path  # on its machine
+
+    @property
+    def exit_code(self) -> int | None: ...
+    def tail(self, num_lines: int = _TAIL_LINES) -> str: ...
+    def send_signal(self, number: int) -> None: ...
+    def request_stop(self) -> None: ...
+    def stop(self) -> None: ...
+    def kill(self) -> None: ...
+    def keep_log(self) -> None: ...
+
+
+def stop_together(processes: Iterable[Process]) -> None:
     """Stop all; they use the grace period at the same time."""
     processes = list(processes)
     for process in processes:
@@ -136,17 +161,40 @@ def _stop_all() -> None:
     stop_together(_running)
 
 
+@dataclass(frozen=True)
+class Seat:
+    """Where a server runs, if somebody else than `EngineServers` says so."""
+
+    address: str = LOOPBACK  # of its machine, as the trainer reaches it; another one than the trainer's unless loopback
+    env: Mapping[str, str] = field(default_factory=dict)  # its devices
+
+
 class Launch(Protocol):
-    """One server, and how it is started."""
+    """One server, and how it is started. Before that it can be pickled, and started in another process."""
 
     name: str
-    process: ServerProcess | None
+
+    @property
+    def process(self) -> Process | None:
+        """None before `start`."""
+
+    def take(self, seat: Seat) -> None:
+        """Before `start`. Raises EngineError where the server cannot run there."""
 
     def start(self) -> None:
         """A new process with a new token, and a new port."""
 
     def wait(self, deadline: float, progress: Progress | None) -> EngineAddress:
         """Until it is healthy. Raises EngineError."""
+
+
+Place = Callable[[Launch], Launch]
+"""Given how a server is started in this process, how it is started where it shall run."""
+
+
+def here(launch: Launch) -> Launch:
+    """A `Place`: on this machine, as children of this process."""
+    return launch
 
 
 class EngineServers:
@@ -170,7 +218,7 @@ class EngineServers:
             raise
 
     @property
-    def processes(self) -> tuple[ServerProcess, ...]:
+    def processes(self) -> tuple[Process, ...]:
         """As they are now: a server that was started again has another process."""
         return tuple(launch.process for launch in self._launches.values() if launch.process is not None)
 
@@ -192,7 +240,7 @@ class EngineServers:
             self._is_stopped = True
         stop_together(self.processes)
 
-    def process(self, name: str) -> ServerProcess:
+    def process(self, name: str) -> Process:
         process = self._launches[name].process
         assert process is not None, f"{name} was never started"
         return process
@@ -216,7 +264,7 @@ class EngineServers:
         """
         launch, old = self._launches[name], self.process(name)
         old.kill()
-        keep_log(old.log)
+        old.keep_log()
         with self._lock:
             if self._is_stopped:
                 raise EngineError(f"{name} is not started again: the servers of the run are being stopped.")
@@ -287,6 +335,7 @@ def start_local_engines(
     startup_timeout_s: float = 600.0,
     env: Mapping[str, str] | Sequence[Mapping[str, str]] = (),
     progress: Progress | None = None,
+    place: Place = here,
 ) -> EngineServers:
     """Start `num_engines` bundled servers and wait until all are healthy.
 
@@ -300,11 +349,11 @@ def start_local_engines(
     base |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if deterministic else {}
     arguments = ["--model", str(model_path), "--dtype", dtype, "--device", device]
     arguments += ["--load-weights", str(load_weights).lower(), "--max-num-seqs", str(max_num_seqs)]
-    arguments += ["--max-num-batched-tokens", str(max_num_batched_tokens), "--parent-pid", str(os.getpid())]
+    arguments += ["--max-num-batched-tokens", str(max_num_batched_tokens)]
     arguments += ["--transfer-dir", str(transfer_dir)] if transfer_dir is not None else []
     arguments += ["--deterministic"] if deterministic else []
     launches = [
-        _LocalLaunch(f"engine{index}", folder, arguments, {**base, **extra})
+        place(_LocalLaunch(f"engine{index}", folder, arguments, {**base, **extra}))
         for index, extra in zip(range(num_engines), envs, strict=True)
     ]
     return EngineServers(launches, startup_timeout_s, progress)
@@ -321,19 +370,28 @@ class _LocalLaunch:
     process: ServerProcess | None = None
     token: str = ""
 
+    def take(self, seat: Seat) -> None:
+        if seat.address != LOOPBACK:
+            raise EngineError(
+                f"rollout.engine (local) runs on the trainer's machine only, but {self.name} was given a place on"
+                f" {seat.address}; use sglang, or make room for {self.name} beside the trainer."
+            )
+        self.env = {**self.env, **seat.env}
+
     def start(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
         token_file = self.folder / f"{self.name}.token"
         self._ready.unlink(missing_ok=True)
         self.token = write_token(token_file)
         command = [sys.executable, "-m", "rlhf_megatron.rollout.local.server", "--token-file", str(token_file)]
-        command += ["--ready-file", str(self._ready), *self.arguments]
+        command += ["--ready-file", str(self._ready), "--parent-pid", str(os.getpid()), *self.arguments]
         self.process = ServerProcess(self.name, command, self.folder / f"{self.name}.log", self.env)
 
     def wait(self, deadline: float, progress: Progress | None) -> EngineAddress:
         assert self.process is not None, "wait comes after start"
         await_ready(self.process, self._ready.is_file, deadline, progress)
         port = json.loads(self._ready.read_text())["port"]
-        address = EngineAddress(self.name, "local", f"http://127.0.0.1:{port}", self.token)
+        address = EngineAddress(self.name, "local", f"http://{LOOPBACK}:{port}", self.token)
         engine = LocalEngine(address)
         try:
             engine.health(max(1.0, deadline - time.monotonic()))

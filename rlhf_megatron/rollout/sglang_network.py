@@ -29,6 +29,10 @@ class MeetingPlace:
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="rlhf-engines-", ignore_cleanup_errors=True)
 
+    def __reduce__(self) -> tuple[type[MeetingPlace], tuple[()]]:
+        """In another process: another place."""
+        return MeetingPlace, ()
+
     def env(self, name: str, port: int) -> dict[str, str]:
         """Of a fresh file for the server of that name."""
         path = Path(self._folder.name) / f"{name}-{port}"
@@ -44,6 +48,10 @@ class Ports:
         self._lock = threading.Lock()
         low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
         self._next = 20000 + os.getpid() * 37 % max(1, low - 21000)
+
+    def __reduce__(self) -> tuple[type[Ports], tuple[()]]:
+        """In another process: those of its machine."""
+        return Ports, ()
 
     def take(self) -> int:
         """Raises EngineError when a thousand in a row are taken."""

@@ -15,10 +15,14 @@ import yaml
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError
 from rlhf_megatron.rollout.http import HttpClient
 from rlhf_megatron.rollout.process import (
+    LOOPBACK,
     EngineServers,
+    Place,
     Progress,
+    Seat,
     ServerProcess,
     await_ready,
+    here,
     write_token,
 )
 from rlhf_megatron.rollout.sglang_arguments import DETERMINISTIC
@@ -56,6 +60,7 @@ def start_sglang_engines(
     is_one_machine: bool = True,
     key: str | None = None,
     progress: Progress | None = None,
+    place: Place = here,
 ) -> EngineServers:
     """Start servers with `python -m sglang.launch_server` and wait until all answer.
 
@@ -80,16 +85,19 @@ def start_sglang_engines(
     settings = settings_of(installed, model_path, dtype)
     ports, meeting = Ports(), MeetingPlace()
     launches = [
-        _Launch(
-            name=f"engine{index}",
-            folder=folder,
-            installed=installed,
-            settings={**settings, **devices},
-            env={**loopback(env, os.environ, is_one_machine), **installed.env, TRANSFER_DIR: str(transfer_dir)},
-            transfer_dir=transfer_dir,
-            ports=ports,
-            meeting=meeting,
-            key=key,
+        place(
+            _Launch(
+                name=f"engine{index}",
+                folder=folder,
+                installed=installed,
+                settings={**settings, **devices},
+                env={**installed.env, TRANSFER_DIR: str(transfer_dir)},
+                interfaces=loopback(env, os.environ, is_one_machine),
+                transfer_dir=transfer_dir,
+                ports=ports,
+                meeting=meeting,
+                key=key,
+            )
         )
         for index, devices in enumerate(installed.devices)
     ]
@@ -124,24 +132,41 @@ class _Launch:
     installed: SGLangEnvironment
     settings: dict[str, Any]
     env: dict[str, str]
+    interfaces: dict[str, str]  # environment of a server that only this machine reaches
     transfer_dir: Path
     ports: Ports
     meeting: MeetingPlace
     key: str | None
     process: ServerProcess | None = None
     log_start: int = 0  # of this attempt, bytes into the log
+    host: str = LOOPBACK
     address: EngineAddress = field(init=False)
 
+    def take(self, seat: Seat) -> None:
+        self.env |= seat.env
+        if seat.address == LOOPBACK:
+            return
+        if not self.transfer_dir.is_dir():
+            raise EngineError(
+                f"{self.name} was given a place on {seat.address}, where the run's transfer directory"
+                f" ({self.transfer_dir}) is not: receipts of weight syncs go through it; set rollout.transfer_dir to a"
+                " directory that all machines see."
+            )
+        self.interfaces = {}
+        self.host = self.settings["host"] = seat.address
+
     def start(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
         token = self.key or write_token(self.folder / f"{self.name}.token")
         port = self.ports.take()
         settings = {**self.settings, "port": port, "api-key": token, "admin-api-key": token}
         path = write_private(self.folder / f"{self.name}.yaml", yaml.safe_dump(settings))
-        env = {**self.meeting.env(self.name, port), **self.env, "PYTHONPATH": search_path(self.env)}
+        own = {**self.meeting.env(self.name, port), **self.interfaces}
+        env = {**own, **self.env, "PYTHONPATH": search_path(self.env)}
         log = self.folder / f"{self.name}.log"
         self.log_start = log.stat().st_size if log.exists() else 0
         tp_size = int(str(self.installed.arguments.values.get("tp-size", 1)))
-        self.address = EngineAddress(self.name, "sglang", f"http://127.0.0.1:{port}", token, tp_size)
+        self.address = EngineAddress(self.name, "sglang", f"http://{self.host}:{port}", token, tp_size)
         command = [self.installed.python, "-m", "sglang.launch_server", "--config", str(path)]
         self.process = ServerProcess(self.name, [*command, *self.installed.arguments.words], log, env, token)
 

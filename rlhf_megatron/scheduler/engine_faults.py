@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable
 
@@ -21,6 +20,6 @@ def _signal_first(servers: EngineServers | AttachedEngines, number: int) -> Call
     def act(fault: faults.Fault) -> None:
         live = [process for process in servers.processes if process.exit_code is None]
         if live:
-            os.killpg(live[0].pid, number)
+            live[0].send_signal(number)
 
     return act
