@@ -5,9 +5,21 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
+from rlhf_megatron.config.errors import ConfigError
+from rlhf_megatron.config.params import look_up
+from rlhf_megatron.config.schema import ScheduleConfig
 from rlhf_megatron.scheduler.schedules.base import SCHEDULES, Schedule
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-__all__ = ["SCHEDULES", "Schedule"]
+__all__ = ["SCHEDULES", "Schedule", "load_schedule"]
+
+
+def load_schedule(section: ScheduleConfig) -> Schedule:
+    """The one that a configuration names. Raises ConfigError for an unknown name, and with all wrong parameters."""
+    problems: list[str] = []
+    entry, schedule = look_up(SCHEDULES, section.name, section.params, "schedule", problems)
+    if problems or entry is None:
+        raise ConfigError(problems)
+    return entry.build() if entry.params is None else schedule

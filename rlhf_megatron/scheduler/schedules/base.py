@@ -1,7 +1,7 @@
 """What a schedule decides: which groups are started when, which make a step's batch, what a weight sync does to others.
 
-The loop and the simulator ask the same objects. A schedule is a frozen dataclass (its fields are `schedule.params`)
-whose answers depend on the Flow alone; a new one is a new file here.
+The loop and the simulator ask the same objects, whose answers depend on the Flow alone. A schedule with parameters is a
+frozen dataclass whose fields are `schedule.params`; a new one is a new file here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,16 @@ class OnStale(enum.Enum):
 
 
 class Schedule(Protocol):
-    """Asked again after every event, in this order: `stale`, `batch` (while no step is trained), `num_to_start`."""
+    """Asked again after every event, in this order:
+
+     1. `stale`: these are dropped (reason "lag") or started again, as `on_stale` says;
+     2. `batch`, while no step is trained. Is there one, it is taken; then `leftover` is dropped (reason "tail"), and
+        all that is in flight where it was the last step's (`Flow.ended`);
+     3. `num_to_start`: so many are started;
+     4. `to_annotate`, where no step is trained.
+
+    A weight sync is an event, and may begin where `on_sync` is CONTINUE or no group is generated.
+    """
 
     @property
     def max_lag(self) -> int:
@@ -48,6 +57,10 @@ class Schedule(Protocol):
     def num_to_start(self, flow: Flow) -> int:
         """Groups to start now; 0 at most times."""
 
+    def to_annotate(self, flow: Flow) -> Sequence[int]:
+        """Numbers of scored groups whose log-probs may be computed now; empty while a step is trained, and where
+        `annotates_early` is False."""
+
     def batch(self, flow: Flow) -> Sequence[int] | None:
         """Numbers of the groups that the next step trains on, ascending; None: not yet. All of them are SCORED and
         within `max_lag`."""
@@ -60,4 +73,4 @@ class Schedule(Protocol):
 
 
 SCHEDULES: Registry[type[Schedule]] = Registry("schedule")
-"""`build` makes the schedule from its parameters: the class itself, which is registered with itself as params."""
+"""A schedule with parameters is registered with itself as their dataclass; one without is built from nothing."""

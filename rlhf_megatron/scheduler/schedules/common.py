@@ -2,17 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 
-from rlhf_megatron.scheduler.schedules.flow import Flow
+from rlhf_megatron.scheduler.schedules.flow import Flow, Group, GroupStage
+
+
+def check_oversampling(oversampling: float) -> None:
+    if not 1 <= oversampling < math.inf:
+        raise ValueError(
+            f"oversampling ({oversampling}) must be at least 1: it is the number of groups in flight for each that is"
+            " needed; 1.25 is usual."
+        )
+
+
+def with_oversampling(count: int, oversampling: float) -> int:
+    """Groups to start where `count` are needed: `oversampling` times as many, rounded down."""
+    return math.floor(count * oversampling + 1e-9)  # 1.1 x 10 is 11
 
 
 def past_lag(flow: Flow, max_lag: int) -> list[int]:
     """Groups in flight that have a larger lag already: it only grows."""
-    return [group.number for group in flow.in_flight.values() if flow.lag(group) > max_lag]
+    oldest = flow.training_version - max_lag
+    if min(flow.num_of_version, default=oldest) >= oldest:
+        return []
+    return [group.number for group in flow.in_flight.values() if group.oldest_version < oldest]
 
 
 def first_scored(flow: Flow) -> Sequence[int] | None:
     """A batch of those that were scored first, in ascending order; None where there are too few."""
-    numbers = flow.scored_order[: flow.batch_size]
-    return sorted(numbers) if len(numbers) == flow.batch_size else None
+    return sorted(flow.scored_order[: flow.batch_size]) if _is_possible(flow) else None
+
+
+def first_started(flow: Flow) -> Sequence[int] | None:
+    """A batch of those that were started first; None where any of them cannot train yet. No group is preferred for
+    being done early."""
+    if not _is_possible(flow):
+        return None
+    first = sorted(flow.in_flight)[: flow.batch_size]
+    return first if set(first) <= set(flow.scored_order) else None
+
+
+def oldest_scored(flow: Flow) -> list[Group]:
+    """Of those that can train, as many as a step has: those with the oldest tokens first, then those started first."""
+    return sorted(flow.ready, key=_age)[: flow.batch_size]
+
+
+def oldest(flow: Flow) -> Sequence[int] | None:
+    """A batch of those with the oldest tokens; None where there are too few that can train."""
+    return _numbers(oldest_scored(flow)) if _is_possible(flow) else None
+
+
+def oldest_in_time(flow: Flow, max_lag: int) -> Sequence[int] | None:
+    """The same, but None also while the batch would leave groups behind that can no more train in time.
+
+    A group whose oldest tokens are of version v can train as long as the policy's is at most v + max_lag, and a step
+    trains batch_size of them: for every such deadline the steps up to it must have room for all that are due by then.
+    A batch is awaited while a better one is possible, which has the groups that are still generated; where that one
+    would leave groups behind, too (they are more than all steps in time can train), as good a one is enough. So a run
+    never waits for a batch that cannot be.
+    """
+    if not _is_possible(flow):
+        return None
+    chosen = oldest_scored(flow)
+    due, is_next = 0, flow.training_version - max_lag
+    for version, count in flow.num_of_version.items():
+        due += count
+        room_later = flow.batch_size * (version - is_next)  # in the steps after this one, until these are due
+        must = min(due - room_later, due, flow.batch_size)
+        if sum(group.oldest_version <= version for group in chosen) < must:
+            return None
+    return _numbers(chosen)
+
+
+def not_annotated(flow: Flow, numbers: Iterable[int]) -> list[int]:
+    """Those of the groups `numbers` that can train and lack log-probs; none while a step is trained."""
+    if flow.is_training:
+        return []
+    groups = [flow.in_flight[number] for number in numbers]
+    return [group.number for group in groups if group.stage is GroupStage.SCORED and not group.is_annotated]
+
+
+def _is_possible(flow: Flow) -> bool:
+    return len(flow.scored_order) >= flow.batch_size and flow.num_steps_left > 0
+
+
+def _age(group: Group) -> tuple[int, int]:
+    return group.oldest_version, group.number
+
+
+def _numbers(groups: Iterable[Group]) -> list[int]:
+    return sorted(group.number for group in groups)

@@ -5,12 +5,14 @@ A group is a prompt with its samples. It goes
     started -> generated -> scored -> taken into a step's batch -> (updated, synced)
 
 or leaves on the way: dropped. The run and the simulator both keep a Flow and tell it what happens, in that order; a
-schedule reads it and changes nothing. Nothing here knows time, tokens or threads.
+schedule reads it and changes nothing. Nothing here knows time, tokens or threads. What schedules ask at
+every event costs no walk over the groups: a run may have ten thousand in flight.
 """
 
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -63,8 +65,10 @@ class Flow:
         self.is_updated = False  # of that batch: the update is done, the sync is not
         self.in_flight: dict[int, Group] = {}  # by number, in the order in which they were started
         self.scored_order: list[int] = []  # numbers of those that can train, in the order in which they were scored
-        self.events: list[Event] = []
+        self.events: list[Event] = []  # who keeps the ledger may empty it
         self._next_number = next_number
+        self._num_running = 0
+        self._of_version: Counter[int] = Counter()  # groups in flight by their oldest version; no zeros
 
     # What schedules read
 
@@ -73,7 +77,17 @@ class Flow:
 
     @property
     def num_running(self) -> int:
-        return len(self.of(GroupStage.RUNNING))
+        return self._num_running
+
+    @property
+    def num_of_version(self) -> dict[int, int]:
+        """Groups in flight by the oldest version of their tokens, the oldest first."""
+        return dict(sorted(self._of_version.items()))
+
+    @property
+    def num_steps_left(self) -> int:
+        """Steps whose batch is still to be taken."""
+        return max(0, self.last_step - self.step)
 
     @property
     def ready(self) -> list[Group]:
@@ -93,7 +107,7 @@ class Flow:
     def num_wanted(self) -> int:
         """Groups that the steps still to be taken need beside those in flight. No schedule starts more, unless it
         counts on losing some."""
-        return max(0, (self.last_step - self.step) * self.batch_size - len(self.in_flight))
+        return max(0, self.num_steps_left * self.batch_size - len(self.in_flight))
 
     # What happens
 
@@ -102,26 +116,25 @@ class Flow:
         numbers = list(range(self._next_number, self._next_number + count))
         self._next_number += count
         for number in numbers:
-            self.in_flight[number] = Group(number, self.version)
+            self._put(Group(number, self.version))
             self._log("started", number)
         return numbers
 
     def started_again(self, number: int) -> None:
-        """A group in flight is generated anew from the weights that are served."""
-        self._forget_scored(number)
-        group = self.in_flight[number]
-        group.stage, group.oldest_version, group.is_annotated = GroupStage.RUNNING, self.version, False
+        """A group in flight is generated anew from the weights that are served. What its former samples still bring
+        (they finish, are scored) is not told any more."""
+        self._put(Group(number, self.version))
         self._log("started", number, "again")
 
     def known(self, number: int, oldest_version: int) -> None:
         """A group that a former process has generated."""
-        self.in_flight[number] = Group(number, oldest_version, GroupStage.GENERATED)
+        self._put(Group(number, oldest_version, GroupStage.GENERATED))
         self._next_number = max(self._next_number, number + 1)
 
     def generated(self, number: int, oldest_version: int) -> None:
         group = self.in_flight[number]
         assert group.stage is GroupStage.RUNNING, f"group {number} {group.stage.value}"
-        group.stage, group.oldest_version = GroupStage.GENERATED, oldest_version
+        self._put(Group(number, oldest_version, GroupStage.GENERATED))
         self._log("generated", number)
 
     def scored(self, number: int) -> None:
@@ -139,8 +152,7 @@ class Flow:
 
     def dropped(self, number: int, reason: DropReason) -> None:
         """It will not train. Another may be started in its place."""
-        self._forget_scored(number)
-        del self.in_flight[number]
+        self._remove(number)
         self._log("dropped", number, reason)
 
     def taken(self, numbers: Sequence[int]) -> int:
@@ -148,12 +160,19 @@ class Flow:
         assert not self.is_training, f"step {self.step} is not done"
         for number in numbers:
             assert self.in_flight[number].stage is GroupStage.SCORED, f"group {number} cannot train yet"
-            self._forget_scored(number)
-            del self.in_flight[number]
+            self._remove(number)
         self.step += 1
         self.is_training, self.is_updated = True, False
         self._log("taken", self.step)
         return self.step
+
+    def ended(self) -> list[int]:
+        """The last batch was taken: what is in flight is dropped. Returns its numbers."""
+        assert self.num_steps_left == 0, f"{self.num_steps_left} steps are still to be taken"
+        numbers = list(self.in_flight)
+        for number in numbers:
+            self.dropped(number, "end")
+        return numbers
 
     def updated(self) -> None:
         assert self.is_training and not self.is_updated
@@ -169,9 +188,24 @@ class Flow:
         self.version, self.is_training, self.is_updated = version, False, False
         self._log("synced", self.step)
 
-    def _forget_scored(self, number: int) -> None:
-        if number in self.scored_order:
-            self.scored_order.remove(number)
+    def _put(self, group: Group) -> None:
+        """In the place of the one of that number, if there is one."""
+        if group.number in self.in_flight:
+            self._uncount(self.in_flight[group.number])
+        self.in_flight[group.number] = group
+        self._of_version[group.oldest_version] += 1
+        self._num_running += group.stage is GroupStage.RUNNING
+
+    def _remove(self, number: int) -> None:
+        self._uncount(self.in_flight.pop(number))
+
+    def _uncount(self, group: Group) -> None:
+        self._num_running -= group.stage is GroupStage.RUNNING
+        self._of_version[group.oldest_version] -= 1
+        if self._of_version[group.oldest_version] == 0:
+            del self._of_version[group.oldest_version]
+        if group.stage is GroupStage.SCORED:
+            self.scored_order.remove(group.number)
 
     def _log(self, kind: EventKind, subject: int, reason: str = "") -> None:
         self.events.append(Event(kind, subject, reason))

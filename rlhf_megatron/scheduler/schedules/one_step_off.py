@@ -6,25 +6,29 @@ As in "one step off policy" of the field: at every sync all that was started is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import ClassVar
 
 from rlhf_megatron.scheduler.schedules.base import SCHEDULES, OnStale, OnSync
-from rlhf_megatron.scheduler.schedules.common import first_scored
+from rlhf_megatron.scheduler.schedules.common import first_scored, past_lag
 from rlhf_megatron.scheduler.schedules.flow import Flow
 
 
 @SCHEDULES.register("one_step_off")
-@dataclass(frozen=True)
 class OneStepOff:
     """Lag 1, 0 at the first step."""
 
-    max_lag: int = 1
-    on_sync: OnSync = OnSync.WAIT
-    on_stale: OnStale = OnStale.DROP
-    annotates_early: bool = False
+    max_lag: ClassVar[int] = 1
+    on_sync: ClassVar[OnSync] = OnSync.WAIT
+    on_stale: ClassVar[OnStale] = OnStale.DROP
+    annotates_early: ClassVar[bool] = False
 
     def num_to_start(self, flow: Flow) -> int:
-        return min(flow.batch_size - len(flow.in_flight), flow.num_wanted)
+        if flow.is_updated:  # the sync waits for those that are generated
+            return 0
+        return max(0, min(flow.batch_size - len(flow.in_flight), flow.num_wanted))
+
+    def to_annotate(self, flow: Flow) -> Sequence[int]:
+        return ()
 
     def batch(self, flow: Flow) -> Sequence[int] | None:
         return first_scored(flow)
@@ -33,4 +37,4 @@ class OneStepOff:
         return ()
 
     def stale(self, flow: Flow) -> Sequence[int]:
-        return ()
+        return past_lag(flow, self.max_lag)

@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import ClassVar
 
 from rlhf_megatron.scheduler.schedules.base import SCHEDULES, OnStale, OnSync
-from rlhf_megatron.scheduler.schedules.common import first_scored
+from rlhf_megatron.scheduler.schedules.common import first_started, past_lag
 from rlhf_megatron.scheduler.schedules.flow import Flow
 
 
 @SCHEDULES.register("synchronous")
-@dataclass(frozen=True)
 class Synchronous:
     """Lag 0. Trainer and engines wait for each other, and may share devices."""
 
-    max_lag: int = 0
-    on_sync: OnSync = OnSync.WAIT
-    on_stale: OnStale = OnStale.DROP
-    annotates_early: bool = False
+    max_lag: ClassVar[int] = 0
+    on_sync: ClassVar[OnSync] = OnSync.WAIT
+    on_stale: ClassVar[OnStale] = OnStale.DROP
+    annotates_early: ClassVar[bool] = False
 
     def num_to_start(self, flow: Flow) -> int:
-        return 0 if flow.is_training else min(flow.batch_size - len(flow.in_flight), flow.num_wanted)
+        return 0 if flow.is_training else max(0, min(flow.batch_size - len(flow.in_flight), flow.num_wanted))
+
+    def to_annotate(self, flow: Flow) -> Sequence[int]:
+        return ()
 
     def batch(self, flow: Flow) -> Sequence[int] | None:
-        return first_scored(flow)
+        return first_started(flow)
 
     def leftover(self, flow: Flow) -> Sequence[int]:
-        return ()
+        """Groups started beyond the batch in the place of others without signal."""
+        return list(flow.in_flight)
 
     def stale(self, flow: Flow) -> Sequence[int]:
-        return ()
+        return past_lag(flow, self.max_lag)
