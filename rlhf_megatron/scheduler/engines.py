@@ -19,7 +19,7 @@ from rlhf_megatron.rollout.balancer import Balancer
 from rlhf_megatron.rollout.clients import connect
 from rlhf_megatron.rollout.engine import Engine, EngineAddress, EngineError
 from rlhf_megatron.rollout.fleet import EngineFleet
-from rlhf_megatron.rollout.process import EngineServers, Progress, start_local_engines
+from rlhf_megatron.rollout.process import EngineServers, Place, Progress, here, start_local_engines
 from rlhf_megatron.rollout.router_process import check_router, prepare_router
 from rlhf_megatron.rollout.sglang_devices import Machine
 from rlhf_megatron.rollout.sglang_environment import check_sglang
@@ -53,8 +53,11 @@ def transfer_bytes(config: RunConfig) -> int:
 
 
 def machine_of(config: RunConfig) -> Machine:
-    """This machine's GPUs: the trainer's ranks take the first of them."""
+    """This machine's GPUs: the trainer's ranks take the first of them. Under Ray, which gives servers their devices
+    where it places them, none."""
     trainer = config.trainer
+    if trainer.runtime == "ray":
+        return Machine(is_shared=config.rollout.colocated)
     num_trainer = 0 if trainer.device == "cpu" else trainer.n_gpus_per_node
     return Machine(num_devices(), num_trainer, config.rollout.colocated)
 
@@ -81,16 +84,17 @@ def check_engines(config: RunConfig) -> None:
 
 
 def start_engines(
-    config: RunConfig, run_dir: Path, transfer_dir: Path, progress: Progress | None
+    config: RunConfig, run_dir: Path, transfer_dir: Path, progress: Progress | None, place: Place = here
 ) -> EngineServers | AttachedEngines:
-    """Servers of `rollout.engine`, without weights: the first sync brings them. Raises EngineError."""
+    """Servers of `rollout.engine`, where `place` says, without weights: the first sync brings them. Raises
+    EngineError."""
     rollout = config.rollout
     if rollout.router == "sglang":
         check_router(rollout.sglang.python, rollout.sglang.env)  # servers take a minute to start
     if rollout.endpoints:
         return AttachedEngines(_attached(config), _expected(config), transfer_dir, progress)
     if rollout.engine == "sglang":
-        return start_sglang(config, run_dir, transfer_dir, progress)
+        return start_sglang(config, run_dir, transfer_dir, progress, place=place)
     use_cuda = config.trainer.device == "cuda" or (config.trainer.device == "auto" and has_accelerator())
     return start_local_engines(
         config.model.path,
@@ -105,11 +109,17 @@ def start_engines(
         deterministic=config.trainer.deterministic,
         startup_timeout_s=rollout.startup_timeout_s,
         progress=progress,
+        place=place,
     )
 
 
 def start_sglang(
-    config: RunConfig, run_dir: Path, transfer_dir: Path, progress: Progress | None, key: str | None = None
+    config: RunConfig,
+    run_dir: Path,
+    transfer_dir: Path,
+    progress: Progress | None,
+    key: str | None = None,
+    place: Place = here,
 ) -> EngineServers:
     """Stock SGLang servers. `key`: of all of them; None: one each."""
     rollout = config.rollout
@@ -128,6 +138,7 @@ def start_sglang(
         is_one_machine=config.trainer.nnodes == 1,
         key=key,
         progress=progress,
+        place=place,
     )
 
 

@@ -19,6 +19,7 @@ from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
 from rlhf_megatron.reward_service.scorer import REWARD_LOG, make_scorer
 from rlhf_megatron.rollout.fleet import EngineFleet
+from rlhf_megatron.rollout.process import Place, here
 from rlhf_megatron.runtime.worker_group import WorkerGroup
 from rlhf_megatron.scheduler.attempts import Attempts, RunClock
 from rlhf_megatron.scheduler.capsule import Capsules
@@ -67,11 +68,12 @@ def train(
     is_recorded: bool,
     since: float,
     stop: StopRequest,
+    place: Place = here,
 ) -> None:
     """A run from the first sync to the summary, or what is left of it.
 
-    `connect_group` waits for the hosts; `since`: when this process was launched, unix seconds. Raises RunStopped where
-    `stop` asks for it, after the state was saved if the run has checkpoints.
+    `connect_group` waits for the hosts; `since`: when this process was launched, unix seconds; `place`: where servers
+    run. Raises RunStopped where `stop` asks for it, after the state was saved if the run has checkpoints.
     """
     plugins = load_plugins(config)
     sets, tokenizer = load_data(config)
@@ -86,7 +88,7 @@ def train(
         tracker.note(description(config, sets))
         watchdog = stack.enter_context(StageWatchdog(trainer.stage_timeout_s, trainer.stage_timeouts_s, run_dir))
         hosts = _hosts(stack, config, connect_group, tracker) if config.rollout.colocated else None
-        fleet, transfer_dir = _engines(stack, config, run_dir, tracker, stop)
+        fleet, transfer_dir = _engines(stack, config, run_dir, tracker, stop, place)
         group = hosts or _hosts(stack, config, connect_group, tracker)
         watchdog.look_at(group, fleet.calls)
         turns = make_turns(config, group, fleet)
@@ -177,7 +179,7 @@ def _hosts(
 
 
 def _engines(
-    stack: ExitStack, config: RunConfig, run_dir: Path, tracker: Tracker, stop: StopRequest
+    stack: ExitStack, config: RunConfig, run_dir: Path, tracker: Tracker, stop: StopRequest, place: Place
 ) -> tuple[EngineFleet, Path]:
     """Servers without weights, and the directory through which these come. They end with `stack`."""
 
@@ -185,7 +187,7 @@ def _engines(
         tracker.waiting(f"{name} starts ({seconds:.0f} s) {line[-80:]}")
 
     transfer = stack.enter_context(make_transfer_dir(transfer_parent(config, run_dir), transfer_bytes(config)))
-    servers = start_engines(config, run_dir, transfer.path, report)
+    servers = start_engines(config, run_dir, transfer.path, report, place)
     stack.enter_context(servers)
     register_engine_faults(servers)
     fleet = make_fleet(config, servers, run_dir, transfer.path, stop.check)
