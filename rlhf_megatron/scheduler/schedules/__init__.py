@@ -22,4 +22,7 @@ def load_schedule(section: ScheduleConfig) -> Schedule:
     entry, schedule = look_up(SCHEDULES, section.name, section.params, "schedule", problems)
     if problems or entry is None:
         raise ConfigError(problems)
-    return entry.build() if entry.params is None else schedule
+    if entry.params is None:
+        return entry.build()
+    assert schedule is not None, "whose class is its own dataclass of parameters"
+    return schedule
