@@ -1,0 +1,111 @@
+"""Places of a Ray cluster for the processes of a run, as data: what is asked for, and what to say where it is not.
+
+One placement group holds them all, so that two runs cannot each wait for what the other has. Its first bundles are the
+machines' shares of the ranks: `trainer.n_gpus_per_node` ranks are always on one machine, as under torchrun. Bundles of
+the engines follow; colocated engines have none of their own, and run in those of the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rlhf_megatron.config.rules import world_size
+from rlhf_megatron.config.schema import RunConfig
+
+CPU, GPU = "CPU", "GPU"  # Ray's names
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What one machine is to have."""
+
+    name: str  # in messages: "ranks 0-7", "engine0"
+    num_cpus: float
+    num_gpus: float = 0
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """As Ray takes it: what is 0 is left out."""
+        return {name: amount for name, amount in ((CPU, self.num_cpus), (GPU, self.num_gpus)) if amount > 0}
+
+    def __str__(self) -> str:
+        """ "ranks 0-7: 8 CPU, 8 GPU"."""
+        return f"{self.name}: {amounts(self.resources) or 'nothing'}"
+
+
+def rank_bundles(config: RunConfig, uses_gpus: bool) -> tuple[Bundle, ...]:
+    """One a machine (trainer.nnodes), for its share of the ranks; bundle i has ranks i x n_gpus_per_node and on."""
+    each = config.trainer.n_gpus_per_node
+    shares = [range(first, first + each) for first in range(0, world_size(config), each)]
+    engines = _engine_shares(config, len(shares)) if config.rollout.colocated else [0] * len(shares)
+    return tuple(
+        Bundle(
+            f"ranks {share[0]}-{share[-1]}" if len(share) > 1 else f"rank {share[0]}",
+            len(share) * config.ray.num_cpus_per_rank + num_engines * config.ray.num_cpus_per_engine,
+            len(share) if uses_gpus else 0,
+        )
+        for share, num_engines in zip(shares, engines, strict=True)
+    )
+
+
+def engine_bundles(config: RunConfig, uses_gpus: bool, gpus_per_engine: int = 1) -> tuple[Bundle, ...]:
+    """One an engine that the run starts beside the ranks: () where engines are colocated or attached to."""
+    if config.rollout.colocated or config.rollout.endpoints:
+        return ()
+    num_gpus = gpus_per_engine if uses_gpus else 0
+    return tuple(
+        Bundle(f"engine{index}", config.ray.num_cpus_per_engine, num_gpus)
+        for index in range(config.rollout.num_engines)
+    )
+
+
+def cpus_of_own_cluster(bundles: Sequence[Bundle], num_cores: int) -> int:
+    """CPUs that a cluster of this machine is told to have: Ray only counts them, and few cores run many ranks."""
+    return max(num_cores, math.ceil(sum(bundle.num_cpus for bundle in bundles)))
+
+
+def shortage(
+    bundles: Sequence[Bundle], machines: Sequence[Mapping[str, float]], seconds: float, is_own_cluster: bool
+) -> str:
+    """Why there was no place for `bundles`: what was asked for, what there is, what to do.
+
+    `machines`: resources of each in all; `seconds`: how long the run has waited.
+    """
+    asked = _sum([bundle.resources for bundle in bundles])
+    total = _sum(machines)
+    missing = {name: amount for name, amount in asked.items() if amount > total.get(name, 0)}
+    lines = [f"the Ray cluster has no place for this run after {seconds:.0f} s (ray.start_timeout_s). Asked for:"]
+    lines += [f"  {bundle}" for bundle in bundles]
+    lines += ["The cluster has:"]
+    lines += [f"  machine {n}: {amounts(machine)}" for n, machine in enumerate(machines)] or ["  no machine"]
+    if missing:
+        lines.append(f"In all {amounts(asked)} are asked for, and there are {amounts(total) or 'none'}.")
+    elif any(all(_misses(bundle, machine) for machine in machines) for bundle in bundles):
+        lines.append("No machine is large enough for each of these shares.")
+    else:
+        lines.append("There would be room, but others use it.")
+    fix = "lower trainer.n_gpus_per_node, trainer.nnodes, rollout.num_engines, or ray.num_cpus_per_rank"
+    join = "set ray.address to a larger cluster" if is_own_cluster else "add machines to the cluster"
+    lines.append(f"Fix: {fix}; {join}{'' if missing or is_own_cluster else ', or raise ray.start_timeout_s'}.")
+    return "\n".join(lines)
+
+
+def amounts(resources: Mapping[str, float]) -> str:
+    """ "8 CPU, 2 GPU": what a run asks for, of all that a machine has."""
+    return ", ".join(f"{resources[name]:g} {name}" for name in (CPU, GPU) if resources.get(name))
+
+
+def _misses(bundle: Bundle, machine: Mapping[str, float]) -> bool:
+    return any(amount > machine.get(name, 0) for name, amount in bundle.resources.items())
+
+
+def _sum(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: sum(part.get(name, 0) for part in parts) for name in (CPU, GPU)}
+
+
+def _engine_shares(config: RunConfig, num_machines: int) -> list[int]:
+    """Colocated engines of each machine, in order."""
+    num_engines = config.rollout.num_engines
+    return [len(range(machine, num_engines, num_machines)) for machine in range(num_machines)]
