@@ -1,6 +1,6 @@
 """The gradient of a mini-batch does not depend on how it was cut. `make split-invariance`.
 
-    python -m benchmarks.split_invariance [--only pure|megatron|losses] [--families A,B] [--layouts A,B]
+    python -m benchmarks.split_invariance [--only pure|corrected|megatron|losses] [--families A,B] [--layouts A,B]
 
 Token budget (all in one micro-batch, 1/2, 1/7), data-parallel and context-parallel size (1, 2), pipeline stages (1, 2,
 2 virtual ones on 2), sequence parallelism, order of the samples, each aggregation mode. Compared with the gradient of
@@ -9,8 +9,10 @@ the same mini-batch on one rank in one micro-batch; error: L2 norm of the differ
     pure       every registered loss with its regularizers, float64, one process (split_pure.py)      <= 1e-12
                metrics of the update likewise, absolute                                               <= 1e-12
                uncut, against means over single samples; weights are float32                          <= 2e-7
+    corrected  every mode of the rollout correction with every loss and aggregation (split_correction.py): the same
+               three comparisons, in two of the splits each, all of them in turn
     megatron   actor and critic through megatron-core, float32, on the layout's ranks (split_mcore.py)  <= 5e-6
-    losses     the actor with every registered policy loss, likewise                                   <= 5e-6
+    losses     the actor with every registered policy loss, and with five corrections, likewise        <= 5e-6
 
 Exit code 1 when a figure is over its bar. Writes benchmarks/results/split_invariance.json.
 """
@@ -22,7 +24,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -34,6 +36,7 @@ from benchmarks import split_mcore, split_pure
 from benchmarks.common import RESULTS, significant, write_result
 from benchmarks.parity.cases import Recipe
 from benchmarks.parity.run import DistPool, make_case
+from benchmarks.split_pure import SPLITS
 
 PURE_BAR = 1e-12
 PLAIN_BAR = 2e-7  # three roundings to float32
@@ -80,8 +83,8 @@ def pure_rows(
     spoil: split_pure.Spoil | None = None,
 ) -> Iterator[Row]:
     """`spoil`: a planted mistake in the shards of the splits."""
-    batch = split_pure.make_batch()
     for case in cases:
+        batch = split_pure.batch_of(case)
         whole = split_pure.split_gradient(batch, case, split_pure.Split())
         assert whole.num_micro_batches == 1, "the whole mini-batch must be in one micro-batch"
         mode = case.config.loss_agg_mode
@@ -97,6 +100,15 @@ def pure_rows(
             yield Row(
                 "pure metrics", case.name, mode, str(split), differences[worst], PURE_BAR, worst, differences[worst]
             )
+
+
+def corrected_rows(cases: Iterable[split_pure.LossCase], num_splits: int = 2) -> Iterator[Row]:
+    """Each case in one split that cuts every way but stages, and in another one in turn: a mode meets all of them."""
+    for number, case in enumerate(cases):
+        others = [SPLITS[(number * (num_splits - 1) + i) * 7 % len(SPLITS)] for i in range(num_splits - 1)]
+        for row in pure_rows([case], [split_pure.EVERY_CUT, *others]):
+            kind = row.kind.replace("pure", "corrected") if "pure" in row.kind else f"corrected {row.kind}"
+            yield replace(row, kind=kind, what=case.correction_name, split=f"{case.name}; {row.split}")
 
 
 def megatron_rows(
@@ -144,11 +156,11 @@ def worst_rows(rows: Iterable[Row], *columns: str) -> list[Row]:
 
 
 def table(rows: Iterable[Row]) -> str:
-    lines = [f"{'kind':<13}{'what':<32}{'mode':<25}{'error':>9}{'bar':>9}  worst tensor alone; split"]
+    lines = [f"{'kind':<22}{'what':<46}{'mode':<25}{'error':>9}{'bar':>9}  worst tensor alone; split"]
     for row in rows:
         mark = "" if row.is_ok else "  OVER THE BAR"
         lines.append(
-            f"{row.kind:<13}{row.what:<32}{row.mode:<25}{row.error:9.1e}{row.bar:9.0e}"
+            f"{row.kind:<22}{row.what:<46}{row.mode:<25}{row.error:9.1e}{row.bar:9.0e}"
             f"  {row.worst_error:.1e} {row.worst_tensor}; {row.split}{mark}"
         )
     return "\n".join(lines)
@@ -166,7 +178,7 @@ def chosen(names: str | None, known: Sequence[str], what: str) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     layouts = {axes.name: axes for axes in split_mcore.LAYOUTS}
     parser = argparse.ArgumentParser(prog="python -m benchmarks.split_invariance", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=("pure", "megatron", "losses"), help="this part alone")
+    parser.add_argument("--only", choices=("pure", "corrected", "megatron", "losses"), help="this part alone")
     parser.add_argument("--families", help=f"of the part megatron: {', '.join(split_mcore.FAMILIES)}")
     parser.add_argument("--layouts", help=f"of the part megatron: {', '.join(layouts)}")
     parser.add_argument("--out", type=Path, default=RESULTS / "split_invariance.json", help="result file (%(default)s)")
@@ -183,6 +195,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.only in (None, "pure"):
         rows += pure_rows(split_pure.loss_cases())
         report(f"pure: {len(rows)} comparisons")
+    if args.only in (None, "corrected"):
+        rows += corrected_rows(split_pure.corrected_cases())
+        report(f"corrected: {len(rows)} comparisons so far")
     if args.only in (None, "megatron"):
         rows += megatron_rows(families, axes, report)
     if args.only in (None, "losses"):

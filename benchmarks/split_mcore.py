@@ -13,10 +13,11 @@ from benchmarks.parity.cases import NUM_SAMPLES, Cut, Recipe, Role
 from benchmarks.parity.layouts import Axes
 from benchmarks.parity.run import Case, DistPool, make_case, run_cell
 from benchmarks.parity.sharded import run_on_rank
+from benchmarks.split_correction import SCALES
 from benchmarks.split_pure import PARAMS, token_budget
 from rlhf_megatron.algorithms.aggregate import LOSS_AGG_MODES
 from rlhf_megatron.algorithms.losses import POLICY_LOSSES
-from rlhf_megatron.config.schema import PolicyLossConfig
+from rlhf_megatron.config.schema import PolicyLossConfig, RolloutCorrectionConfig
 from rlhf_megatron.data.batch import token_index
 from rlhf_megatron.parallel.layout import layout_of
 
@@ -28,6 +29,37 @@ FAMILIES: dict[str, tuple[str, Role]] = {
 LOSS_FAMILY, LOSS_PARTS = "qwen3_tied", 7
 LOSS_LAYOUTS = (Axes(dp=2), Axes(cp=2), Axes(pp=2, vpp=2), Axes(dp=2, cp=2))
 """Of the policy losses one by one."""
+CORRECTIONS: dict[str, tuple[str, RolloutCorrectionConfig]] = {
+    "gspo, decoupled_geo_rs_seq_tis, batch norm, veto": (
+        "gspo",
+        RolloutCorrectionConfig(
+            "decoupled_geo_rs_seq_tis", rollout_is_batch_normalize=True, rollout_token_veto_threshold=0.5
+        ),
+    ),
+    "ppo_clip, decoupled_token_icepop": (
+        "ppo_clip",
+        RolloutCorrectionConfig("decoupled_token_icepop", rollout_is_threshold="0.8_1.4"),
+    ),
+    "reinforce, bypass_pg_token_icepop, token_k3": (
+        "reinforce",
+        RolloutCorrectionConfig("bypass_pg_token_icepop", rollout_rs=("token_k3",), rollout_rs_threshold=("0.1",)),
+    ),
+    "reinforce, bypass_pg_is, three filters, veto": (
+        "reinforce",
+        RolloutCorrectionConfig(
+            "bypass_pg_is",
+            rollout_is_batch_normalize=True,
+            rollout_rs=("seq_mean_k1", "seq_max_k2", "seq_sum_k3"),
+            rollout_rs_threshold=("0.8_1.25", "0.6", "2.0"),
+            rollout_token_veto_threshold=0.3,
+        ),
+    ),
+    "ppo_clip, bypass_ppo_clip_k3_rs": (
+        "ppo_clip",
+        RolloutCorrectionConfig("bypass_ppo_clip_k3_rs", rollout_rs=("seq_mean_k3",), rollout_rs_threshold=("0.06",)),
+    ),
+}
+"""Name -> (policy loss, correction); sequences are weighed and rejected that context-parallel ranks share."""
 LAYOUTS = (
     Axes(),
     Axes(dp=2),
@@ -91,19 +123,40 @@ def run_layout(
 
 
 def run_losses(
-    pool: DistPool, case: Case, axes: Axes, parts: int, losses: Sequence[str] = tuple(POLICY_LOSSES)
+    pool: DistPool,
+    case: Case,
+    axes: Axes,
+    parts: int,
+    losses: Sequence[str] = tuple(POLICY_LOSSES),
+    corrections: Sequence[str] = tuple(CORRECTIONS),
 ) -> Iterator[Cell]:
-    """Every policy loss in one layout; `Cell.mode` is its name. A mean over sequences of their means, as the losses of
-    sequences have it; in the order of the batch, by which its samples are known to a loss that picks tokens."""
-    cuts = []
-    for name in losses:
-        cut = cut_of(case.batch, axes, "seq-mean-token-mean", parts)
-        cuts.append(replace(cut, name=name, policy_loss=PolicyLossConfig(name, PARAMS.get(name, {}))))
-    results = run_cell(pool, replace(case, references={}), axes, Recipe(), cuts, run_on_rank)
+    """Every policy loss in one layout, and every correction of CORRECTIONS; `Cell.mode` is its name. A mean over
+    sequences of their means, as the losses of sequences have it; in the order of the batch, by which its samples are
+    known to a loss that picks tokens."""
+    batch = with_engine(case.batch)
+    plain = cut_of(batch, axes, "seq-mean-token-mean", parts)
+    cuts = [replace(plain, name=name, policy_loss=_loss(name)) for name in losses]
+    for name in corrections:
+        loss, section = CORRECTIONS[name]
+        cuts.append(replace(plain, name=name, policy_loss=_loss(loss), correction=section))
+    results = run_cell(pool, replace(case, batch=batch, references={}), axes, Recipe(), cuts, run_on_rank)
     for cut in cuts:
         found = results[cut.name]
         gradients = {name.removeprefix(GRADIENT): x for name, x in found.items() if name.startswith(GRADIENT)}
         yield Cell(axes.name, cut.name, parts, False, gradients)
+
+
+def _loss(name: str) -> PolicyLossConfig:
+    return PolicyLossConfig(name, PARAMS.get(name, {}))
+
+
+def with_engine(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With an engine that is off from the old policy, a sample in turn by the factors of `split_correction`."""
+    generator = torch.Generator().manual_seed(29)
+    old, lengths = batch["old_log_probs"], batch["offsets"].diff()
+    scale_T = torch.tensor(SCALES)[torch.arange(lengths.numel()) % len(SCALES)].repeat_interleave(lengths)
+    engine = old + scale_T * torch.randn(old.numel(), generator=generator)
+    return {**batch, "rollout_log_probs": engine * batch["response_mask"]}
 
 
 def run_family(

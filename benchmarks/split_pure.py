@@ -1,4 +1,5 @@
 """The losses alone, in float64 and one process: the gradient of a mini-batch that is cut, and of the same one uncut.
+With every mode of the rollout correction, too (split_correction.py).
 
 Between samples and loss everything is the package's: weights, plans, packing, losses. The model is a small causal one
 that reads whole documents: what context-parallel ranks hold is put together before it and cut out again after it.
@@ -17,17 +18,22 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from benchmarks import split_correction
 from benchmarks.parity.sharded import train_batch
 from rlhf_megatron.algorithms.aggregate import LOSS_AGG_MODES
 from rlhf_megatron.algorithms.losses import POLICY_LOSSES
 from rlhf_megatron.algorithms.losses.kl import KLType
 from rlhf_megatron.algorithms.sequences import Sequences
-from rlhf_megatron.config.schema import ActorConfig, PolicyLossConfig
+from rlhf_megatron.config.correction import is_bypass
+from rlhf_megatron.config.schema import ActorConfig, PolicyLossConfig, RolloutCorrectionConfig
 from rlhf_megatron.data.batch import MiniBatch, TrainBatch
 from rlhf_megatron.data.plan import take
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.runtime.dispatch import scatter_calls
+from rlhf_megatron.scheduler.batch_metrics import valid_samples
+from rlhf_megatron.scheduler.correction import correction_columns
 from rlhf_megatron.scheduler.mini_batches import cut, picked, weighed
+from rlhf_megatron.workers.correction import CorrectedRowLoss, correction_params, moving_correction
 from rlhf_megatron.workers.losses import RowLoss, Sums, make_row_losses
 from rlhf_megatron.workers.pack import MicroBatch, forwarded_lengths, pack, token_columns
 
@@ -58,6 +64,8 @@ class LossCase:
     name: str
     loss: str
     config: ActorConfig
+    correction: RolloutCorrectionConfig | None = None  # None: the loss without any
+    correction_name: str = ""
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,8 @@ SPLITS = tuple(
     for is_shuffled in (False, True)
 )
 """Every combination of token budget, dp, cp, order and stages; tp has sequence parallelism, for its padding."""
+EVERY_CUT = Split(Layout(4, cp=2), parts=7, is_shuffled=True)
+"""Every way but stages."""
 
 
 PARAMS: dict[str, dict[str, float]] = {
@@ -104,6 +114,23 @@ def loss_cases() -> Iterator[LossCase]:
         for kl in get_args(KLType):
             config = replace(with_entropy, use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type=kl)
             yield LossCase(f"ppo_clip + entropy + {kl}", "policy", config)
+
+
+def corrected_cases() -> Iterator[LossCase]:
+    """Every mode of the correction with every loss that it may stand with and every aggregation; and with KL and
+    entropy terms, of which what is rejected has no share, either.
+    """
+    for mode in LOSS_AGG_MODES:
+        plain = ActorConfig(loss_agg_mode=mode, loss_scale_factor=LONGEST)
+        with_terms = replace(plain, entropy_coeff=0.03, use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3")
+        for correction in split_correction.modes():
+            of_mode = correction.losses or tuple(POLICY_LOSSES)
+            cases = [(name, plain) for name in of_mode]
+            cases += [(name, with_terms) for name in of_mode if name in ("ppo_clip", "reinforce")]
+            for name, base in cases:
+                config = replace(base, policy_loss=PolicyLossConfig(name, PARAMS.get(name, {})))
+                suffix = " + entropy + k3" if base is with_terms else ""
+                yield LossCase(name + suffix, "policy", config, correction.section, correction.name)
 
 
 def token_budget(lengths: Tensor, layout: Layout, parts: int) -> int:
@@ -175,12 +202,44 @@ def make_batch(num_samples: int = 31) -> TrainBatch:
     return replace(train_batch(columns), rollout_log_probs=rollout * mask)
 
 
+def batch_of(case: LossCase) -> TrainBatch:
+    """What the case trains on."""
+    batch = make_batch()
+    if case.correction is None:
+        return batch
+    return split_correction.with_engine(batch, moving_log_probs(batch), case.correction)
+
+
+@torch.no_grad()
+def moving_log_probs(batch: TrainBatch) -> Tensor:
+    """[T] float64, of the model; of a sample's first token, which is of the prompt, anything."""
+    model, document = TinyModel(), torch.repeat_interleave(batch.lengths)
+    hidden = model(batch.token_ids, document, torch.arange(batch.num_tokens) - batch.offsets[document])
+    return torch.nn.functional.pad(model.log_probs(hidden[:-1], batch.token_ids[1:])[0], (1, 0))
+
+
+def make_row_loss(case: LossCase) -> RowLoss | CorrectedRowLoss:
+    """As the actor makes it."""
+    row_loss = make_row_losses(case.config)[case.loss]
+    moving = None if case.correction is None else moving_correction(case.correction)
+    return row_loss if moving is None else CorrectedRowLoss(row_loss, moving)
+
+
+def _corrected(batch: TrainBatch, case: LossCase) -> TrainBatch:
+    """With the columns that the controller makes."""
+    if case.correction is None:
+        return batch
+    params = correction_params(case.correction)
+    columns, _ = correction_columns(batch, valid_samples(batch), params, is_bypass(case.correction))
+    return replace(batch, **columns)
+
+
 def split_gradient(batch: TrainBatch, case: LossCase, split: Split, spoil: Spoil | None = None) -> Outcome:
     """The gradients of all micro-batches of all replicas, added up: what ranks and stages add up between them."""
-    model = TinyModel()
-    row_loss = make_row_losses(case.config)[case.loss]
-    (part,) = cut(batch, len(batch), use_shuffle=split.is_shuffled, seed=1, step=0, epoch=0)
-    whole = weighed(part, case.config.loss_agg_mode, case.config.loss_scale_factor, picks(part, case))
+    model, row_loss = TinyModel(), make_row_loss(case)
+    (part,) = cut(_corrected(batch, case), len(batch), use_shuffle=split.is_shuffled, seed=1, step=0, epoch=0)
+    is_moving = case.correction is not None and is_bypass(case.correction)
+    whole = weighed(part, case.config.loss_agg_mode, case.config.loss_scale_factor, picks(part, case), is_moving)
     layout = split.layout
     budget = token_budget(whole.lengths, layout, split.parts)
     plans = scatter_calls(0, "update", whole, layout, budget, {}).plans
@@ -202,7 +261,7 @@ def picks(part: TrainBatch, case: LossCase) -> Tensor | None:
     return picked(part, case.config.policy_loss, seed=1, step=0, number=0) if case.loss == "policy" else None
 
 
-def _at_once(row_loss: RowLoss, ranks: Sequence[tuple[Tensor, Tensor, MicroBatch]]) -> list[Sums]:
+def _at_once(row_loss: RowLoss | CorrectedRowLoss, ranks: Sequence[tuple[Tensor, Tensor, MicroBatch]]) -> list[Sums]:
     """`row_loss` on context-parallel ranks that add up sums between them.
 
     In one process a rank cannot wait for the next: all are run until their next exchange, which is added up, and then
@@ -219,7 +278,7 @@ def _at_once(row_loss: RowLoss, ranks: Sequence[tuple[Tensor, Tensor, MicroBatch
 
 
 def _on_rank(
-    row_loss: RowLoss,
+    row_loss: RowLoss | CorrectedRowLoss,
     log_probs_R: Tensor,
     entropies_R: Tensor,
     micro: MicroBatch,
@@ -246,6 +305,7 @@ def plain_gradient(batch: TrainBatch, case: LossCase) -> dict[str, Tensor]:
     model = TinyModel()
     row_loss = make_row_losses(case.config)[case.loss]
     is_picked = picks(batch, case)
+    correct = None if case.correction is None else _PlainCorrection(batch, case.correction)
     losses = []
     for i in range(len(batch)):
         span = slice(int(batch.offsets[i]), int(batch.offsets[i + 1]))
@@ -258,10 +318,35 @@ def plain_gradient(batch: TrainBatch, case: LossCase) -> dict[str, Tensor]:
         }
         if is_picked is not None:
             columns["is_picked"] = is_picked[span][1:][mask]
+        kept: Tensor | float = 1.0
+        if correct is not None:
+            columns, kept = correct(columns, log_probs)
         sequences = Sequences(torch.zeros_like(ids[1:][mask]), 1) if row_loss.needs_sequences else None
-        losses.append(row_loss.function(log_probs, entropies, columns, sequences).token_loss_T)
+        losses.append(row_loss.function(log_probs, entropies, columns, sequences).token_loss_T * kept)
     _aggregated(losses, case.config).backward()
     return _gradients(model)
+
+
+class _PlainCorrection:
+    """Columns of one sample -> (those with its weights, 1.0 a token that is kept, 0.0 a rejected one)."""
+
+    def __init__(self, batch: TrainBatch, section: RolloutCorrectionConfig) -> None:
+        self.section, self.is_bypass = section, is_bypass(section)
+        before, engine = batch.old_log_probs, batch.rollout_log_probs
+        assert before is not None
+        spans = zip(batch.offsets.tolist(), batch.offsets[1:].tolist(), strict=False)
+        masks = [(slice(a, b), batch.response_mask[a:b]) for a, b in spans]
+        logs = [(before[span].double() - engine[span].double())[mask].tolist() for span, mask in masks]
+        self.mean = split_correction.plain_mean(logs, section)
+
+    def __call__(self, columns: dict[str, Tensor], log_probs: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        engine = columns["rollout_log_probs"]
+        policy = log_probs.detach() if self.is_bypass else columns["old_log_probs"]
+        logs = (policy - engine).tolist()
+        weights = torch.tensor(split_correction.plain_weights(logs, self.section), dtype=torch.float64) / self.mean
+        kept = torch.tensor(split_correction.plain_kept(logs, self.section), dtype=torch.float64)
+        old = engine if self.is_bypass else columns["old_log_probs"]
+        return {**columns, "old_log_probs": old, "correction_weights": weights}, kept
 
 
 def _aggregated(losses: Sequence[Tensor], config: ActorConfig) -> Tensor:

@@ -5,6 +5,7 @@ A part of benchmarks/split_invariance.py, which has every combination.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, get_args
@@ -14,16 +15,19 @@ import torch
 from dist_pool import DistPool
 from torch import Tensor
 
-from benchmarks import split_invariance, split_mcore, split_pure
+from benchmarks import split_correction, split_invariance, split_mcore, split_pure
 from benchmarks.parity.cases import Recipe
 from benchmarks.parity.layouts import Axes
 from benchmarks.parity.run import Case, make_case
 from benchmarks.parity.sharded import run_on_rank
-from benchmarks.split_invariance import MEGATRON_BAR, PURE_BAR, Row, compare, pure_rows, worst_rows
+from benchmarks.split_invariance import MEGATRON_BAR, PURE_BAR, Row, compare, corrected_rows, pure_rows, worst_rows
 from benchmarks.split_pure import SPLITS, Split, loss_cases
 from rlhf_megatron.algorithms.aggregate import LOSS_AGG_MODES
 from rlhf_megatron.algorithms.losses import POLICY_LOSSES
 from rlhf_megatron.algorithms.losses.kl import KLType
+from rlhf_megatron.algorithms.sequences import Sequences
+from rlhf_megatron.config.correction import FILTERS, PRESETS, is_bypass, resolved
+from rlhf_megatron.config.schema import ActorConfig
 from rlhf_megatron.data.batch import MiniBatch, TokenBatch
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.parallel.world import World
@@ -83,6 +87,77 @@ def test_pure_losses(case: split_pure.LossCase) -> None:
     rows = list(pure_rows([case], splits_of(case)))
     assert len(rows) == 1 + 2 * 2
     assert [row for row in rows if not row.is_ok] == []
+
+
+CORRECTED = list(split_pure.corrected_cases())
+
+
+def test_every_correction_meets_every_loss_and_aggregation() -> None:
+    """Decoupled modes stand with any loss; bypass modes with the one that they name."""
+    found = {(case.correction, case.config.policy_loss.loss_mode, case.config.loss_agg_mode) for case in CORRECTED}
+    sections = {case.correction for case in CORRECTED}
+    of_decoupled = {section for section in sections if section is not None and not is_bypass(section)}
+    assert found >= set(itertools.product(of_decoupled, POLICY_LOSSES, LOSS_AGG_MODES))
+    of_bypass = [resolved(section) for section in sections - of_decoupled if section is not None]
+    assert {section.loss_type for section in of_bypass} == {"ppo_clip", "reinforce"}
+    for modes in (of_bypass, [resolved(section) for section in of_decoupled if section is not None]):
+        assert {section.rollout_is for section in modes} == {None, "token", "sequence"}
+        assert {name for section in modes for name in section.rollout_rs or ()} == set(FILTERS)
+        assert any(section.rollout_token_veto_threshold for section in modes)
+        of_weights = {
+            (s.rollout_is, bool(s.rollout_is_batch_normalize), "_" in str(s.rollout_is_threshold)) for s in modes
+        }
+        for level in ("token", "sequence"):
+            assert of_weights >= {(level, False, False), (level, False, True), (level, True, False)}
+    assert {section.preset for section in sections if section is not None} == set(PRESETS)
+
+
+def test_every_correction_bites() -> None:
+    """Some weights are cut or 0, and some tokens are rejected and others not: nothing is compared with itself."""
+    for mode in split_correction.modes():
+        case = split_pure.LossCase(mode.name, "policy", ActorConfig(), mode.section)
+        batch, settings = split_pure.batch_of(case), resolved(mode.section)
+        assert batch.old_log_probs is not None
+        before = split_pure.moving_log_probs(batch) if is_bypass(mode.section) else batch.old_log_probs
+        logs = [
+            (before - batch.rollout_log_probs)[span][batch.response_mask[span]].tolist()
+            for span in map(slice, batch.offsets.tolist(), batch.offsets[1:].tolist())
+        ]
+        kept = [is_kept for of_sample in logs for is_kept in split_correction.plain_kept(of_sample, mode.section)]
+        rejects = bool(settings.rollout_rs) or settings.rollout_token_veto_threshold is not None
+        assert (0.05 < sum(kept) / len(kept) < 0.95) == rejects, mode.name
+        if settings.rollout_is is not None:
+            weights = [w for of_sample in logs for w in split_correction.plain_weights(of_sample, mode.section)]
+            edge = 0.0 if "_" in str(settings.rollout_is_threshold) else float(str(settings.rollout_is_threshold))
+            assert 0 < weights.count(edge) < len(weights) / 2, mode.name
+
+
+def few_corrected() -> list[split_pure.LossCase]:
+    """Every mode once, with the losses and aggregations in turn."""
+    found = []
+    for number, name in enumerate(dict.fromkeys(case.correction_name for case in CORRECTED)):
+        cases = [case for case in CORRECTED if case.correction_name == name]
+        found.append(cases[number * 19 % len(cases)])
+    return found
+
+
+def test_corrected_losses() -> None:
+    cases = few_corrected()
+    assert {case.config.policy_loss.loss_mode for case in cases} == set(POLICY_LOSSES)
+    assert {case.config.loss_agg_mode for case in cases} == set(LOSS_AGG_MODES)
+    rows = list(corrected_rows(cases, num_splits=1))
+    assert len(rows) == 3 * len(cases)
+    assert [row for row in rows if not row.is_ok] == []
+
+
+@pytest.mark.parametrize("name", ["bypass, seq_mean_k3", "bypass_pg_is", "bypass, veto"])
+def test_a_correction_that_sees_parts_of_sequences_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Context-parallel ranks that do not add up what they have of a sequence."""
+    case = next(case for case in CORRECTED if case.correction_name == name)
+    assert [row for row in corrected_rows([case], num_splits=1) if not row.is_ok] == []
+    monkeypatch.setattr(split_pure, "Sequences", lambda ids_T, num_sequences, reduce: Sequences(ids_T, num_sequences))
+    rows = [row for row in corrected_rows([case], num_splits=1) if row.kind == "corrected"]
+    assert len(rows) == 1 and rows[0].error > 1e9 * PURE_BAR
 
 
 def test_budgets_make_the_micro_batches_that_they_are_called_after() -> None:
@@ -181,14 +256,16 @@ def test_through_megatron(
 
 
 @pytest.mark.dist
-def test_losses_of_sequences_and_picks_through_megatron(dist_pool: DistPool, case: Case) -> None:
+def test_losses_of_sequences_picks_and_corrections_through_megatron(dist_pool: DistPool, case: Case) -> None:
     """Two ranks share each sequence: their ratio is one, whatever rows a rank has."""
     losses = ("gspo", "clip_cov")
-    whole = {cell.mode: cell.gradients for cell in split_mcore.run_losses(dist_pool, case, Axes(), 1, losses)}
-    for cell in split_mcore.run_losses(dist_pool, case, Axes(cp=2), 7, losses):
+    asked = (losses, ("reinforce, bypass_pg_is, three filters, veto",))
+    whole = {cell.mode: cell.gradients for cell in split_mcore.run_losses(dist_pool, case, Axes(), 1, *asked)}
+    for cell in split_mcore.run_losses(dist_pool, case, Axes(cp=2), 7, *asked):
         error, worst, alone = compare(cell.gradients, whole[cell.mode])
         assert error <= MEGATRON_BAR, f"{cell.mode}: {error:.1e}; worst alone {worst}: {alone:.1e}"
-    assert compare(whole["gspo"], whole["clip_cov"])[0] > 0.01, "one loss twice"
+    for one, other in itertools.combinations(whole, 2):
+        assert compare(whole[one], whole[other])[0] > 0.01, "one loss twice"
 
 
 @pytest.mark.dist

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rlhf_megatron.config.schema import PolicyLossConfig
+from rlhf_megatron.config.schema import PolicyLossConfig, RolloutCorrectionConfig
 
 VOCAB = 131  # odd: tensor parallelism must pad it
 NUM_SAMPLES = 24
@@ -104,6 +104,7 @@ class Cut:
     token_budget: int  # tokens of a micro-batch
     loss_agg_mode: str
     policy_loss: PolicyLossConfig | None = None  # None: ppo_clip with the recipe's bounds
+    correction: RolloutCorrectionConfig | None = None  # of the rollout; None: no look at the engine
 
 
 CUTS = (

@@ -159,12 +159,13 @@ def _gather(bucket: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def train_batch(columns: dict[str, Tensor]) -> TrainBatch:
-    """Token columns (see `cases.make_batch`, `add_past` and `add_values`) as the batch of a step."""
+    """Token columns (see `cases.make_batch`, `add_past` and `add_values`) as the batch of a step. An engine that is not
+    among them agrees with the old policy."""
     num_samples = columns["offsets"].numel() - 1
     zeros, texts = torch.zeros(num_samples, dtype=torch.int64), ("",) * num_samples
+    engine = columns.get("old_log_probs", torch.zeros(columns["token_ids"].numel()))
     return TrainBatch(
-        **columns,
-        rollout_log_probs=columns.get("old_log_probs", torch.zeros(columns["token_ids"].numel())),
+        **{"rollout_log_probs": engine, **columns},
         group_ids=zeros,
         sample_ids=torch.arange(num_samples),
         policy_versions=zeros,

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from benchmarks.parity.cases import Cut, Recipe, Role
+from rlhf_megatron.config.correction import is_bypass
 from rlhf_megatron.config.schema import ActorConfig, CriticConfig, MegatronConfig, OptimConfig, PolicyLossConfig
 from rlhf_megatron.data.batch import LogProbs, MiniBatch, TokenBatch, TrainBatch, ValueMiniBatch, Values
 from rlhf_megatron.data.plan import ReplicaPlan
 from rlhf_megatron.models.table import Head, Rule
 from rlhf_megatron.parallel.world import World
+from rlhf_megatron.scheduler.batch_metrics import valid_samples
+from rlhf_megatron.scheduler.correction import correction_columns
 from rlhf_megatron.scheduler.mini_batches import picked, weighed, weighed_values
+from rlhf_megatron.workers.correction import correction_params, moving_correction
 
 LOSS_SCALE_FACTOR = 16.0  # tokens, of seq-mean-token-sum-norm
 HEADS: dict[Role, Head] = {"actor": "vocabulary", "critic": "value"}
@@ -62,7 +66,9 @@ class ActorSubject:
 
         config = actor_config(self.recipe, self.cut, self.megatron)
         phases = {"rl": Phase(config.optim, len(self.cut.mini_batches))}
-        return MegatronActor(hf_config, StateSource(state), world, torch.float32, config, phases)
+        moving = None if self.cut.correction is None else moving_correction(self.cut.correction)
+        source = StateSource(state)
+        return MegatronActor(hf_config, source, world, torch.float32, config, phases, correction=moving)
 
     def columns(self, worker: Any, batch: TokenBatch, plan: ReplicaPlan) -> LogProbs | None:
         found: LogProbs | None = worker.log_probs(batch, plan, self.recipe.temperature, with_entropy=True)
@@ -70,8 +76,13 @@ class ActorSubject:
 
     def mini_batch(self, part: TrainBatch) -> MiniBatch:
         loss = actor_config(self.recipe, self.cut, self.megatron).policy_loss
+        is_moving = False
+        if self.cut.correction is not None:
+            is_moving = is_bypass(self.cut.correction)
+            params = correction_params(self.cut.correction)
+            part = replace(part, **correction_columns(part, valid_samples(part), params, is_moving)[0])
         is_picked = picked(part, loss, seed=1, step=0, number=0)
-        return weighed(part, self.cut.loss_agg_mode, LOSS_SCALE_FACTOR, is_picked)
+        return weighed(part, self.cut.loss_agg_mode, LOSS_SCALE_FACTOR, is_picked, is_moving)
 
     def update(self, worker: Any, mini_batch: MiniBatch, plan: ReplicaPlan) -> Any:
         return worker.update(mini_batch, plan, self.recipe.temperature, "policy")
