@@ -81,8 +81,10 @@ class AttachedEngine(SGLangEngine):
         self._lease = lease
         self._epoch = -1  # of the lease at the last sync
 
-    def generate(self, requests: Sequence[GenerateRequest], timeout_s: float) -> list[list[GeneratedSample]]:
-        groups = super().generate(requests, timeout_s)
+    def generate(
+        self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = ""
+    ) -> list[list[GeneratedSample]]:
+        groups = super().generate(requests, timeout_s, name)
         if not self._is_held():
             raise EngineError(f"{self.address.name}: another run may have used {self.address.url} meanwhile.")
         return groups

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -14,6 +15,16 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _CALLS_KEPT = 100
+
+
+def call_name(num_samples: int) -> str:
+    """A new name for a generate call, by which it can be aborted."""
+    return f"{uuid.uuid4().hex}-{num_samples}"
+
+
+def sample_names(name: str) -> list[str]:
+    """Of the samples of a call."""
+    return [f"{name}-{index}" for index in range(int(name.rsplit("-", 1)[1]))]
 
 
 @dataclass

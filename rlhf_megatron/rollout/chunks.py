@@ -19,6 +19,7 @@ class Chunk:
     requests: Sequence[GenerateRequest]
     failures: dict[str, str] = field(default_factory=dict)  # engine name -> what it said last
     num_failures: int = 0
+    is_open: bool = False  # of a session
 
     @property
     def num_samples(self) -> int:

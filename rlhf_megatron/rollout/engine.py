@@ -5,7 +5,7 @@ Token ids in, token ids and log-probs out. All calls block; the balancer runs th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -26,6 +26,10 @@ class EngineError(RuntimeError):
 
 class EngineTimeoutError(EngineError):
     """No answer before the deadline."""
+
+
+class EngineStaleError(EngineError):
+    """The engine refused a request because it has not got its weights: a sync is under way, or has failed."""
 
 
 class EngineRequestError(EngineError):
@@ -94,11 +98,20 @@ class EngineAddress:
 class Engine(Protocol):
     address: EngineAddress
 
-    def generate(self, requests: Sequence[GenerateRequest], timeout_s: float) -> list[list[GeneratedSample]]:
-        """Per request its samples, in order. Raises EngineError; never returns fewer samples than asked for."""
+    def generate(
+        self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = ""
+    ) -> list[list[GeneratedSample]]:
+        """Per request its samples, in order. Raises EngineError; never returns fewer samples than asked for.
 
-    def abort(self) -> None:
-        """End all running requests; they finish with reason "abort" and what they have so far."""
+        `name`: of this call, for `abort`; made by `calls.call_name`.
+        """
+
+    def abort(self, names: Collection[str] = ()) -> None:
+        """End the running requests of these calls, those that are there; without names all of them. They finish with
+        reason "abort" and what they have so far."""
+
+    def max_running(self) -> int | None:
+        """Samples that it decodes at once, at most; None: it does not say. Asks the server."""
 
     def pause(self, mode: PauseMode = "retract") -> None:
         """Stop decoding until `resume`, also through a weight sync. What runs ends with reason "abort" and what it has

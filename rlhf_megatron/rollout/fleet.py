@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
 from rlhf_megatron import faults
-from rlhf_megatron.rollout.balancer import Balancer, Groups, LeastOutstanding
+from rlhf_megatron.rollout.balancer import Balancer, Groups, LeastOutstanding, Sent
 from rlhf_megatron.rollout.calls import EngineCall, EngineCalls
-from rlhf_megatron.rollout.chunks import unknown_runs, without_known
+from rlhf_megatron.rollout.chunks import Chunk, unknown_runs, without_known
 from rlhf_megatron.rollout.engine import (
     MEMORY_PARTS,
     Engine,
@@ -25,8 +26,11 @@ from rlhf_megatron.rollout.engine import (
     MemoryPart,
     PauseMode,
 )
-from rlhf_megatron.rollout.generation import Generation
+from rlhf_megatron.rollout.generation import Call, Generation
+from rlhf_megatron.rollout.session import Session
 from rlhf_megatron.rollout.supervisor import Member, State, Supervision, Supervisor
+from rlhf_megatron.rollout.turn import Turn
+from rlhf_megatron.rollout.versions import Served, closed_problem
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -34,6 +38,7 @@ OnGroups = Callable[[int, Groups], None]
 
 COUNTERS = ("rollout/engine_failures", "rollout/engine_restarts", "rollout/requests_reissued")
 _HEALTH_S = 5.0
+_PURPOSE = "generate"
 _VERB_S = 3600.0  # of any verb; the clients have deadlines of their own for each HTTP call in it
 
 
@@ -41,8 +46,12 @@ def _never_stop() -> None:
     pass
 
 
+def _problem(call: Call, groups: Groups) -> str:
+    return closed_problem(groups, call.version)
+
+
 class EngineFleet:
-    """Engines that serve the same weights. One caller at a time.
+    """Engines that serve the same weights. One caller at a time, and beside it the one of a session.
 
     In `generate`, engines that fail are started again where `supervision` allows it, and brought to the current weights
     by `resync`. In a weight sync an engine that fails is left out; it is mended in the next `generate`.
@@ -73,7 +82,9 @@ class EngineFleet:
         self.should_stop = should_stop
         self._calls = EngineCalls()
         self._supervisor = Supervisor(engines, supervision or Supervision(), self._calls)
-        self._version: int | None = None  # that samples must have; None before the first sync
+        self._served = Served()
+        self._turn = Turn()
+        self._session: Session | None = None
         self._balancer = balancer or LeastOutstanding()
         self._work: Generation | None = None  # of the call of `generate` that is under way
 
@@ -108,10 +119,11 @@ class EngineFleet:
 
     def take_counters(self) -> dict[str, float]:
         """Metrics since the last time."""
-        counters = self._supervisor.counters
-        taken = {name: float(counters[name]) for name in COUNTERS}
-        counters.clear()
-        return taken
+        with self._turn.taken():
+            counters = self._supervisor.counters
+            taken = {name: float(counters[name]) for name in COUNTERS}
+            counters.clear()
+            return taken
 
     def generate(
         self,
@@ -130,41 +142,55 @@ class EngineFleet:
         self._learn_version()
         known = self._current(known or {})
         results: list[list[GeneratedSample] | None] = [known.get(index) for index in range(len(requests))]
-        supervisor = self._supervisor
-        chunks = self._balancer.cut(requests, len(supervisor.members), self.is_closed)
-        todo = without_known(chunks, known, self.is_closed)
-        limits = (self._version, self.request_timeout_s, self.request_retries)
-        work = self._work = Generation(todo, supervisor, self._balancer, self._calls, *limits)
-        try:
-            with supervisor.watching():
-                while not work.is_finished:
-                    self.should_stop()
-                    supervisor.advance(self._version)
-                    work.take_back()
-                    supervisor.mend(self._version)
-                    work.dispatch()
-                    for chunk, groups in work.completed():
-                        for run in unknown_runs(chunk.start, len(groups), known):
-                            new = groups[run.start - chunk.start :][: len(run)]
-                            results[run.start : run.stop] = new
-                            if on_groups is not None:
-                                on_groups(run.start, new)
-                        if not work.is_finished:
-                            faults.reach("rollout.mid_generate")
-        except BaseException:
-            work.abandon()
-            raise
-        finally:
-            self._work = None
+        chunks = self._balancer.cut(requests, len(self._supervisor.members), self.is_closed)
+        with self._working(without_known(chunks, known, self.is_closed)) as work:
+            while not work.is_finished:
+                self.should_stop()
+                for chunk, groups in self._advance(work):
+                    for run in unknown_runs(chunk.start, len(groups), known):
+                        new = groups[run.start - chunk.start :][: len(run)]
+                        results[run.start : run.stop] = new
+                        if on_groups is not None:
+                            on_groups(run.start, new)
+                    if not work.is_finished:
+                        faults.reach("rollout.mid_generate")
         assert all(group is not None for group in results), "a group was lost"
         return [group for group in results if group is not None]
+
+    def open_session(self) -> Session:
+        """Generation that goes on over weight syncs; see `rollout.session`. One at a time. From now on a sync is made
+        with `exclusive`. Asks the engines how much they decode at once."""
+        assert self._session is None, "a session is open"
+        self._learn_version()
+        found, _ = self._each(
+            "max_running", lambda engine: engine.max_running(), self._supervisor.of(State.SERVING), _HEALTH_S
+        )
+        for member, count in found.items():
+            member.max_running = count
+        limits = (self.request_timeout_s, self.request_retries)
+        parts = (self._turn, self._supervisor, self._balancer, self._calls, self._served, limits)
+        self._session = Session(*parts, others=lambda: self._work.sent if self._work else [], on_close=self._forget)
+        return self._session
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Inside, nobody else changes what is known of the engines, nor sends them anything: for a weight sync beside a
+        session, whose `poll` finds nothing meanwhile. Requests that run stay where they are, and go on afterwards.
+
+        Waits for the slices of other threads, which last milliseconds. The same thread may take it again.
+        """
+        with self._turn.taken():
+            if self._session is not None:
+                self._session.take_back()
+            yield
 
     def begin_update(self, version: int, full_resync: bool = False) -> None:
         """On all engines that answer; `live` are then those that take part. It may be none where some will be mended
         later. Raises EngineError where nothing is left to mend, or nothing but a refusal was heard."""
+        self._assert_mine()
         supervisor = self._supervisor
         supervisor.watch()
-        supervisor.advance(self._version)
+        supervisor.advance(self._served.current)
         candidates = supervisor.of(State.SERVING, State.CHECKED, State.STALE, State.SYNCING)
         candidates += [member for member in supervisor.of(State.DOWN) if self._is_healthy(member)]
         done, failures = self._each(
@@ -179,6 +205,7 @@ class EngineFleet:
     def commit_update(self, version: int) -> None:
         """On all engines that take part, then ask each whether it serves `version`. That is the current version from
         now on, also where an engine has not got it. Raises EngineError as `begin_update` does."""
+        self._assert_mine()
         supervisor = self._supervisor
         committed, failures = self._each(
             "commit_update", lambda engine: engine.commit_update(version), supervisor.of(State.SYNCING)
@@ -194,7 +221,7 @@ class EngineFleet:
             supervisor.stale(member, str(error))
         supervisor.unwatch()
         self._require_future(len(supervisor.of(State.SERVING)), failures.values())
-        self._version = version
+        self._served.now(version)
 
     def version(self) -> int | None:
         """The version that all engines serve; None: never synced or STALE. Raises EngineError when they differ."""
@@ -226,7 +253,8 @@ class EngineFleet:
     def release_memory(self, parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
         """On all engines that run, whether they serve or not. Those that are being started are waited for; one that
         does not release its memory is killed, or it would keep it."""
-        self._supervisor.await_starts(self._version)
+        self._assert_mine()
+        self._supervisor.await_starts(self._served.current)
         self._on_running(f"release_memory {' '.join(parts)}", lambda engine: engine.release_memory(parts))
 
     def resume_memory(self, parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
@@ -239,7 +267,10 @@ class EngineFleet:
 
     def close(self) -> None:
         """Drop all connections. Safe to call twice."""
-        self._supervisor.unwatch()
+        if self._session is not None:
+            self._session.close()
+        for purpose in ("sync", _PURPOSE):
+            self._supervisor.unwatch(purpose)
         self._balancer.close()
         for engine in self.engines:
             engine.close()
@@ -248,23 +279,67 @@ class EngineFleet:
     def _live(self) -> list[Member]:
         return self._supervisor.of(State.SYNCING) or self._supervisor.of(State.SERVING)
 
+    @contextmanager
+    def _working(self, todo: Sequence[Chunk]) -> Iterator[Generation]:
+        """The work of one call of `generate`. Engines end it when the block fails."""
+        supervisor, limits = self._supervisor, (self.request_timeout_s, self.request_retries)
+        parts = (supervisor, self._balancer, self._calls, _problem, *limits)
+        work = self._work = Generation(todo, *parts, is_named=self._session is not None)
+        try:
+            with self._turn.taken():
+                supervisor.watch(_PURPOSE)
+            yield work
+        except BaseException:
+            work.abandon()
+            raise
+        finally:
+            self._work = None
+            with self._turn.taken():
+                supervisor.unwatch(_PURPOSE)
+
+    def _advance(self, work: Generation) -> list[tuple[Chunk, Groups]]:
+        """Send what can be sent, wait a moment without the turn, and take what has come."""
+        supervisor, version = self._supervisor, self._served.current
+        with self._turn.taken():
+            supervisor.advance(version)
+            work.take_back()
+            others: Sequence[Sent] = ()
+            if self._session is not None:
+                self._session.take_back()
+                others = self._session.sent
+            supervisor.mend(version)
+            work.dispatch(version, others)
+        work.wait()
+        with self._turn.taken():
+            work.take_back()
+            return work.harvest(version)
+
+    def _forget(self) -> None:
+        self._session = None
+
+    def _assert_mine(self) -> None:
+        assert self._session is None or self._turn.is_mine, "a session is open: do this within `exclusive`"
+
     def _learn_version(self) -> None:
         """Where this fleet has made no sync, the engines may have got weights another way."""
-        if self._version is None:
+        if self._served.current is None:
             members = self._supervisor.of(State.SERVING)
             found, _ = self._each("version", lambda engine: engine.version(), members, _HEALTH_S)
             if len(set(found.values())) == 1:
-                self._version = next(iter(found.values()))
+                (version,) = set(found.values())
+                if version is not None:
+                    self._served.now(version)
 
     def _current(self, known: Mapping[int, list[GeneratedSample]]) -> dict[int, list[GeneratedSample]]:
         """Known groups whose samples are all of the current version."""
-        if self._version is None:
+        version = self._served.current
+        if version is None:
             return dict(known)
-        good = {i: group for i, group in known.items() if all(s.policy_version == self._version for s in group)}
+        good = {i: group for i, group in known.items() if all(s.policy_version == version for s in group)}
         if len(good) < len(known):
             logger.warning(
                 "%d of %d known groups are of another version than %d and are asked for again",
-                *(len(known) - len(good), len(known), self._version),
+                *(len(known) - len(good), len(known), version),
             )
         return good
 
@@ -287,7 +362,7 @@ class EngineFleet:
         supervisor = self._supervisor
         has_died = any(supervisor.ending(member.name) is not None for member in supervisor.members)
         has_died = has_died or bool(supervisor.of(State.STARTING))
-        is_refused = self._version is None or any(isinstance(error, EngineRequestError) for error in failures)
+        is_refused = self._served.current is None or any(isinstance(error, EngineRequestError) for error in failures)
         if not supervisor.is_hopeful or (failures and is_refused and not has_died):
             raise EngineError(self._supervisor.nobody)
         logger.warning("no engine takes part in this weight sync; they get the weights before they serve again")

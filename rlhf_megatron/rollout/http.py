@@ -11,6 +11,7 @@ import urllib3
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError, EngineRequestError, EngineTimeoutError
 
 _CONNECT_TIMEOUT_S = 10.0
+_CONNECTIONS = 1024  # that are kept: a session has a call a group
 
 
 class HttpClient:
@@ -19,7 +20,7 @@ class HttpClient:
     def __init__(self, address: EngineAddress, key: str | None = None) -> None:
         """`key`: sent as bearer token; None: that of the admin verbs. Without one no header is sent."""
         self.address = address
-        self._pool = urllib3.connection_from_url(address.url, maxsize=16, block=False, retries=False)
+        self._pool = urllib3.connection_from_url(address.url, maxsize=_CONNECTIONS, block=False, retries=False)
         key = address.token if key is None else key
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from rlhf_megatron.resharding.manifest import BucketManifest
@@ -10,6 +10,7 @@ from rlhf_megatron.rollout.engine import (
     MEMORY_PARTS,
     EngineAddress,
     EngineError,
+    EngineStaleError,
     GeneratedSample,
     GenerateRequest,
     MemoryPart,
@@ -29,8 +30,15 @@ class LocalEngine:
         self._http = HttpClient(address)
         self._admin_timeout_s = admin_timeout_s
 
-    def generate(self, requests: Sequence[GenerateRequest], timeout_s: float) -> list[list[GeneratedSample]]:
-        answer = self._http.post("/generate", wire.requests_to_json(requests), timeout_s)
+    def generate(
+        self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = ""
+    ) -> list[list[GeneratedSample]]:
+        try:
+            answer = self._http.post("/generate", wire.requests_to_json(requests, name), timeout_s)
+        except EngineError as error:
+            if wire.STALE in str(error):
+                raise EngineStaleError(str(error)) from error
+            raise
         try:
             groups = wire.samples_from_json(answer)
         except ValueError as error:
@@ -39,8 +47,12 @@ class LocalEngine:
             raise EngineError(f"{self.address.name} returned other numbers of samples than were asked for.")
         return groups
 
-    def abort(self) -> None:
-        self._admin("/abort")
+    def abort(self, names: Collection[str] = ()) -> None:
+        self._admin("/abort", {"names": list(names)} if names else None)
+
+    def max_running(self) -> int | None:
+        found = self.info().get("max_num_seqs")
+        return found if type(found) is int else None
 
     def pause(self, mode: PauseMode = "retract") -> None:
         self._admin("/pause", {"mode": mode})

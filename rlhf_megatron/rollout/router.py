@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from rlhf_megatron.rollout.balancer import Sent
+from rlhf_megatron.rollout.balancer import Load, Sent, samples_in_flight
 from rlhf_megatron.rollout.calls import EngineCalls
 from rlhf_megatron.rollout.chunks import Chunk
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError, GenerateRequest
@@ -71,9 +71,7 @@ class SGLangRouter:
         """A piece a group: each may go to another engine."""
         return [Chunk(index, requests[index : index + 1]) for index in range(len(requests))]
 
-    def place(
-        self, chunk: Chunk, serving: Sequence[Member], running: Collection[Sent], version: int | None
-    ) -> Sent | None:
+    def place(self, chunk: Chunk, serving: Sequence[Member], load: Load, version: int | None) -> Sent | None:
         if self._change is not None:
             if not self._change.done():
                 self._wanted = _wanted(serving)
@@ -90,8 +88,10 @@ class SGLangRouter:
             return None
         assert self._client is not None and self._limits is not None
         self._limits.check(chunk.requests, "router")
-        num_samples = sum(sent.chunk.num_samples for sent in running) + chunk.num_samples
-        if running and num_samples > min(SAMPLES_IN_FLIGHT * len(serving), self._client.max_connections):
+        num_running = load.samples(None, chunk.is_open)
+        most = sum(map(samples_in_flight, serving)) if chunk.is_open else SAMPLES_IN_FLIGHT * len(serving)
+        most = min(most, self._client.max_connections // 2)  # half of them for each kind of work
+        if num_running and num_running + chunk.num_samples > most:
             return None
         return Sent(chunk, "router", partial(self._client.generate, version=version), None, None)
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import aiohttp
 
+from rlhf_megatron.rollout.calls import sample_names
 from rlhf_megatron.rollout.engine import (
     EngineAddress,
     EngineError,
@@ -54,12 +55,12 @@ class RouterClient:
         self._session = asyncio.run_coroutine_threadsafe(self._open(), self._loop).result(_GRACE_S)
 
     def generate(
-        self, requests: Sequence[GenerateRequest], timeout_s: float, version: int | None
+        self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = "", *, version: int | None
     ) -> list[list[GeneratedSample]]:
         """As `Engine.generate`: all samples or an EngineError. `version`: of the weights that the engines serve."""
         where = f"router ({self.address.url}/generate)"
         try:
-            future = asyncio.run_coroutine_threadsafe(self._groups(requests, timeout_s, version), self._loop)
+            future = asyncio.run_coroutine_threadsafe(self._groups(requests, timeout_s, version, name), self._loop)
         except RuntimeError as error:
             raise RouterError(f"{where}: the client is closed.") from error
         try:
@@ -106,15 +107,16 @@ class RouterClient:
         await self._session.close()
 
     async def _groups(
-        self, requests: Sequence[GenerateRequest], timeout_s: float, version: int | None
+        self, requests: Sequence[GenerateRequest], timeout_s: float, version: int | None, name: str
     ) -> list[list[GeneratedSample]]:
         """All samples at once. When one fails the others are given up: the group is asked for again as a whole."""
         tasks = []
+        names = iter(sample_names(name) if name else [])
         for request in requests:
             key = uuid.uuid4().hex  # a group that is asked for again may go elsewhere
             for seed in request.seeds:
                 one = replace(request, seeds=(seed,))
-                tasks.append(asyncio.ensure_future(self._sample(one, key, timeout_s, version)))
+                tasks.append(asyncio.ensure_future(self._sample(one, key, timeout_s, version, next(names, ""))))
         try:
             samples = iter(await asyncio.gather(*tasks))
         except BaseException:
@@ -125,9 +127,9 @@ class RouterClient:
         return [[next(samples) for _ in request.seeds] for request in requests]
 
     async def _sample(
-        self, request: GenerateRequest, key: str, timeout_s: float, version: int | None
+        self, request: GenerateRequest, key: str, timeout_s: float, version: int | None, name: str
     ) -> GeneratedSample:
-        body = single_body(request, version)
+        body = single_body(request, version) | ({"rid": name} if name else {})
         headers = {ROUTING_KEY: key, **_bearer(self.address.api_key)}
         status, data = await self._send("POST", "/generate", body, headers, timeout_s)
         where = f"router ({self.address.url}/generate)"

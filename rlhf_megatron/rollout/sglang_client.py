@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from rlhf_megatron.resharding.manifest import BucketManifest
@@ -19,6 +19,7 @@ from rlhf_megatron.rollout.engine import (
     EngineAddress,
     EngineError,
     EngineRequestError,
+    EngineStaleError,
     EngineTimeoutError,
     GeneratedSample,
     GenerateRequest,
@@ -27,7 +28,7 @@ from rlhf_megatron.rollout.engine import (
 )
 from rlhf_megatron.rollout.gate import Gate
 from rlhf_megatron.rollout.http import HttpClient
-from rlhf_megatron.rollout.sglang_limits import Limits, limits_of
+from rlhf_megatron.rollout.sglang_limits import Limits, limits_of, max_running_of
 from rlhf_megatron.rollout.sglang_samples import generate_body, groups_of
 from rlhf_megatron.rollout.sglang_verbs import SGLangVerbs
 
@@ -68,6 +69,7 @@ class SGLangEngine:
         self._released: set[MemoryPart] = set()
         self._digests: dict[str, str] | None = {}  # of the last commit
         self._gate = Gate()
+        self._waiting: set[str] = set()  # names of generate calls that the server has not got
         self._paused: PauseMode | None = None  # by `pause`, until `resume`
         self._halted: PauseMode | None = None  # what the server was told last, whatever the reason
         self._limits: Limits | None = None  # asked for once
@@ -84,31 +86,45 @@ class SGLangEngine:
                 f"{self.address.name} ({self.address.url}) has no {', '.join(missing)}; use sglang 0.5.21 or newer."
             )
 
-    def generate(self, requests: Sequence[GenerateRequest], timeout_s: float) -> list[list[GeneratedSample]]:
+    def generate(
+        self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = ""
+    ) -> list[list[GeneratedSample]]:
         self._require_fit()
         if not any(request.seeds for request in requests):
             return [[] for _ in requests]
+        if name:
+            self._waiting.add(name)
         deadline = time.monotonic() + timeout_s
         try:
             with self._gate.passing(timeout_s) as is_running:
-                if not is_running:
+                if not is_running or (name and name not in self._waiting):
                     aborted = GeneratedSample((), (), "abort", UNSYNCED if self._version is None else self._version)
                     return [[aborted for _ in request.seeds] for request in requests]
                 if self._limits is None:  # the server answers the question only while it decodes
                     self._limits = limits_of(self._serving, max(0.0, deadline - time.monotonic()))
                 self._limits.check(requests, self.address.name)
                 left = max(0.0, deadline - time.monotonic())
-                answers = self._serving.post("/generate", generate_body(requests, self._version), left)
+                self._waiting.discard(name)
+                answers = self._serving.post("/generate", generate_body(requests, self._version, name), left)
         except TimeoutError as error:
             raise EngineTimeoutError(f"{self.address.name} is paused: no answer within {timeout_s:g} s.") from error
+        finally:
+            self._waiting.discard(name)
         try:
             return groups_of(answers, requests)
         except ValueError as error:
             raise EngineError(f"{self.address.name} ({self.address.url}/generate): {error}") from error
 
-    def abort(self) -> None:
+    def abort(self, names: Collection[str] = ()) -> None:
+        if names:
+            self._waiting.difference_update(names)
+            self._verbs.abort_calls(names)
+            return
         self._gate.abort()
         self._abort_all()
+
+    def max_running(self) -> int | None:
+        return max_running_of(self._serving, ADMIN_TIMEOUT_S)
 
     def pause(self, mode: PauseMode = "retract") -> None:
         self._paused = mode
@@ -206,7 +222,7 @@ class SGLangEngine:
 
     def _require_fit(self) -> None:
         if self._stale_reason is not None:
-            raise EngineError(f"{self.address.name} is STALE: {self._stale_reason}; a full weight sync mends it.")
+            raise EngineStaleError(f"{self.address.name} is STALE: {self._stale_reason}; a full weight sync mends it.")
         if self._released:
             raise EngineError(f"{self.address.name} has no key-value cache: it was released; resume_memory brings it.")
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rlhf_megatron.rollout.engine import EngineRequestError, GenerateRequest
 from rlhf_megatron.rollout.http import HttpClient
 
 _RANGE = re.compile(r"valid range is \[0, (\d+)\)")
+_MAX_RUNNING = "effective_max_running_requests_per_dp"
 _NO_TOKEN = (1 << 31) - 1
 
 
@@ -58,6 +60,15 @@ def limits_of(http: HttpClient, timeout_s: float) -> Limits:
     info = http.get("/server_info", timeout_s)
     is_deterministic = isinstance(info, dict) and info.get("enable_deterministic_inference") is True
     return Limits(_vocab_size(http, timeout_s), is_deterministic)
+
+
+def max_running_of(http: HttpClient, timeout_s: float) -> int | None:
+    """Samples that the server decodes at once, over its data-parallel ranks; None: it does not say. Raises
+    EngineError."""
+    info = http.get("/server_info", timeout_s)
+    states = info.get("internal_states") if isinstance(info, dict) else None
+    found: list[Any] = [state.get(_MAX_RUNNING) for state in states or () if isinstance(state, dict)]
+    return sum(found) if found and all(type(count) is int and count > 0 for count in found) else None
 
 
 def _vocab_size(http: HttpClient, timeout_s: float) -> int | None:

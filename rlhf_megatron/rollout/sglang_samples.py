@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from rlhf_megatron.rollout.calls import sample_names
 from rlhf_megatron.rollout.engine import (
     UNSYNCED,
     FinishReason,
@@ -22,10 +23,11 @@ _TOP_P_OF_ONE = 1e-6  # below the probability of the likeliest token of any voca
 _NOT_A_NUMBER = "NaN happened"  # SGLang's words; it ends such a sample with a stop token that nobody drew
 
 
-def generate_body(requests: Sequence[GenerateRequest], version: int | None) -> dict[str, Any]:
+def generate_body(requests: Sequence[GenerateRequest], version: int | None, name: str = "") -> dict[str, Any]:
     """One entry a sample: SGLang's own `n` would give all samples of a group one seed. `version`: of the weights; the
-    prefix cache is looked up under it, so that no keys of other weights are found."""
+    prefix cache is looked up under it, so that no keys of other weights are found. `name`: of the call."""
     return {
+        **({"rid": sample_names(name)} if name else {}),
         "input_ids": [list(request.prompt_ids) for request in requests for _ in request.seeds],
         "sampling_params": [_sampling(request.params, seed) for request in requests for seed in request.seeds],
         "return_logprob": True,

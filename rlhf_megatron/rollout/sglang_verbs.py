@@ -6,6 +6,7 @@ import base64
 import json
 import pickle
 import uuid
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from rlhf_megatron.parallel.device_sharing import pickle_shared
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.resharding.process_group import UpdateGroup
+from rlhf_megatron.rollout.calls import sample_names
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError
 from rlhf_megatron.rollout.http import HttpClient
 from rlhf_megatron.rollout.receipts import Receipt, check
@@ -64,6 +66,11 @@ class SGLangVerbs:
         body = {"serialized_named_tensors": payloads, "load_format": LOAD_FORMAT, "flush_cache": False}
         self._post(_TENSOR, body, what)
         return [self._receipt(name, rank, what) for rank in range(self.address.tp_size)]
+
+    def abort_calls(self, names: Collection[str]) -> None:
+        """End what runs of generate calls of these names. A server forgets a sample as it ends."""
+        for sample in (sample for name in names for sample in sample_names(name)):
+            self._http.post("/abort_request", {"rid": sample}, self.timeout_s)
 
     def load_by_value(self, manifest: BucketManifest, bucket: Tensor) -> None:
         """A bucket inside the request, for servers without the run's loader."""

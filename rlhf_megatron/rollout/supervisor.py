@@ -2,7 +2,7 @@
 weights, and only then given work.
 
 Health is watched in threads, and servers start in threads; every state changes in the thread that calls the methods
-here, the controller's.
+here: the controller's, one at a time.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -70,12 +69,13 @@ class Member:
     reason: str = ""  # why it does not serve: what it said last
     pending: Future[Any] | None = None  # of CHECKED (its version) and STARTING (its address)
     is_suspect: bool = False  # CHECKED, as are all others, since nobody knows which of them failed
+    max_running: int | None = None  # samples that it decodes at once; None: not known
     num_stale: int = 0  # times in a row that it was found without the current weights
     watch: HealthWatch | None = None
 
 
 class Supervisor:
-    """One thread calls it."""
+    """One thread at a time calls it, the one whose turn it is."""
 
     def __init__(self, engines: Sequence[Engine], supervision: Supervision, calls: EngineCalls) -> None:
         self.members = tuple(Member(engine.address.name, engine) for engine in engines)
@@ -84,7 +84,7 @@ class Supervisor:
         self.num_restarts = 0
         self._supervision = supervision
         self._calls = calls
-        self._is_watching = False
+        self._watched_for: set[str] = set()
         self._lock = threading.Lock()  # of `watch` and `_ill`
         self._ill: dict[str, str] = {}  # name -> what a watch found
 
@@ -113,24 +113,17 @@ class Supervisor:
         """How the server of that name ended; None while it runs, or where that is not known."""
         return None if self._supervision.servers is None else self._supervision.servers.ending(name)
 
-    def watch(self) -> None:
-        """Look after all engines until `unwatch`."""
-        self._is_watching = True
+    def watch(self, purpose: str = "sync") -> None:
+        """Look after all engines until `unwatch`, for this and every other purpose."""
+        self._watched_for.add(purpose)
         for member in self.of(State.SERVING, State.CHECKED, State.SYNCING, State.STALE):
             self._watch(member)
 
-    def unwatch(self) -> None:
-        self._is_watching = False
-        for member in self.members:
-            self._stop_watch(member)
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        self.watch()
-        try:
-            yield
-        finally:
-            self.unwatch()
+    def unwatch(self, purpose: str = "sync") -> None:
+        self._watched_for.discard(purpose)
+        if not self._watched_for:
+            for member in self.members:
+                self._stop_watch(member)
 
     def failed(self, member: Member, words: str) -> None:
         """A request to it failed: it gets no further one until it has answered for its health and its weights."""
@@ -251,7 +244,7 @@ class Supervisor:
             self.serves(member)
         else:
             member.state, member.reason = State.STALE, "it was started again and has no weights yet"
-        if self._is_watching:
+        if self._watched_for:
             self._watch(member)
 
     def _restart(self, member: Member) -> None:

@@ -135,11 +135,12 @@ class Handlers:
 
     def routes(self) -> list[web.RouteDef]:
         service = self.service
-        plain = {"abort": service.abort, "resume": service.resume, "weight_digests": service.weights.digests}
+        plain = {"resume": service.resume, "weight_digests": service.weights.digests}
         return [
             web.get("/health", self.health),
             web.get("/info", self.info),
             web.post("/generate", self.generate),
+            web.post("/abort", self.abort),
             web.post("/begin_weight_update", self.begin),
             web.post("/update_weights", self.update),
             web.post("/commit_weight_update", self.commit),
@@ -160,8 +161,8 @@ class Handlers:
         return web.json_response({"ok": True} if result is None else result)
 
     async def generate(self, request: web.Request) -> web.Response:
-        requests = wire.requests_from_json(await _body(request))
-        job, admitted = self.service.generate(requests)
+        body = await _body(request)
+        job, admitted = self.service.generate(wire.requests_from_json(body), wire.name_from_json(body))
         try:
             await asyncio.wrap_future(admitted)
             groups = await asyncio.shield(asyncio.wrap_future(job.future))
@@ -171,6 +172,10 @@ class Handlers:
         logger.info("generated %d samples of %d prompts", sum(map(len, groups)), len(groups))
         text = await asyncio.to_thread(json.dumps, wire.samples_to_json(groups))
         return web.Response(text=text, content_type="application/json")
+
+    async def abort(self, request: web.Request) -> web.Response:
+        names = wire.names_from_json(await _body(request))
+        return await self._call(lambda: self.service.abort(names))
 
     async def begin(self, request: web.Request) -> web.Response:
         body = await _body(request)

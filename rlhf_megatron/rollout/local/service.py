@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -35,8 +35,9 @@ class ReleasedError(RuntimeError):
 class _Job:
     """The groups of one generate call."""
 
-    def __init__(self, requests: Sequence[GenerateRequest]) -> None:
+    def __init__(self, requests: Sequence[GenerateRequest], name: str) -> None:
         self.requests = requests
+        self.name = name
         self.groups: list[list[Member]] = []
         self.unfinished = sum(len(request.seeds) for request in requests)
         self.future: Future[list[list[GeneratedSample]]] = Future()
@@ -69,9 +70,10 @@ class DecodeService:
             self._condition.notify()
         return future
 
-    def generate(self, requests: Sequence[GenerateRequest]) -> tuple[_Job, Future[None]]:
-        """Returns the job, whose `future` has the samples, and the future of its admission (ValueError, StaleError)."""
-        job = _Job(requests)
+    def generate(self, requests: Sequence[GenerateRequest], name: str = "") -> tuple[_Job, Future[None]]:
+        """Returns the job, whose `future` has the samples, and the future of its admission (ValueError, StaleError).
+        `name`: for `abort`."""
+        job = _Job(requests, name)
         return job, self.call(lambda: self._submit(job))
 
     def close(self) -> None:
@@ -122,11 +124,23 @@ class DecodeService:
         members = [member for group in job.groups for member in group if id(member) in self._jobs]
         self._deliver(self.generator.abort(members))
 
-    def abort(self) -> None:
-        """End all samples, also of requests that came during a pause."""
+    def abort(self, names: Collection[str] = ()) -> None:
+        """End all samples, also of requests that came during a pause; with `names` those of these calls."""
+        if names:
+            self._abort_named(set(names))
+            return
         self._queue += self._held
         self._held.clear()
         self._abort_admitted()
+
+    def _abort_named(self, names: set[str]) -> None:
+        for queue in (self._queue, self._held):
+            for job in [job for job in queue if job.name in names]:
+                queue.remove(job)
+                self._admit(job)
+        chosen = {id(job): job for job in self._jobs.values() if job.name in names}.values()
+        members = [member for job in chosen for group in job.groups for member in group if id(member) in self._jobs]
+        self._deliver(self.generator.abort(members))
 
     def _abort_admitted(self) -> None:
         while self._queue:

@@ -8,12 +8,14 @@ from typing import Any
 
 from rlhf_megatron.rollout.engine import GeneratedSample, GenerateRequest, SamplingParams, VersionSpan
 
+STALE = " answered 503: STALE"  # part of what a client says where the server refuses for its weights
 _FLOATS = ("temperature", "top_p", "min_p")
 _INTS = ("max_new_tokens", "top_k", "min_new_tokens")
 
 
-def requests_to_json(requests: Sequence[GenerateRequest]) -> dict[str, Any]:
-    return {"requests": [asdict(request) for request in requests]}
+def requests_to_json(requests: Sequence[GenerateRequest], name: str = "") -> dict[str, Any]:
+    """`name`: of the call, for an abort."""
+    return {"requests": [asdict(request) for request in requests]} | ({"name": name} if name else {})
 
 
 def _ints(value: Any, name: str) -> tuple[int, ...]:
@@ -51,6 +53,22 @@ def requests_from_json(body: Any) -> list[GenerateRequest]:
     if not isinstance(body, dict) or not isinstance(body.get("requests"), list):
         raise ValueError('the body must be {"requests": [...]}.')
     return [_request(raw) for raw in body["requests"]]
+
+
+def name_from_json(body: dict[str, Any]) -> str:
+    """Of the call; "": none was given. Raises ValueError."""
+    name = body.get("name", "")
+    if not isinstance(name, str):
+        raise ValueError(f"name must be a string, not {name!r}.")
+    return name
+
+
+def names_from_json(body: dict[str, Any]) -> tuple[str, ...]:
+    """Of calls that are aborted; (): all. Raises ValueError."""
+    names = body.get("names", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise ValueError("names must be a list of strings.")
+    return tuple(names)
 
 
 def samples_to_json(groups: Sequence[Sequence[GeneratedSample]]) -> dict[str, Any]:
