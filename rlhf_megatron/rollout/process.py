@@ -138,6 +138,8 @@ class Process(Protocol):
     log: Path  # on its machine
 
     @property
+    def pid(self) -> int: ...
+    @property
     def exit_code(self) -> int | None: ...
     def tail(self, num_lines: int = _TAIL_LINES) -> str: ...
     def send_signal(self, number: int) -> None: ...
@@ -172,7 +174,11 @@ class Seat:
 class Launch(Protocol):
     """One server, and how it is started. Before that it can be pickled, and started in another process."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def log(self) -> Path: ...
 
     @property
     def process(self) -> Process | None:
@@ -370,6 +376,10 @@ class _LocalLaunch:
     process: ServerProcess | None = None
     token: str = ""
 
+    @property
+    def log(self) -> Path:
+        return self.folder / f"{self.name}.log"
+
     def take(self, seat: Seat) -> None:
         if seat.address != LOOPBACK:
             raise EngineError(
@@ -385,7 +395,7 @@ class _LocalLaunch:
         self.token = write_token(token_file)
         command = [sys.executable, "-m", "rlhf_megatron.rollout.local.server", "--token-file", str(token_file)]
         command += ["--ready-file", str(self._ready), "--parent-pid", str(os.getpid()), *self.arguments]
-        self.process = ServerProcess(self.name, command, self.folder / f"{self.name}.log", self.env)
+        self.process = ServerProcess(self.name, command, self.log, self.env)
 
     def wait(self, deadline: float, progress: Progress | None) -> EngineAddress:
         assert self.process is not None, "wait comes after start"

@@ -142,6 +142,10 @@ class _Launch:
     host: str = LOOPBACK
     address: EngineAddress = field(init=False)
 
+    @property
+    def log(self) -> Path:
+        return self.folder / f"{self.name}.log"
+
     def take(self, seat: Seat) -> None:
         self.env |= seat.env
         if seat.address == LOOPBACK:
@@ -163,12 +167,11 @@ class _Launch:
         path = write_private(self.folder / f"{self.name}.yaml", yaml.safe_dump(settings))
         own = {**self.meeting.env(self.name, port), **self.interfaces}
         env = {**own, **self.env, "PYTHONPATH": search_path(self.env)}
-        log = self.folder / f"{self.name}.log"
-        self.log_start = log.stat().st_size if log.exists() else 0
+        self.log_start = self.log.stat().st_size if self.log.exists() else 0
         tp_size = int(str(self.installed.arguments.values.get("tp-size", 1)))
         self.address = EngineAddress(self.name, "sglang", f"http://{self.host}:{port}", token, tp_size)
         command = [self.installed.python, "-m", "sglang.launch_server", "--config", str(path)]
-        self.process = ServerProcess(self.name, [*command, *self.installed.arguments.words], log, env, token)
+        self.process = ServerProcess(self.name, [*command, *self.installed.arguments.words], self.log, env, token)
 
     def wait(self, deadline: float, progress: Progress | None) -> EngineAddress:
         """Until it answers and says that it can do what is needed. A lost port is tried again with another one."""
@@ -185,7 +188,7 @@ class _Launch:
                 await_ready(self.process, self._is_up, deadline, progress)
                 break
             except EngineError as error:
-                text = self._log()
+                text = self._said()
                 is_lost = _BIND_FAILED.search(text) or (self.process.exit_code is not None and _PORT_LOST.search(text))
                 if attempt == PORT_ATTEMPTS or not is_lost:
                     raise EngineError(f"{error}{own_error(text)}") from error
@@ -201,12 +204,12 @@ class _Launch:
         return self.address
 
     def _is_up(self) -> bool:
-        lost = _BIND_FAILED.search(self._log())
+        lost = _BIND_FAILED.search(self._said())
         if lost is not None:
             raise EngineError(f"{self.name}: {lost.group(0)}: the port of {self.address.url} is already in use.")
         return _answers(self.address)
 
-    def _log(self) -> str:
+    def _said(self) -> str:
         assert self.process is not None
         return self.process.text(self.log_start)
 

@@ -26,6 +26,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhf_megatron.runtime.processes import machine_id
+from rlhf_megatron.runtime.ray_environment import local_rank
 from rlhf_megatron.runtime.ray_places import Bundle, shortage
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,12 @@ class Whereabouts:
     devices: tuple[str, ...]  # that Ray gave it, as CUDA_VISIBLE_DEVICES names them
 
 
+def whereabouts() -> Whereabouts:
+    """Of this process."""
+    devices = ray.get_runtime_context().get_accelerator_ids().get(GPU, [])
+    return Whereabouts(ray.util.get_node_ip_address(), machine_id(), os.getpid(), tuple(map(str, devices)))
+
+
 class _Holder:
     """An actor: one object of a plain class. Its calls run on the main thread, one after the other."""
 
@@ -62,8 +69,7 @@ class _Holder:
         self._object = make(*arguments)
 
     def whereabouts(self) -> Whereabouts:
-        devices = ray.get_runtime_context().get_accelerator_ids().get(GPU, [])
-        return Whereabouts(ray.util.get_node_ip_address(), machine_id(), os.getpid(), tuple(map(str, devices)))
+        return whereabouts()
 
     def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
         return getattr(self._object, method)(*arguments)
@@ -163,6 +169,11 @@ class Cluster:
     def machines(self) -> list[dict[str, float]]:
         """Resources of each machine of the cluster, in all."""
         return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+    def accelerators(self) -> list[str]:
+        """Kinds that there are, as Ray names them: "H200"."""
+        prefix = "accelerator_type:"
+        return sorted({name.removeprefix(prefix) for m in self.machines() for name in m if name.startswith(prefix)})
 
     def reserve(self, bundles: Sequence[Bundle], is_spread: bool, timeout_s: float) -> None:
         """Hold room for all of them at once. Raises ValueError when there is none within `timeout_s`; at once where

@@ -101,3 +101,11 @@ def of_ranks(
         name: value for name, value in environment.items() if name in FORWARDED or name.startswith(FORWARDED_PREFIXES)
     }
     return wanted | given
+
+
+def local_rank(device: str, visible: str) -> int:
+    """Number of the device that Ray gave a process among those that it sees. `visible`: its CUDA_VISIBLE_DEVICES."""
+    seen = [name.strip() for name in visible.split(",")] if visible else []
+    if seen:
+        return seen.index(device) if device in seen else 0
+    return int(device) if device.isdecimal() else 0

@@ -24,11 +24,13 @@ class Bundle:
     name: str  # in messages: "ranks 0-7", "engine0"
     num_cpus: float
     num_gpus: float = 0
+    machine: str = ""  # address of the only one that will do; empty: any
 
     @property
     def resources(self) -> dict[str, float]:
         """As Ray takes it: what is 0 is left out."""
-        return {name: amount for name, amount in ((CPU, self.num_cpus), (GPU, self.num_gpus)) if amount > 0}
+        found = {name: amount for name, amount in ((CPU, self.num_cpus), (GPU, self.num_gpus)) if amount > 0}
+        return found | ({f"node:{self.machine}": 0.001} if self.machine else {})  # every machine has 1 of its own
 
     def __str__(self) -> str:
         """ "ranks 0-7: 8 CPU, 8 GPU"."""
