@@ -22,6 +22,7 @@ from rlhf_megatron.rollout.engine import EngineError
 from rlhf_megatron.scheduler.mismatch_check import MismatchCheck
 from rlhf_megatron.scheduler.plugins import load_plugins
 from rlhf_megatron.scheduler.preflight import check_run
+from rlhf_megatron.scheduler.schedules.synchronous import Synchronous
 from rlhf_megatron.scheduler.weight_sync import verify
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
@@ -100,7 +101,7 @@ def quickstart(tmp_path: Path, **sections: dict[str, Any]) -> RunConfig:
 def test_plugins_of_the_quickstart(tmp_path: Path) -> None:
     config = quickstart(tmp_path)
     plugins = load_plugins(config)
-    assert plugins.needs_reference is False
+    assert plugins.needs_reference is False and isinstance(plugins.schedule, Synchronous)
     with make_scorer(config.reward, tmp_path / REWARD_LOG) as scorer:
         results = scorer(
             [
@@ -123,6 +124,7 @@ def test_all_that_is_wrong_with_the_parts_is_told_at_once(tmp_path: Path) -> Non
         reward={"name": "exact_mach"},
         algorithm={"params": {"epsilom": 1}},
         data={"task_params": {"num_digits": 9}},
+        schedule={"name": "asynchronous", "params": {"max_lag": 0}},
     )
     config = replace(
         config,
@@ -134,7 +136,8 @@ def test_all_that_is_wrong_with_the_parts_is_told_at_once(tmp_path: Path) -> Non
     assert "unknown reward 'exact_mach'. Did you mean 'exact_match'?" in told
     assert "algorithm.params.epsilom" in told and "algorithm.params.epsilon" in told
     assert "num_digits (9) must be 1, 2 or 3" in told and "clip_ratio_low" in told
-    assert len(error.value.problems) == 4
+    assert "schedule.params: max_lag (0) must be at least 1" in told
+    assert len(error.value.problems) == 5
 
 
 def test_preflight_passes_the_quickstart_and_starts_nothing(tmp_path: Path) -> None:

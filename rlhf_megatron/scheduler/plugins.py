@@ -18,6 +18,8 @@ from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.data.tasks import TASKS
 from rlhf_megatron.registry import Entry
 from rlhf_megatron.reward_service.components import load_components
+from rlhf_megatron.scheduler.schedules import Schedule, load_schedule
+from rlhf_megatron.scheduler.schedules.synchronous import Synchronous
 from rlhf_megatron.workers.correction import correction_params
 
 ESTIMATOR_PROVIDED = {
@@ -56,6 +58,7 @@ class Plugins:
     is_bypass: bool = False  # the engine's log-probs are the old ones, and the loss makes the correction
     needs_sum_squares: bool = False  # of the probabilities of the actor
     needs_greedy_rewards: bool = False  # of one greedy sample a prompt
+    schedule: Schedule = field(default_factory=Synchronous)
 
 
 def load_plugins(config: RunConfig) -> Plugins:
@@ -71,8 +74,13 @@ def load_plugins(config: RunConfig) -> Plugins:
         "actor.policy_loss",
         problems,
     )
+    schedule: Schedule = Synchronous()
     try:
         load_components(config.reward)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        schedule = load_schedule(config.schedule)
     except ConfigError as error:
         problems += error.problems
     if config.data.task is not None:
@@ -96,6 +104,7 @@ def load_plugins(config: RunConfig) -> Plugins:
         is_bypass=is_bypass(config.algorithm.rollout_correction),
         needs_sum_squares="sum_squares" in estimator.needs,
         needs_greedy_rewards="greedy_rewards" in estimator.needs,
+        schedule=schedule,
     )
 
 
