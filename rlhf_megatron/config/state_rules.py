@@ -8,7 +8,7 @@ from rlhf_megatron.config.errors import Problem
 from rlhf_megatron.config.provenance import Loaded
 from rlhf_megatron.config.schema import RunConfig
 
-STAGES = ("next", "generate", "score", "annotate", "advantages", "update", "sync", "evaluate")
+STAGES = ("next", "generate", "score", "take", "annotate", "advantages", "update", "sync", "evaluate")
 SAVE_FREQ, RESUME_MODE, RESUME_FROM = "trainer.save_freq", "trainer.resume_mode", "trainer.resume_from_path"
 STAGE_TIMEOUTS = "trainer.stage_timeouts_s"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from rlhf_megatron.data import codec
@@ -61,6 +61,10 @@ class PromptStream:
         first = self._num_drawn
         self._num_drawn += self.batch_size
         return prompt_batch([self._item(i) for i in range(first, self._num_drawn)], first_group_id=first)
+
+    def at(self, positions: Sequence[int]) -> PromptBatch:
+        """The prompts at these positions, which are their group ids. The stream stays where it is."""
+        return replace(prompt_batch([self._item(position) for position in positions]), group_ids=tuple(positions))
 
     @property
     def num_drawn(self) -> int:

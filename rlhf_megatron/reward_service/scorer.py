@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -21,12 +22,14 @@ REWARD_LOG = "rewards.log"  # in the run directory: what rewards in worker proce
 
 
 class Scorer:
-    """Used in a `with` block, on the controller's main thread: rewards may have processes of their own."""
+    """Used in a `with` block, on the controller's main thread: rewards may have processes of their own. Any thread may
+    call it."""
 
     def __init__(self, components: Components, config: RewardConfig, log: Path) -> None:
         self.components = components
         self.config = config
         self.log = log
+        self._lock = threading.Lock()
         self._remote = _in_processes(components)
         self._pool = _worker_pool(self._remote, config, log) if self._remote else None
 
@@ -44,12 +47,17 @@ class Scorer:
 
     def __call__(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         """One result a sample, in order. Raises RewardError when more than `reward.max_error_rate` of them failed."""
-        aborted = masked("aborted")
-        scored = [sample for sample in samples if sample.finish_reason != "abort"]
-        found = iter(self._score(scored))
-        results = [aborted if sample.finish_reason == "abort" else next(found) for sample in samples]
+        results = self.unbounded(samples)
         check_error_rate(samples, results, self.config.max_error_rate, str(self.log))
         return results
+
+    def unbounded(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
+        """The same, however many failed. One thread at a time: others wait."""
+        aborted = masked("aborted")
+        scored = [sample for sample in samples if sample.finish_reason != "abort"]
+        with self._lock:
+            found = iter(self._score(scored))
+        return [aborted if sample.finish_reason == "abort" else next(found) for sample in samples]
 
     def _score(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         tasks = remote_tasks(self.components, self._remote, samples)

@@ -7,12 +7,18 @@ from torch import Tensor
 from rlhf_megatron.algorithms.mismatch_histogram import differences
 from rlhf_megatron.data.batch import TrainBatch
 from rlhf_megatron.scheduler.batch_metrics import response_lengths, valid_samples
+from rlhf_megatron.scheduler.version_metrics import lags
 
 
-def distributions(batch: TrainBatch) -> dict[str, Tensor]:
-    """Name -> [n] finite values: of samples whose reward counts, of all responses, or of response tokens."""
+def distributions(batch: TrainBatch, version: int | None = None) -> dict[str, Tensor]:
+    """Name -> [n] finite values: of samples whose reward counts, of all responses, or of response tokens.
+
+    `version`: of the policy that trained on them; with it there are their lags, where any is not 0.
+    """
     mask_T = batch.response_mask
     columns = {"rewards": batch.rewards[valid_samples(batch)], "response_length": response_lengths(batch)}
+    if version is not None and bool((of_samples := lags(version, batch)).any()):
+        columns["lag"] = of_samples
     columns["advantages"] = batch.advantages[mask_T]
     if batch.old_log_probs is not None:
         engine_N, trainer_N = batch.rollout_log_probs[mask_T], batch.old_log_probs[mask_T]

@@ -4,8 +4,9 @@ algorithms/group_filter.py."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from rlhf_megatron.data.batch import ScoredBatch, concat, select
 from rlhf_megatron.scheduler.batch_metrics import valid_samples
 
 logger = logging.getLogger(__name__)
+Batch = TypeVar("Batch", bound=ScoredBatch)
 
 
 def filtered(
@@ -39,22 +41,40 @@ def filtered(
         if num_kept >= wanted or num_batches == settings.max_num_gen_batches:
             break
         batch, num_batches = another(num_batches), num_batches + 1
-    metrics = {
-        "filter_groups/num_gen_batches": float(num_batches),
-        "filter_groups/kept": num_kept / num_generated,
-        "filter_groups/num_groups": float(min(num_kept, wanted)),
-    }
-    if num_kept < wanted:
-        logger.warning(
-            "algorithm.filter_groups: %d of %d groups differ in %s after %d batches (max_num_gen_batches); %s. Easier"
-            " or harder prompts, more samples a prompt or more batches give more.",
-            num_kept,
-            wanted,
-            settings.metric,
-            num_batches,
-            "the step trains on those" if num_kept else "no update in this step",
-        )
-    return (_first_groups(concat(_alike(kept)), wanted) if kept else first), metrics
+    metrics = FewGroups(settings, wanted)(min(num_kept, wanted), num_generated, num_kept)
+    return (_first_groups(concat(alike(kept)), wanted) if kept else first), metrics
+
+
+class FewGroups:
+    """Says what is left of a step's groups. `wanted`: that a step has."""
+
+    def __init__(self, settings: FilterGroupsConfig, wanted: int) -> None:
+        self._settings = settings
+        self._wanted = wanted
+
+    @property
+    def most_groups(self) -> int:
+        """That a step may have generated."""
+        return self._settings.max_num_gen_batches * self._wanted
+
+    def __call__(self, num_taken: int, num_generated: int, num_with_signal: int) -> dict[str, float]:
+        """Metrics; a warning where the step has too few."""
+        num_batches = num_generated / self._wanted
+        if num_taken < self._wanted:
+            logger.warning(
+                "algorithm.filter_groups: %d of %d groups differ in %s after %g batches (max_num_gen_batches); %s."
+                " Easier or harder prompts, more samples a prompt or more batches give more.",
+                num_taken,
+                self._wanted,
+                self._settings.metric,
+                num_batches,
+                "the step trains on those" if num_taken else "no update in this step",
+            )
+        return {
+            "filter_groups/num_gen_batches": num_batches,
+            "filter_groups/kept": num_with_signal / max(1, num_generated),
+            "filter_groups/num_groups": float(num_taken),
+        }
 
 
 def teaches_nothing(batch: ScoredBatch, settings: FilterGroupsConfig) -> bool:
@@ -77,7 +97,7 @@ def _first_groups(batch: ScoredBatch, count: int) -> ScoredBatch:
     return select(batch, (number < count).nonzero().view(-1).tolist())
 
 
-def _alike(batches: list[ScoredBatch]) -> list[ScoredBatch]:
+def alike(batches: Sequence[Batch]) -> list[Batch]:
     """With the same parts of the reward: a batch without samples of some data source lacks those of its reward."""
     names = sorted({name for batch in batches for name in batch.reward_parts})
     return [

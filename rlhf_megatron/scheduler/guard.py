@@ -12,6 +12,8 @@ from rlhf_megatron.scheduler.keeper import Keeper
 from rlhf_megatron.scheduler.tracker import Tracker
 from rlhf_megatron.stop import StopRequest
 
+Stage = Callable[[str], AbstractContextManager[None]]  # around a stage of that name
+
 
 def _no_deadline(stage: str) -> AbstractContextManager[None]:
     return nullcontext()

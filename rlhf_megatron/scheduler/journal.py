@@ -28,6 +28,7 @@ from rlhf_megatron.data import codec
 from rlhf_megatron.data.batch import ScoredBatch, Spans, TrainBatch
 from rlhf_megatron.rollout.engine import GeneratedSample, VersionSpan
 from rlhf_megatron.scheduler.generation import spans_of
+from rlhf_megatron.scheduler.state import RunState
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +123,7 @@ class Journal:
     def groups(self, step: int) -> dict[int, list[GeneratedSample]]:
         """The groups of a step that were journalled, by index. Call it before `append` of that step."""
         path = self._path(step, GROUPS)
-        records, self._known_bytes = _read_records(path)
+        records, self._known_bytes = read_records(path)
         found = {
             record.index: record.samples()
             for record in records
@@ -130,14 +131,14 @@ class Journal:
         }
         if path.exists() and path.stat().st_size > self._known_bytes:
             logger.warning("%s: its last record is cut off or damaged and is left out", path)
-            self._guarded(path, lambda: os.truncate(path, self._known_bytes))
+            guarded(path, lambda: os.truncate(path, self._known_bytes))
         return found
 
     def append(self, step: int, first: int, groups: Sequence[Sequence[GeneratedSample]]) -> None:
         """Neighbouring groups that have come. They are on disk when this returns."""
         path = self._path(step, GROUPS)
         data = b"".join(
-            _record(JournalledGroup.of(self.settings, first + i, samples)) for i, samples in enumerate(groups)
+            record(JournalledGroup.of(self.settings, first + i, samples)) for i, samples in enumerate(groups)
         )
 
         def write() -> None:
@@ -150,7 +151,7 @@ class Journal:
                 os.fsync(file.fileno())
             self._known_bytes += len(data)
 
-        self._guarded(path, write)
+        guarded(path, write)
 
     def batch(self, step: int) -> JournalledBatch | None:
         """The furthest that is known of a step: to train on, or with rewards only.
@@ -176,18 +177,21 @@ class Journal:
         """A batch that is scored, or ready to train on. It replaces what the step had before."""
         kind, former = (TRAIN, SCORED) if isinstance(batch, TrainBatch) else (SCORED, GROUPS)
         path = self._path(step, kind)
-        data = _record(JournalledBatch(self.settings, batch, dict(metrics), dict(kl), seconds, num_drawn))
+        data = record(JournalledBatch(self.settings, batch, dict(metrics), dict(kl), seconds, num_drawn))
 
         def write() -> None:
             faults.reach("journal.before_write")
             codec.write_whole(path, [data])
             self._path(step, former).unlink(missing_ok=True)
 
-        self._guarded(path, write)
+        guarded(path, write)
 
     def drop_through(self, step: int) -> None:
         """Forget the steps up to this one: a checkpoint has them."""
         self._drop(lambda other: other <= step)
+
+    def saved(self, state: RunState) -> None:
+        self.drop_through(state.step)
 
     def clear(self) -> None:
         self._drop(lambda step: True)
@@ -201,7 +205,7 @@ class Journal:
         path = self._path(step, kind)
         if not path.exists():
             return None
-        records, num_good = _read_records(path)
+        records, num_good = read_records(path)
         is_whole = len(records) == 1 and path.stat().st_size == num_good
         if not is_whole or not isinstance(records[0], JournalledBatch):
             logger.warning("%s is cut off or damaged; that part of step %d is done again", path, step)
@@ -224,21 +228,21 @@ class Journal:
     def _path(self, step: int, kind: str) -> Path:
         return self.directory / f"step_{step:06d}.{kind}"
 
-    def _guarded(self, path: Path, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except OSError as error:
-            logger.warning(
-                "%s could not be written (%s); after a kill this part of the step is done again", path, error
-            )
+
+def guarded(path: Path, action: Callable[[], None]) -> None:
+    """A disk that is full costs the file, never the run."""
+    try:
+        action()
+    except OSError as error:
+        logger.warning("%s could not be written (%s); after a kill this part of the step is done again", path, error)
 
 
-def _record(value: Any) -> bytes:
+def record(value: Any) -> bytes:
     data = codec.encode(value)
     return MAGIC + len(data).to_bytes(_LENGTH_BYTES, "little") + hashlib.sha256(data).digest() + data
 
 
-def _read_records(path: Path) -> tuple[list[Any], int]:
+def read_records(path: Path) -> tuple[list[Any], int]:
     """(the records up to the first that is cut off or damaged, their bytes)."""
     if not path.exists():
         return [], 0

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from rlhf_megatron.config.schema import TrainerConfig
-from rlhf_megatron.scheduler.journal import Journal
 from rlhf_megatron.scheduler.state import RunState
 from rlhf_megatron.stop import RunStopped
 
@@ -27,6 +26,13 @@ class Saves(Protocol):
         """Finish what is in flight."""
 
 
+class Journals(Protocol):
+    """What a Keeper asks of `journal.Journal` or `supply.group_journal.GroupJournal`."""
+
+    def saved(self, state: RunState) -> None:
+        """There is a checkpoint of it: forget what no run will need that goes on from there."""
+
+
 class Keeper:
     """Owned by the controller. Without a checkpointer it keeps nothing.
 
@@ -37,7 +43,7 @@ class Keeper:
         self,
         capture: Callable[[int], RunState] | None = None,
         checkpointer: Saves | None = None,
-        journal: Journal | None = None,
+        journal: Journals | None = None,
         config: TrainerConfig | None = None,
     ) -> None:
         self._capture = capture
@@ -46,6 +52,7 @@ class Keeper:
         self._checkpointer = checkpointer if self._save_freq else None
         self._journal = journal
         self._state: RunState | None = None  # after the last whole step; a later one may be half done
+        self._saving: dict[int, RunState] = {}  # states whose checkpoint is not committed, by step
         self._committed_step: int | None = None
         self._metrics: dict[str, float] = {}
         if self._checkpointer is not None:
@@ -105,9 +112,11 @@ class Keeper:
     def _save(self) -> None:
         assert self._state is not None
         if self._checkpointer is not None and self._committed_step != self._state.step:
+            self._saving[self._state.step] = self._state
             self._checkpointer.save(self._state)
 
     def _committed(self, step: int) -> None:
         self._committed_step = step
-        if self._journal is not None:
-            self._journal.drop_through(step)
+        state = self._saving.pop(step, None)
+        if self._journal is not None and state is not None:
+            self._journal.saved(state)

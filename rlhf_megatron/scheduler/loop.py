@@ -1,7 +1,10 @@
-"""The loop: generate -> score -> annotate -> advantages -> update -> sync. Read this page first.
+"""The loop: take -> annotate -> advantages -> update -> sync. Read this page first.
 
-Nothing here knows an algorithm, an engine, a launcher or a layout. Each line is a method of `Stages`; what flows
-between them stands in `data/batch.py`. After a kill the loop is entered again at the step after the last checkpoint:
+Nothing here knows an algorithm, an engine, a launcher, a layout or a schedule. A supply hands out the samples of a
+step: made in that step (`supply/foreground.py`: next -> generate -> score), or meanwhile, by other threads
+(`supply/background.py`). Every other line is a method of `Stages`; what flows between them stands in `data/batch.py`.
+
+After a kill the loop is entered again at the step after the last checkpoint:
 a stage that the journal has already hands back what was finished, and the stages behind it pass that on.
 """
 
@@ -13,6 +16,7 @@ from rlhf_megatron import faults
 from rlhf_megatron.scheduler.guard import StageGuard
 from rlhf_megatron.scheduler.keeper import Keeper
 from rlhf_megatron.scheduler.stages import Stages
+from rlhf_megatron.scheduler.supply.base import Supply
 from rlhf_megatron.scheduler.tracker import Tracker
 
 
@@ -32,7 +36,7 @@ class LoopPlan:
         return step == self.last_step or bool(self.test_freq and step % self.test_freq == 0)
 
 
-def run(stages: Stages, tracker: Tracker, stage: StageGuard, keeper: Keeper, plan: LoopPlan) -> None:
+def run(stages: Stages, supply: Supply, tracker: Tracker, stage: StageGuard, keeper: Keeper, plan: LoopPlan) -> None:
     """The steps after `plan.steps_done`. The engines serve the current weights when it is called and when it returns.
 
     Raises RunStopped between two stages when the run was asked to stop: always before an update, or after its sync.
@@ -44,21 +48,16 @@ def run(stages: Stages, tracker: Tracker, stage: StageGuard, keeper: Keeper, pla
         faults.set_step(step)
         faults.reach("loop.step_begins")
         with tracker.step(step):
-            with stage("next"):
-                prompts = stages.next_prompts(step)
-            with stage("generate"):
-                rollout = stages.generate(step, prompts)
-            with stage("score"):
-                scored = stages.score(step, rollout)
+            scored = supply.take(step, stage)
             with stage("annotate"):
                 annotated = stages.annotate(step, scored)
             with stage("advantages"):
                 train = stages.advantages(step, annotated)
             with stage("update"):
                 stages.update(step, train)
-            with stage("sync", is_begun=True):
+            with stage("sync", is_begun=True), supply.syncing():
                 metrics = stages.sync()
-            tracker.batch(train, metrics | keeper.take_metrics())
+            tracker.batch(train, metrics | supply.take_metrics() | keeper.take_metrics(), stages.trained_version)
         keeper.step_done(step)
         faults.reach("loop.step_ends")
         if plan.is_evaluation_due(step):

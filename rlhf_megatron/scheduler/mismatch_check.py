@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from rlhf_megatron.algorithms.mismatch import mismatch_statistics
 from rlhf_megatron.config.schema import CheckConfig
 from rlhf_megatron.data.batch import ScoredBatch
+from rlhf_megatron.scheduler.version_metrics import is_fresh
 
 
 class MismatchCheck:
@@ -20,10 +22,23 @@ class MismatchCheck:
         self.first_step = 1  # of this process
         self.is_exact = trainer_dtype == "float32" and engine_dtype in (None, "float32")
 
-    def __call__(self, step: int, batch: ScoredBatch, log_probs: Tensor) -> dict[str, float]:
+    def __call__(
+        self, step: int, batch: ScoredBatch, log_probs: Tensor, version: int | None = None
+    ) -> dict[str, float]:
+        """`version`: of the policy whose log-probs they are; None: it made all samples. Metrics are of all tokens; the
+        thresholds hold for samples of this version alone, at the first step that has any."""
         found = mismatch_statistics(batch.rollout_log_probs, log_probs, batch.response_mask)
         if step == self.first_step:
-            self._stop_past_thresholds(found)
+            is_of_version = (
+                is_fresh(version, batch) if version is not None else torch.ones(len(batch), dtype=torch.bool)
+            )
+            if bool(is_of_version.all()):
+                self._stop_past_thresholds(found)
+            elif bool(is_of_version.any()):
+                mask = batch.response_mask & is_of_version.repeat_interleave(batch.lengths)
+                self._stop_past_thresholds(mismatch_statistics(batch.rollout_log_probs, log_probs, mask))
+            else:
+                self.first_step += 1
         return found
 
     def _stop_past_thresholds(self, found: dict[str, float]) -> None:

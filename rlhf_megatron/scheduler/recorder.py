@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from rlhf_megatron.data import codec
@@ -29,8 +29,10 @@ class Recorder:
         return self.directory / f"step_{step:06d}.batch"
 
     def write(self, step: int, batch: ScoredBatch) -> None:
+        """What later stages have added is left out."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        write_file(self._path(step), batch)
+        scored = ScoredBatch(**{field.name: getattr(batch, field.name) for field in fields(ScoredBatch)})
+        write_file(self._path(step), scored)
 
     def write_start(self, start: RecordedStart) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)

@@ -22,6 +22,7 @@ from rlhf_megatron.scheduler.run_dir import write_json
 from rlhf_megatron.scheduler.run_facts import run_facts
 from rlhf_megatron.scheduler.stages import RunData, Stages
 from rlhf_megatron.scheduler.summary import layouts_of
+from rlhf_megatron.scheduler.supply.foreground import Foreground
 from rlhf_megatron.scheduler.traced_group import TracedGroup
 from rlhf_megatron.scheduler.tracker import Tracker
 from rlhf_megatron.scheduler.warmup import warm_up_policy
@@ -55,7 +56,7 @@ def replay(
         stages = ReplayStages(config, group, plugins, recorder, tokenizer, NoSync(start.policy_version))
         guard = StageGuard(tracker, stop)
         warm_up_policy(config, stages, tracker, sets, guard.stop, num_steps=start.num_warmup_steps)
-        run(stages, tracker, guard, Keeper(), LoopPlan(last))
+        run(stages, Foreground(stages), tracker, guard, Keeper(), LoopPlan(last))
         if trainer.save_hf:
             stages.save_hf(run_dir)
         layouts = layouts_of(group)
@@ -85,7 +86,7 @@ class ReplayStages(Stages):
         self.source = recorder
 
     def next_prompts(self, step: int) -> PromptBatch:
-        self._step_metrics = {}
+        self.begin()
         return PromptBatch((), (), (), (), (), ())
 
     def generate(self, step: int, prompts: PromptBatch) -> RolloutBatch:

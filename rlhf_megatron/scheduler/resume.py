@@ -10,6 +10,7 @@ from typing import Any
 from rlhf_megatron.checkpoint.hf_reader import read_hf_config
 from rlhf_megatron.checkpoint.run_checkpoint import CheckpointStore, Found
 from rlhf_megatron.config.changes import OF_DATA_ORDER, Changes, compare, flat
+from rlhf_megatron.config.schedule_rules import SYNCHRONOUS
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.show import as_yaml
 from rlhf_megatron.data.stream import PromptStream
@@ -86,6 +87,7 @@ def find_start(config: RunConfig, run_dir: Path, stream: PromptStream | None) ->
     changes = compare(before, flat(as_yaml(config)))
     _check_architecture(config, state)
     _check_steps(config, state, found.path, is_same_run)
+    _check_schedule(config, state)
     _restore_stream(stream, state, changes)
     return Start(found, state, changes, is_same_run)
 
@@ -126,6 +128,19 @@ def _check_steps(config: RunConfig, state: RunState, checkpoint: Path, is_same_r
         raise ValueError(
             f"nothing is left to do: {checkpoint} is after step {state.step}, and trainer.total_training_steps is"
             f" {total}; set more steps than {state.step}."
+        )
+
+
+def _check_schedule(config: RunConfig, state: RunState) -> None:
+    """A synchronous run without a filter takes each step's prompts from a place of their own."""
+    if config.schedule.name != SYNCHRONOUS or config.algorithm.filter_groups.enable or state.cursor is None:
+        return
+    expected = state.step * state.cursor.batch_size
+    if state.untrained or state.cursor.num_drawn != expected:
+        raise ValueError(
+            f"schedule.name ({SYNCHRONOUS}) cannot go on from this checkpoint: {state.cursor.num_drawn} prompts had"
+            f" been started and {len(state.untrained)} of them not been trained, where {expected} prompts of whole"
+            " steps are needed; restore the schedule that the run began with."
         )
 
 

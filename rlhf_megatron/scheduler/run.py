@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from rlhf_megatron.config.changes import flat, settings_digest
+from rlhf_megatron.config.schedule_rules import SYNCHRONOUS
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.show import as_yaml
 from rlhf_megatron.data.prompts import PromptSets
@@ -53,6 +54,9 @@ from rlhf_megatron.scheduler.state import RunState
 from rlhf_megatron.scheduler.summary import description, finish, layouts_of
 from rlhf_megatron.scheduler.superseded import DIRECTORY as SUPERSEDED
 from rlhf_megatron.scheduler.superseded import evaluation_seconds, read_rows, supersede
+from rlhf_megatron.scheduler.supply.base import Supply
+from rlhf_megatron.scheduler.supply.group_journal import GroupJournal
+from rlhf_megatron.scheduler.supply.make import make_supply, with_progress
 from rlhf_megatron.scheduler.traced_group import TracedGroup
 from rlhf_megatron.scheduler.tracker import Tracker
 from rlhf_megatron.scheduler.warmup import warm_up_policy
@@ -108,7 +112,10 @@ def train(
             turns=turns,
         )
         recorder = Recorder(run_dir / "record") if is_recorded else None
-        journal = Journal(run_dir / "journal", settings_digest(flat(as_yaml(config)))) if trainer.save_freq else None
+        is_foreground = config.schedule.name == SYNCHRONOUS
+        digest, journals = settings_digest(flat(as_yaml(config))), run_dir / "journal"
+        journal = Journal(journals, digest) if trainer.save_freq and is_foreground else None
+        groups = GroupJournal(journals, digest) if trainer.save_freq and not is_foreground else None
         skips = Skips(trainer, Capsules(run_dir, config, tracker.note), tracker.note)
         policies = ["actor", "reference"] if plugins.needs_reference else ["actor"]
         stages = Stages(
@@ -132,14 +139,17 @@ def train(
             _resumed(start, stages, checkpointer, tracker) if start else _warmed_up(config, stages, tracker, sets, stop)
         )
         stages.sync()
-        keeper = Keeper(partial(capture, stages, tracker.clock, state), checkpointer, journal, config.trainer)
+        supply = make_supply(stages, fleet, scorer, state, groups, stop.check, tracker.waiting)
+        stack.enter_context(supply)
+        captured = partial(capture, stages, supply, tracker.clock, state)
+        keeper = Keeper(captured, checkpointer, journal or groups, config.trainer)
         keeper.begin(state.step, is_saved=start is not None and start.is_same_run)
         is_evaluated = state.step in [step for step, _ in tracker.evaluations]
         plan = LoopPlan(
             trainer.total_training_steps, state.step, trainer.test_freq, trainer.val_before_train, is_evaluated
         )
         with keeper.saving_when_stopped():
-            run(stages, tracker, StageGuard(tracker, stop, watchdog, keeper), keeper, plan)
+            run(stages, supply, tracker, StageGuard(tracker, stop, watchdog, keeper), keeper, plan)
         keeper.finish()
         if trainer.save_hf:
             stages.save_hf(run_dir)
@@ -220,10 +230,10 @@ def _warmed_up(config: RunConfig, stages: Stages, tracker: Tracker, sets: Prompt
     return RunState(0, 0, None, {}, warm.num_steps, accuracy, architecture=architecture_of(config))
 
 
-def capture(stages: Stages, clock: RunClock, before: RunState, step: int) -> RunState:
+def capture(stages: Stages, supply: Supply, clock: RunClock, before: RunState, step: int) -> RunState:
     """The state after `step`, as it stands now. `before`: a former state of this run."""
     stream, kl = stages.data.stream, stages.advantage_stage.kl
-    return replace(
+    state = replace(
         before,
         step=step,
         policy_version=stages.weight_sync.version,
@@ -232,3 +242,4 @@ def capture(stages: Stages, clock: RunClock, before: RunState, step: int) -> Run
         num_consecutive_skips=stages.skips.num_consecutive,
         productive_s=clock.productive_s,
     )
+    return with_progress(state, supply.progress())

@@ -5,10 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import nan
 from pathlib import Path
-
-import torch
 
 from rlhf_megatron import faults
 from rlhf_megatron.config.schema import RunConfig, SamplingConfig
@@ -18,7 +15,6 @@ from rlhf_megatron.data.batch import (
     RolloutBatch,
     ScoredBatch,
     TrainBatch,
-    gain,
 )
 from rlhf_megatron.data.stream import PromptStream
 from rlhf_megatron.data.tokenizer import Tokenizer
@@ -28,14 +24,13 @@ from rlhf_megatron.rollout.fleet import EngineFleet
 from rlhf_megatron.runtime.worker_group import WorkerGroup
 from rlhf_megatron.scheduler.advantages import AdvantageStage
 from rlhf_megatron.scheduler.annotate import annotate
-from rlhf_megatron.scheduler.batch_metrics import response_lengths
 from rlhf_megatron.scheduler.colocation import NoTurns, Turns
 from rlhf_megatron.scheduler.desync import check_replicas
 from rlhf_megatron.scheduler.evaluation import EvaluationResult, EvaluationSet, evaluate, first_items
 from rlhf_megatron.scheduler.filter_groups import filtered, teaches_nothing
 from rlhf_megatron.scheduler.finite import bad_columns
 from rlhf_megatron.scheduler.generation import build_requests, collect
-from rlhf_megatron.scheduler.greedy import greedy_length_metrics, greedy_rewards
+from rlhf_megatron.scheduler.greedy import greedy_length_metrics
 from rlhf_megatron.scheduler.head_watch import HeadWatch
 from rlhf_megatron.scheduler.journal import Journal
 from rlhf_megatron.scheduler.memory_watch import MemoryWatch
@@ -43,6 +38,7 @@ from rlhf_megatron.scheduler.mismatch_check import MismatchCheck
 from rlhf_megatron.scheduler.plugins import Plugins
 from rlhf_megatron.scheduler.recorder import Recorder
 from rlhf_megatron.scheduler.resampled import resampled
+from rlhf_megatron.scheduler.scoring import reward_samples, to_scored
 from rlhf_megatron.scheduler.skips import Skips
 from rlhf_megatron.scheduler.update import actor_update, critic_update, leave_out, run_updates
 from rlhf_megatron.scheduler.version_metrics import version_metrics
@@ -108,10 +104,26 @@ class Stages:
         self._known: dict[int, list[GeneratedSample]] = {}  # groups that the journal has of the step
         self._greedy: RolloutBatch | None = None  # of the step that is generated, until it is scored
         self._is_policy_new = True  # the engines have not got it
+        self.on_generated: Callable[[Sequence[int]], None] = lambda group_ids: None  # their samples have come
+        self.trained_version = 0  # of the policy that the last batch was given to
 
-    def next_prompts(self, step: int) -> PromptBatch:
+    @property
+    def version(self) -> int:
+        """Of the policy."""
+        return self.weight_sync.version
+
+    @property
+    def num_drawn(self) -> int:
+        """Prompts of the stream so far."""
+        return self.data.stream.num_drawn if self.data.stream is not None else 0
+
+    def begin(self) -> None:
+        """A step: what the stages say from now on is of it."""
         self._step_metrics = {}
         self._step_began = time.monotonic()
+
+    def next_prompts(self, step: int) -> PromptBatch:
+        self.begin()
         assert self.data.stream is not None
         return self.data.stream.more() if self._is_filtered else self.data.stream.next(step)
 
@@ -126,17 +138,18 @@ class Stages:
         batches before it in the journal.
         """
         rollout = self.config.rollout
-        params = self._sampling(SamplingConfig(rollout.temperature))
+        params = self.sampling(SamplingConfig(rollout.temperature))
         seed = self.config.trainer.seed
         requests = build_requests(prompts, rollout.n, params, seed, step)
         if self.plugins.needs_greedy_rewards:
-            requests += build_requests(prompts, 1, self._sampling(SamplingConfig(temperature=0.0)), seed, step)
+            requests += build_requests(prompts, 1, self.sampling(SamplingConfig(temperature=0.0)), seed, step)
         begin = batch_number * len(requests)
         known = {i - begin: group for i, group in self._known.items() if begin <= i < begin + len(requests)}
 
         def on_groups(first: int, groups: Sequence[Sequence[GeneratedSample]]) -> None:
             if self.journal is not None:
                 self.journal.append(step, begin + first, groups)
+            self.on_generated(prompts.group_ids[first : first + len(groups)])  # of greedy samples there is none
 
         assert self.fleet is not None
         self.turns.to_engines()
@@ -167,34 +180,34 @@ class Stages:
         greedy, self._greedy = self._greedy, None
         results = self.scorer(reward_samples(rollout) + (reward_samples(greedy) if greedy else []))
         results, of_greedy = results[: len(rollout)], results[len(rollout) :]
-        names = sorted({name for result in results for name in result.parts})
-        scored = gain(
-            ScoredBatch,
-            rollout,
-            rewards=torch.tensor([result.score for result in results], dtype=torch.float32),
-            reward_statuses=tuple(result.status for result in results),
-            reward_parts={name: torch.tensor([r.parts.get(name, nan) for r in results]) for name in names},
-            greedy_rewards=greedy_rewards(rollout, greedy, of_greedy) if greedy else None,
-        )
+        scored = to_scored(rollout, results, greedy, of_greedy)
         self._step_metrics |= greedy_length_metrics(greedy) if greedy else {}
         return scored
 
     def annotate(self, step: int, scored: ScoredBatch) -> AnnotatedBatch:
-        """Log-probs of the trainer's policy; values and the reference's log-probs where they are needed.
+        """Log-probs of the trainer's policy; values and the reference's log-probs where they are needed. What was
+        annotated while others were awaited stays as it is.
+
+        Raises ValueError where engine and trainer disagree at the first step.
+        """
+        if isinstance(scored, TrainBatch):
+            return scored
+        if self.recorder:
+            self.recorder.write(step, scored)
+        annotated = scored if isinstance(scored, AnnotatedBatch) else self.annotated(step, scored)
+        if annotated.old_log_probs is not None:
+            self._step_metrics |= self.mismatch(step, annotated, annotated.old_log_probs, self.version)
+        return annotated
+
+    def annotated(self, step: int, scored: ScoredBatch) -> AnnotatedBatch:
+        """Some samples or all of a step, with what the models say of them.
 
         Where the engine's log-probs are the old ones and nothing needs the trainer's, these are computed at the first
         step only: no run begins without a comparison of engine and trainer.
         """
-        if isinstance(scored, AnnotatedBatch):
-            return scored
-        if self.recorder:
-            self.recorder.write(step, scored)
         self.turns.to_trainer()
         has_actor = self.plugins.needs_log_probs or step == self.mismatch.first_step
-        annotated = annotate(self.group, self.config, self.plugins, scored, has_actor)
-        if annotated.old_log_probs is not None:
-            self._step_metrics |= self.mismatch(step, scored, annotated.old_log_probs)
-        return annotated
+        return annotate(self.group, self.config, self.plugins, scored, has_actor)
 
     def advantages(self, step: int, batch: AnnotatedBatch) -> TrainBatch:
         if isinstance(batch, TrainBatch):
@@ -223,7 +236,7 @@ class Stages:
             updates["critic.update"] = critic_update(self.config, step, drawn)
         if self._is_policy_new:
             updates["actor.update"] = actor_update(self.config, step, drawn)
-        version = self.weight_sync.version
+        self.trained_version = self.version
         if columns := bad_columns(batch):
             self._is_policy_new = False
             self._step_metrics |= leave_out(self.group, updates, step, self.skips, batch, columns)
@@ -232,7 +245,7 @@ class Stages:
         self._step_metrics |= self._check_replicas(step)
         self._step_metrics |= self.heads.metrics() if self.heads is not None else {}
         self._step_metrics |= self.memory.metrics() if self.memory is not None else {}
-        self._step_metrics |= version_metrics(version, batch)
+        self._step_metrics |= version_metrics(self.trained_version, batch)
         self._step_metrics["rollout/num_samples"] = float(len(batch))
         return self._step_metrics
 
@@ -262,7 +275,7 @@ class Stages:
 
     def accuracy(self, num_items: int | None, sampling: SamplingConfig) -> EvaluationResult:
         """Mean score of the first `num_items` held-out items of each set (None: all)."""
-        params = self._sampling(sampling)
+        params = self.sampling(sampling)
 
         def generate(prompts: PromptBatch) -> Sequence[Sequence[GeneratedSample]]:
             assert self.fleet is not None
@@ -307,7 +320,7 @@ class Stages:
                 step, batch, self._step_metrics, kl.state() if kl is not None else {}, seconds, num_drawn
             )
 
-    def _sampling(self, sampling: SamplingConfig) -> SamplingParams:
+    def sampling(self, sampling: SamplingConfig) -> SamplingParams:
         return SamplingParams(
             max_new_tokens=self.config.data.max_response_length,
             temperature=sampling.temperature,
@@ -316,10 +329,3 @@ class Stages:
             top_k=sampling.top_k,
             min_p=sampling.min_p,
         )
-
-
-def reward_samples(rollout: RolloutBatch) -> list[RewardSample]:
-    """What the reward reads of each sample."""
-    columns = (rollout.prompts, rollout.responses, rollout.labels, rollout.sources, rollout.finish_reasons)
-    lengths = response_lengths(rollout).tolist()
-    return [RewardSample(*values) for values in zip(*columns, lengths, rollout.extras, strict=True)]

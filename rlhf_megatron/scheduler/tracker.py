@@ -51,6 +51,7 @@ class Tracker:
         self._times: dict[str, float] = {}
         self._metrics: dict[str, float] = {}
         self._batch: TrainBatch | None = None
+        self._version: int | None = None
         self._loggers = [LOGGERS.get(name).build(run_dir, total_steps, facts) for name in dict.fromkeys(loggers)]
 
     def __enter__(self) -> Tracker:
@@ -140,14 +141,14 @@ class Tracker:
         view = BatchView(
             samples=tuple(samples_of(step, batch, self.facts.samples_kept, self.facts.seed)),
             mismatch=mismatch_record(step, batch, spell) if spell else None,
-            distributions=distributions(batch),
+            distributions=distributions(batch, self._version),
         )
         for logger in self._loggers:
             logger.batch(step, view)
 
-    def batch(self, batch: TrainBatch, metrics: dict[str, float]) -> None:
-        """This step's batch and what the stages say about it."""
-        self._batch = batch
+    def batch(self, batch: TrainBatch, metrics: dict[str, float], version: int | None = None) -> None:
+        """This step's batch and what the stages say about it. `version`: of the policy that was trained on it."""
+        self._batch, self._version = batch, version
         self._metrics |= metrics
 
     def evaluation(self, step: int, result: EvaluationResult | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from rlhf_megatron.data.batch import RolloutBatch
 from rlhf_megatron.scheduler.batch_metrics import statistics
@@ -11,12 +12,27 @@ from rlhf_megatron.scheduler.batch_metrics import statistics
 def version_metrics(version: int, batch: RolloutBatch) -> dict[str, float]:
     """`version`: of the weights that are about to be trained. Lag is told from a sample's first token, staleness from
     its oldest."""
-    metrics = {"policy/lag": (version - batch.policy_versions.float()).mean().item()}
-    oldest, spans = batch.policy_versions, torch.ones(len(batch), dtype=torch.int64)
-    if batch.version_spans is not None and any(batch.version_spans):
-        pairs = zip(batch.version_spans, batch.policy_versions.tolist(), strict=True)
-        versions = [{of for of, _, _ in of_sample} or {first} for of_sample, first in pairs]
-        oldest = torch.tensor([min(of_sample) for of_sample in versions])
-        spans = torch.tensor([len(of_sample) for of_sample in versions])
     prefix = "training/off_policy/trajectory"
-    return metrics | statistics(f"{prefix}_staleness", version - oldest) | statistics(f"{prefix}_spans", spans)
+    spans = torch.tensor([len(of_sample) for of_sample in _versions(batch)])
+    return {
+        "policy/lag": (version - batch.policy_versions.float()).mean().item(),
+        **statistics(f"{prefix}_staleness", lags(version, batch)),
+        **statistics(f"{prefix}_spans", spans),
+    }
+
+
+def lags(version: int, batch: RolloutBatch) -> Tensor:
+    """[B] int64: `version` less that of each sample's oldest token."""
+    return version - torch.tensor([min(of_sample) for of_sample in _versions(batch)], dtype=torch.int64)
+
+
+def is_fresh(version: int, batch: RolloutBatch) -> Tensor:
+    """[B] bool: samples all of whose tokens are of `version`."""
+    return torch.tensor([of_sample == {version} for of_sample in _versions(batch)], dtype=torch.bool)
+
+
+def _versions(batch: RolloutBatch) -> list[set[int]]:
+    """Of the tokens of each sample."""
+    spans = batch.version_spans or ((),) * len(batch)
+    pairs = zip(spans, batch.policy_versions.tolist(), strict=True)
+    return [{of for of, _, _ in of_sample} or {first} for of_sample, first in pairs]

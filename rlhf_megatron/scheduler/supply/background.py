@@ -1,0 +1,218 @@
+"""Groups are generated and scored while the trainer works, as the run's schedule says. The main thread's side of it.
+
+Three threads share a `Ledger`: one drives the engines, one has finished groups scored (`drive.py`), and this one takes
+batches, computes log-probs early where the schedule says so, and syncs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+from rlhf_megatron import faults
+from rlhf_megatron.data.batch import ScoredBatch, concat
+from rlhf_megatron.scheduler.filter_groups import FewGroups, alike
+from rlhf_megatron.scheduler.greedy import greedy_length_metrics
+from rlhf_megatron.scheduler.guard import Stage
+from rlhf_megatron.scheduler.schedules.base import OnSync, Schedule
+from rlhf_megatron.scheduler.schedules.flow import Event, Flow
+from rlhf_megatron.scheduler.supply.base import Draw, Finished, MakeRequests, Progress, Score, Scored, Session
+from rlhf_megatron.scheduler.supply.drive import WAIT_S, Driver, Keeps, Scoring, start
+from rlhf_megatron.scheduler.supply.early import Annotate, EarlyAnnotations
+from rlhf_megatron.scheduler.supply.ledger import Ledger, Taken
+from rlhf_megatron.scheduler.version_metrics import lags
+
+END_S = 20.0  # that a thread gets to end; it is a daemon
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a supply has done by others."""
+
+    session: Session
+    draw: Draw
+    make_requests: MakeRequests
+    score: Score
+    annotate: Annotate  # by the main thread, while the hosts are free
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is in flight as a process begins."""
+
+    num_drawn: int  # prompts of the stream so far
+    known: tuple[Finished, ...] = ()  # their samples had come
+    lost: tuple[int, ...] = ()  # numbers of the others
+
+
+def _no_lock() -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+class Background:
+    """A `base.Supply`. All but the constructor is called by the main thread.
+
+        with Background(flow, schedule, work, version=lambda: sync.version, mini_batch_size=64) as supply:
+            batch = supply.take(step, guard)
+            ...
+            with supply.syncing():
+                sync()
+
+    `flow`: where the run stands; the engines serve `flow.version`, and the next prompt that it starts is the one at its
+    `next_number` of the stream. `version()`: of the policy, which `syncing` reads at its end. `mini_batch_size`:
+    samples that an early piece has at least. `begin_step`: called first in `take`. `exclusive`: in it the session
+    leaves the engines alone. `is_serving()`: False where no engine will end what runs before it gets new weights.
+    `few`: of `algorithm.filter_groups`, None without it. `journal`: keeps finished groups. `found`: what to go on with;
+    None: nothing was drawn yet. `report`: told what is waited for. `on_events`: gets the lines of the Flow, in order.
+    """
+
+    def __init__(
+        self,
+        flow: Flow,
+        schedule: Schedule,
+        work: Work,
+        *,
+        version: Callable[[], int],
+        mini_batch_size: int,
+        begin_step: Callable[[], None] = lambda: None,
+        should_stop: Callable[[], None] = lambda: None,
+        exclusive: Callable[[], AbstractContextManager[object]] = _no_lock,
+        is_serving: Callable[[], bool] = lambda: True,
+        few: FewGroups | None = None,
+        journal: Keeps | None = None,
+        found: Found | None = None,
+        report: Callable[[str], None] = lambda text: None,
+        on_events: Callable[[Sequence[Event]], None] = lambda events: None,
+    ) -> None:
+        self.ledger = Ledger(flow, schedule, few.most_groups if few else None, on_events)
+        self._schedule = schedule
+        self._work = work
+        self._version = version
+        self._begin_step = begin_step
+        self._should_stop = should_stop
+        self._exclusive = exclusive
+        self._is_serving = is_serving
+        self._few = few
+        self._journal = journal
+        self._report = report
+        self._early = EarlyAnnotations(work.annotate, mini_batch_size)
+        self._threads: list[threading.Thread] = []
+        self._metrics: dict[str, float] = {}
+        found = found or Found(0)
+        self.ledger.begin(found.num_drawn, found.known, found.lost)
+
+    def __enter__(self) -> Background:
+        ledger, work = self.ledger, self._work
+        driver = Driver(ledger, work.session, work.draw, work.make_requests, self._journal)
+        scoring = Scoring(ledger, work.score)
+        self._threads = [
+            start("supply-drive", driver.run, ledger.failed),
+            start("supply-score", scoring.run, ledger.failed),
+        ]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.ledger.close()
+        deadline = time.monotonic() + END_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def take(self, step: int, stage: Stage) -> ScoredBatch:
+        self._begin_step()
+        began, seconds = time.monotonic(), 0.0
+        while True:
+            with stage("take"):
+                taken, piece = self._await(step)
+            if taken is not None:
+                break
+            seconds += time.monotonic() - began
+            with stage("annotate"):
+                self._annotate(step, piece)
+            began = time.monotonic()
+        seconds += time.monotonic() - began
+        assert taken.step == step, f"the supply made step {taken.step}, the loop is at {step}"
+        batch = concat(alike([group.batch for group in taken.groups]))
+        self._metrics = self._metrics_of(taken, batch, seconds)
+        missing = self._early.missing(taken.groups)
+        if len(missing) < len(taken.groups):
+            with stage("annotate"):
+                if missing:
+                    self._early.add(step, missing)
+                batch = self._early.collect(taken.groups)
+        faults.reach("loop.after_score")
+        return batch
+
+    @contextmanager
+    def syncing(self) -> Iterator[None]:
+        self._early.clear()
+        self.ledger.updated()
+        if self._schedule.on_sync is OnSync.WAIT:
+            self._await_engines()
+        with self._exclusive():
+            yield
+        self.ledger.synced(self._version())
+
+    def progress(self) -> Progress:
+        return self.ledger.progress()
+
+    def take_metrics(self) -> dict[str, float]:
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    def _await(self, step: int) -> tuple[Taken | None, list[Scored]]:
+        """The batch of the step, or groups whose log-probs are to be made while it is awaited."""
+        ledger = self.ledger
+        while True:
+            self._should_stop()
+            self._work.session.mend()
+            with ledger.changed:
+                if ledger.changed.wait_for(lambda: ledger.error or ledger.batch or self._piece(), WAIT_S):
+                    if ledger.error:
+                        raise ledger.error
+                    taken = ledger.fetch()
+                    return taken, [] if taken else self._piece()
+                text = str(ledger)
+            self._report(f"step {step} waits for groups: {text}")
+
+    def _piece(self) -> list[Scored]:
+        if not self._schedule.annotates_early or self.ledger.flow.is_training:
+            return []
+        return self._early.piece(self.ledger.to_annotate())
+
+    def _annotate(self, step: int, piece: Sequence[Scored]) -> None:
+        self._early.add(step, piece)
+        self.ledger.annotated([group.number for group in piece])
+
+    def _await_engines(self) -> None:
+        """Nothing is generated when this returns, or no engine serves. The deadline of the stage sync ends it too."""
+        ledger = self.ledger
+        while self._is_serving():
+            with ledger.changed:
+                if ledger.changed.wait_for(lambda: ledger.error or not ledger.flow.num_running, WAIT_S):
+                    if ledger.error:
+                        raise ledger.error
+                    return
+                text = str(ledger)
+            self._report(f"the sync waits for groups: {text}")
+
+    def _metrics_of(self, taken: Taken, batch: ScoredBatch, seconds: float) -> dict[str, float]:
+        """Raises AssertionError where a sample is older than the schedule allows."""
+        oldest = int(lags(taken.version, batch).max())
+        bound = self._schedule.max_lag
+        assert oldest <= bound, f"a sample of step {taken.step} has lag {oldest}, the schedule's bound is {bound}"
+        metrics = {
+            "schedule/wait_s": seconds,
+            "schedule/generating": float(taken.num_running),
+            "schedule/started_again": float(taken.counts["again"]),
+        }
+        for reason in ("lag", "no signal", "tail"):
+            metrics[f"schedule/dropped_{reason.replace(' ', '_')}"] = float(taken.counts[reason])
+        if greedy := [group.greedy for group in taken.groups if group.greedy is not None]:
+            metrics |= greedy_length_metrics(concat(greedy))
+        if self._few is not None:
+            num_kept = len(taken.groups) if taken.has_signal else 0
+            metrics |= self._few(num_kept, taken.num_scored, taken.num_with_signal)
+        return metrics
