@@ -17,8 +17,8 @@ def make(seconds_a_token: list[float], prefill: float = math.inf) -> Engine:
     return Engine(0, [0.0, *seconds_a_token], prefill)
 
 
-def group(engine: Engine, number: int, *lengths: int, prompt: int = 0) -> RunningGroup:
-    return RunningGroup(number, 0, prompt, lengths, engine)
+def group(number: int, *lengths: int, prompt: int = 0) -> RunningGroup:
+    return RunningGroup(number, 0, prompt, lengths)
 
 
 def ends(engine: Engine, until: float = math.inf) -> list[tuple[float, int]]:
@@ -32,8 +32,8 @@ def ends(engine: Engine, until: float = math.inf) -> list[tuple[float, int]]:
 def test_two_share_until_the_first_is_done() -> None:
     # 1 s a token alone, 1.5 s with two. Both get 4 tokens in 6 s; the other's 6 more take 1 s each: 12 s.
     engine = make([1.0, 1.5])
-    engine.submit(0.0, group(engine, 0, 4))
-    engine.submit(0.0, group(engine, 1, 10))
+    engine.submit(0.0, group(0, 4))
+    engine.submit(0.0, group(1, 10))
     assert ends(engine) == [(6.0, 0), (12.0, 1)]
     assert engine.busy_s(20.0) == 12.0
 
@@ -41,8 +41,8 @@ def test_two_share_until_the_first_is_done() -> None:
 def test_one_that_comes_later_slows_the_other() -> None:
     # alone for 3 s: 3 of 5 tokens; then 2 more at 2 s each: done at 7 s, when the other has 2 of 3: done at 8 s.
     engine = make([1.0, 2.0])
-    engine.submit(0.0, group(engine, 0, 5))
-    engine.submit(3.0, group(engine, 1, 3))
+    engine.submit(0.0, group(0, 5))
+    engine.submit(3.0, group(1, 3))
     assert ends(engine) == [(7.0, 0), (8.0, 1)]
 
 
@@ -50,7 +50,7 @@ def test_what_finds_no_slot_waits_in_order() -> None:
     # two slots at 1 s: lengths 3, 5 | 2, 4. At 3 s the third gets in, done at 5 s like the second; then the fourth.
     engine = make([1.0, 1.0])
     for number, length in enumerate((3, 5, 2, 4)):
-        engine.submit(0.0, group(engine, number, length))
+        engine.submit(0.0, group(number, length))
     assert engine.num_outstanding == 4 and engine.num_running == 2
     assert ends(engine) == [(3.0, 0), (5.0, 1), (5.0, 2), (9.0, 3)]
 
@@ -59,15 +59,15 @@ def test_a_prompt_is_computed_once_for_a_group_and_holds_up_the_others() -> None
     # 10 prompt tokens a second. Group 0 (20 tokens): decodes from 2 s. Group 1 (10) at 3 s: one token of 0 is made,
     # then all wait until 4 s; the three run at 1 s a token: 0 has 2 more (6 s), 1 has 3 and 5 tokens (7 s, 9 s).
     engine = make([1.0, 1.0, 1.0], prefill=10.0)
-    engine.submit(0.0, group(engine, 0, 3, prompt=20))
-    engine.submit(3.0, group(engine, 1, 3, 5, prompt=10))
+    engine.submit(0.0, group(0, 3, prompt=20))
+    engine.submit(3.0, group(1, 3, 5, prompt=10))
     assert ends(engine) == [(6.0, 0), (9.0, 1)]
 
 
 def test_a_sync_stops_it_and_keys_and_values_are_computed_anew() -> None:
     # 4 of 10 tokens by 4 s; paused to 6 s; 2 prompt + 4 response tokens at 3 a second: 2 s; 6 more tokens: 14 s.
     engine = make([1.0], prefill=3.0)
-    running = group(engine, 7, 10, prompt=0)
+    running = group(7, 10, prompt=0)
     running.prompt_tokens = 0
     engine.submit(0.0, running)
     running.prompt_tokens = 2
@@ -76,14 +76,14 @@ def test_a_sync_stops_it_and_keys_and_values_are_computed_anew() -> None:
     engine.resume(6.0, version=3, recomputes=True)
     assert ends(engine) == [(14.0, 7)]
     assert running.first_versions == [0], "its first token is of the version before"
-    later = group(engine, 8, 1)
+    later = group(8, 1)
     engine.submit(20.0, later)
     assert later.first_versions == [3]
 
 
 def test_without_recomputation_it_just_goes_on() -> None:
     engine = make([1.0], prefill=3.0)
-    engine.submit(0.0, group(engine, 7, 10))
+    engine.submit(0.0, group(7, 10))
     engine.pause(4.0)
     engine.resume(6.0, version=1, recomputes=False)
     assert ends(engine) == [(12.0, 7)]
@@ -93,7 +93,7 @@ def test_without_recomputation_it_just_goes_on() -> None:
 def test_what_is_given_up_frees_its_slots_at_once() -> None:
     # Two slots. Group 0 has 4 and 9 tokens; 1 waits with 2. At 3 s group 0 is given up: 1 is done at 5 s.
     engine = make([1.0, 1.0])
-    lost, other = group(engine, 0, 4, 9), group(engine, 1, 2)
+    lost, other = group(0, 4, 9), group(1, 2)
     engine.submit(0.0, lost)
     engine.submit(0.0, other)
     engine.give_up(3.0, lost)
@@ -159,7 +159,7 @@ def test_as_the_plain_loop(arrivals: list[tuple[float, int]], slots: int, fixed:
     found: list[tuple[float, int]] = []
     for number, (when, length) in enumerate(arrivals):
         found += ends(engine, when)
-        engine.submit(when, group(engine, number, length))
+        engine.submit(when, group(number, length))
     found += ends(engine)
     expected = plain_loop(arrivals, rates, slots)
     assert {number: when for when, number in found} == pytest.approx(expected, rel=1e-6, abs=1e-5)
@@ -174,7 +174,7 @@ def test_as_small_steps_of_time() -> None:
     engine, found = make(rates), []
     for when, (number, length) in arrivals.items():
         found += ends(engine, when)
-        engine.submit(when, group(engine, number, length))
+        engine.submit(when, group(number, length))
     found += ends(engine)
     left: dict[int, float] = {}
     stepped, dt = {}, 0.0005

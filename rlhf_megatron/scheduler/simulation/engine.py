@@ -22,7 +22,6 @@ class RunningGroup:
     attempt: int
     prompt_tokens: int
     lengths: tuple[int, ...]
-    engine: Engine
     num_left: int = 0  # responses that are not done
     is_given_up: bool = False
     first_versions: list[int] = field(default_factory=list)  # of each response that got in, in that order

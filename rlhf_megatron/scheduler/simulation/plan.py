@@ -17,6 +17,9 @@ from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.scheduler.simulation.durations import Durations
 from rlhf_megatron.scheduler.simulation.lengths import Workload
 
+BEYOND = 1000
+"""Steps that a run goes on for behind those that are simulated, so that its end does not show in them."""
+
 
 @dataclass(frozen=True)
 class Split:
@@ -40,7 +43,8 @@ class Split:
 class Plan:
     """Durations of one split, all factors worked in. Seconds a token are of the whole pool."""
 
-    num_steps: int
+    num_steps: int  # that are simulated
+    last_step: int  # of the run: no group is begun for a later one
     batch_size: int  # groups
     group_size: int
     num_engines: int
@@ -56,7 +60,8 @@ class Plan:
     update_fixed_s: float
     sync_s: float  # with turns, where trainer and engines have the same devices
     recomputes: bool
-    filters_groups: bool
+    least_annotated: int = 1  # samples whose log-probs are worth a call while others are awaited
+    most_scored: float = math.inf  # groups after which a step trains on those that teach, though they are too few
 
     def score_s(self, num_samples: int) -> float:
         """A call for so many."""
@@ -124,6 +129,7 @@ def make_plan(config: RunConfig, durations: Durations, split: Split, num_steps: 
     """Scaling: the trainer's seconds a token go with its GPUs by `slowdown`. What is fixed a call, a step or a sync
     stays, and so does an engine's speed. Raises ConfigError."""
     trainer, score, sync = durations.trainer, durations.score, durations.sync
+    filters = config.algorithm.filter_groups
     factor = slowdown(split.trainer_gpus, measured_gpus(config, durations), trainer.doubling_efficiency)
     update = config.actor.ppo_epochs / trainer.update_tokens_per_s
     annotate = 1 / trainer.annotate_tokens_per_s
@@ -140,6 +146,7 @@ def make_plan(config: RunConfig, durations: Durations, split: Split, num_steps: 
     decode = durations.engine.decode
     return Plan(
         num_steps=num_steps,
+        last_step=num_steps + BEYOND,
         batch_size=config.data.train_batch_size,
         group_size=config.rollout.n,
         num_engines=split.num_engines,
@@ -155,7 +162,8 @@ def make_plan(config: RunConfig, durations: Durations, split: Split, num_steps: 
         update_fixed_s=trainer.update_fixed_s,
         sync_s=sync.seconds + ((sync.turns_s or 0.0) if split.is_colocated else 0.0),
         recomputes=sync.recomputes,
-        filters_groups=config.algorithm.filter_groups.enable,
+        least_annotated=config.actor.mini_batch_size,
+        most_scored=filters.max_num_gen_batches * config.data.train_batch_size if filters.enable else math.inf,
     )
 
 

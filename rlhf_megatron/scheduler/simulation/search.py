@@ -1,0 +1,144 @@
+"""Which schedule and which split of GPUs makes the shortest steps: all are simulated with the same responses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rlhf_megatron.config.schedule_rules import SYNCHRONOUS
+from rlhf_megatron.config.schema import RunConfig, ScheduleConfig
+from rlhf_megatron.scheduler.schedules import load_schedule
+from rlhf_megatron.scheduler.simulation.durations import Durations
+from rlhf_megatron.scheduler.simulation.figures import Figures, figures
+from rlhf_megatron.scheduler.simulation.history import History
+from rlhf_megatron.scheduler.simulation.lengths import Workload
+from rlhf_megatron.scheduler.simulation.plan import Split, make_plan, splits
+from rlhf_megatron.scheduler.simulation.simulate import simulate
+
+CANDIDATES = (
+    ScheduleConfig("synchronous"),
+    ScheduleConfig("streaming"),
+    ScheduleConfig("streaming", {"oversampling": 1.25, "tail": "drop"}),
+    ScheduleConfig("streaming", {"oversampling": 1.5, "tail": "carry_over", "max_lag": 1}),
+    ScheduleConfig("one_step_off"),
+    ScheduleConfig("asynchronous", {"max_lag": 1}),
+    ScheduleConfig("asynchronous", {"max_lag": 2}),
+    ScheduleConfig("asynchronous", {"max_lag": 4}),
+    ScheduleConfig("asynchronous", {"max_lag": 2, "partial_rollouts": False}),
+    ScheduleConfig("asynchronous", {"max_lag": 2, "late": "drop"}),
+    ScheduleConfig("asynchronous", {"max_lag": 2, "late": "again"}),
+)
+"""What is compared where nothing else is asked for."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the comparison. `figures` None: `why_not` says why there are none."""
+
+    schedule: ScheduleConfig
+    split: Split
+    figures: Figures | None
+    why_not: str = ""
+
+    @property
+    def name(self) -> str:
+        return schedule_name(self.schedule)
+
+    def as_json(self) -> dict[str, Any]:
+        found = {"schedule": asdict(self.schedule), "split": asdict(self.split)}
+        return found | {"figures": self.figures.as_json() if self.figures else None, "why_not": self.why_not}
+
+
+def schedule_name(schedule: ScheduleConfig) -> str:
+    """ "asynchronous max_lag 2" """
+    return " ".join([schedule.name, *(f"{key} {_plain(value)}" for key, value in schedule.params.items())])
+
+
+def _plain(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@dataclass(frozen=True)
+class Study:
+    """A run and how it is simulated."""
+
+    config: RunConfig
+    durations: Durations
+    workload: Workload
+    num_steps: int
+    num_warmup: int
+
+    def history(self, schedule: ScheduleConfig, split: Split, keeps_all: bool = False) -> History:
+        """Raises ConfigError, Stuck."""
+        plan = make_plan(self.config, self.durations, split, self.num_steps)
+        return simulate(plan, load_schedule(schedule), self.workload, keeps_all)
+
+    def case(self, schedule: ScheduleConfig, split: Split) -> Case:
+        if split.is_colocated and schedule.name != SYNCHRONOUS:
+            return Case(schedule, split, None, "trainer and engines take turns with the same GPUs")
+        try:
+            return Case(schedule, split, figures(self.history(schedule, split), split, self.num_warmup))
+        except ValueError as error:
+            return Case(schedule, split, None, str(error))
+
+    def best_split(
+        self, schedule: ScheduleConfig, gpus: int, most: int, told: Callable[[Case], None] = lambda case: None
+    ) -> list[Case]:
+        """A coarse choice of splits, then those around the best of them, at most `most` in all; the best first."""
+        coarse = splits(self.config, self.durations, gpus, max(2, most - most // 3))
+        cases: list[Case] = []
+
+        def look(split: Split) -> None:
+            if all(split != case.split for case in cases):
+                cases.append(self.case(schedule, split))
+                told(cases[-1])
+
+        for split in coarse:
+            if not split.is_colocated or schedule.name == SYNCHRONOUS:
+                look(split)
+        apart = sorted((case.split for case in cases if not case.split.is_colocated), key=lambda s: s.num_engines)
+        if apart:
+            self._refine(cases, apart, gpus, most, look)
+        return sorted(cases, key=_order)
+
+    def _refine(
+        self, cases: list[Case], apart: list[Split], gpus: int, most: int, look: Callable[[Split], None]
+    ) -> None:
+        """Halfway to the neighbours of the best one, again and again."""
+        by_count = {split.num_engines: split for split in splits(self.config, self.durations, gpus, 1 << 20)}
+        by_count = {count: split for count, split in by_count.items() if not split.is_colocated}
+        while len(cases) < most:
+            known = sorted(case.split.num_engines for case in cases if not case.split.is_colocated)
+            best = min((case for case in cases if not case.split.is_colocated), key=_order).split.num_engines
+            place = known.index(best)
+            ends = [known[i] for i in (place - 1, place + 1) if 0 <= i < len(known)]
+            halfway = {(best + end) // 2 for end in ends} - set(known)
+            if not halfway:
+                return
+            for count in sorted(halfway)[: most - len(cases)]:
+                look(by_count[count])
+
+
+def _order(case: Case) -> tuple[float, int]:
+    """Shorter steps first; of equal ones the one that needs fewer GPUs for generation."""
+    return (case.figures.step_s if case.figures else float("inf"), case.split.num_engines)
+
+
+def ranked(cases: Sequence[Case]) -> list[Case]:
+    """Those with figures, the shortest steps first."""
+    return sorted((case for case in cases if case.figures is not None), key=_order)
+
+
+def pick(cases: Sequence[Case], tolerance: float) -> Case:
+    """The one to choose: with the smallest largest lag of those within `tolerance` of the shortest steps."""
+    rows = ranked(cases)
+    assert rows and rows[0].figures is not None, "no case has figures"
+    bound = rows[0].figures.step_s * (1 + tolerance)
+    close = [case for case in rows if case.figures is not None and case.figures.step_s <= bound]
+    return min(close, key=lambda case: (case.figures.lag_max if case.figures else 0, _loss(case), _order(case)))
+
+
+def _loss(case: Case) -> float:
+    """Groups that are generated in vain."""
+    return sum(case.figures.dropped.values()) + case.figures.regenerated if case.figures else 1.0
