@@ -1,0 +1,162 @@
+"""What sessions are made of: turns, the versions that samples may have, and how much an engine is given."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+from rollout_tools import request
+
+from rlhf_megatron.rollout.balancer import LeastOutstanding, Load, Sent, samples_in_flight
+from rlhf_megatron.rollout.calls import call_name, sample_names
+from rlhf_megatron.rollout.chunks import Chunk
+from rlhf_megatron.rollout.engine import EngineAddress, GeneratedSample, VersionSpan
+from rlhf_megatron.rollout.local import wire
+from rlhf_megatron.rollout.local_client import LocalEngine
+from rlhf_megatron.rollout.supervisor import Member
+from rlhf_megatron.rollout.turn import Turn
+from rlhf_megatron.rollout.versions import Served, closed_problem, open_problem
+
+
+def test_a_turn_is_one_threads_and_others_get_it_in_order() -> None:
+    turn, order, asked = Turn(), [], threading.Event()
+
+    def next_one(name: str) -> None:
+        with turn.taken():
+            order.append(name)
+
+    threads = [threading.Thread(target=next_one, args=(name,)) for name in "abc"]
+    with turn.taken(), turn.taken():
+        assert turn.is_mine
+        for index, thread in enumerate(threads):
+            thread.start()
+            while len(turn._waiting) <= index:
+                time.sleep(0.001)
+        with turn.tried(0.0) as is_mine:
+            assert is_mine, "whoever has it gets it again"
+        found: list[bool] = []
+
+        def try_it() -> None:
+            start = time.monotonic()
+            with turn.tried(0.1) as is_mine:
+                found.append(is_mine)
+            assert 0.1 <= time.monotonic() - start < 5
+            asked.set()
+
+        threading.Thread(target=try_it).start()
+        assert asked.wait(10) and found == [False]
+        assert order == [] and len(turn._waiting) == 3
+    for thread in threads:
+        thread.join(10)
+    assert order == ["a", "b", "c"] and not turn.is_mine and not turn._waiting
+
+
+def test_the_clock_stands_still_while_somebody_has_the_turn() -> None:
+    turn = Turn()
+    start, start_s = turn.clock(), time.monotonic()
+    with turn.taken():
+        before = turn.clock()
+        time.sleep(0.2)
+        assert turn.clock() == pytest.approx(before, abs=1e-6)
+    time.sleep(0.1)
+    passed, all_s = turn.clock() - start, time.monotonic() - start_s
+    assert 0.1 <= passed <= all_s - 0.2 + 1e-3
+
+
+def sample(spans: tuple[tuple[int, int, int], ...], num_tokens: int, version: int | None = None) -> GeneratedSample:
+    """`spans`: (version, start, end)."""
+    found = tuple(VersionSpan(*span) for span in spans)
+    first = version if version is not None else found[0].version
+    return GeneratedSample((1,) * num_tokens, (0.0,) * num_tokens, "length", first, found)
+
+
+SERVED = Served(5, {2, 3, 5})  # version 4 was never served by this fleet
+PROBLEMS = {
+    "the last version": (sample(((5, 0, 4),), 4), 5, ""),
+    "over three syncs": (sample(((2, 0, 1), (3, 1, 2), (5, 2, 4)), 4), 2, ""),
+    "it ended before the last sync": (sample(((2, 0, 1), (3, 1, 4)), 4), 2, ""),
+    "no spans, and no sync between": (sample((), 4, 5), 5, ""),
+    "no token": (sample((), 0, 3), 3, ""),
+    "a version that comes later": (
+        sample(((5, 0, 2), (6, 2, 4)), 4),
+        5,
+        r"version \[6\].*asked .* at version 5.* is 5",
+    ),
+    "weights of before it was asked": (sample(((2, 0, 4),), 4), 3, r"version \[2\], though .* at version 3"),
+    "a version that nobody has synced": (sample(((3, 0, 2), (4, 2, 4)), 4), 3, r"version \[4\]"),
+    "a later token of older weights": (sample(((5, 0, 2), (3, 2, 4)), 4), 3, r"of versions \[5, 3\]"),
+    "a gap": (sample(((3, 0, 1), (5, 2, 4)), 4), 3, "4 tokens with the versions of"),
+    "not to its end": (sample(((3, 0, 3),), 4), 3, "4 tokens with the versions of"),
+    "another first version": (sample(((3, 0, 4),), 4, 5), 3, r"of version 5 whose tokens are of versions \[3\]"),
+    "no spans, but a sync between": (sample((), 4, 5), 3, "does not say which tokens came before version 5"),
+}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_versions_that_a_sample_can_have(name: str) -> None:
+    bad, sent_at, words = PROBLEMS[name]
+    good = sample(((sent_at, 0, 1),), 1)
+    found = open_problem([[good], [good, bad]], sent_at, SERVED)
+    assert re.search(words, found) if words else found == ""
+    assert open_problem([[bad]], None, Served()) == "", "before the first sync there is nothing to compare"
+
+
+def test_between_two_syncs_there_is_one_version() -> None:
+    group = [sample(((3, 0, 2),), 2), sample(((5, 0, 2),), 2)]
+    assert closed_problem([group[:1]], 3) == "" == closed_problem([group], None)
+    assert "version [3, 5], the current is 5" in closed_problem([group], 5)
+
+
+def member(name: str, max_running: int | None) -> Member:
+    engine = LocalEngine(EngineAddress(name, "local", "http://127.0.0.1:1", "t" * 32))
+    return Member(name, engine, max_running=max_running)
+
+
+def open_chunk(key: int, num_samples: int) -> Chunk:
+    return Chunk(key, (request((1,), tuple(range(num_samples)), 4),), is_open=True)
+
+
+def test_a_session_fills_engines_beyond_what_they_decode_at_once() -> None:
+    """8 samples a piece; engines that decode 16 at once get 48 and those that do not say get 768."""
+    small, silent = member("engine0", 16), member("engine1", None)
+    assert samples_in_flight(small) == 48 and samples_in_flight(silent) == 768
+    load, placed = Load(), []
+    for key in range(20):
+        sent = LeastOutstanding().place(open_chunk(key, 8), [small], load, 1)
+        if sent is not None:
+            load.add(sent)
+            placed.append(key)
+    assert placed == [0, 1, 2, 3, 4, 5]
+    assert LeastOutstanding().place(open_chunk(9, 8), [small, silent], load, 1).member is silent  # type: ignore[union-attr]
+
+
+def test_generate_and_a_session_do_not_take_each_others_places() -> None:
+    engine = member("engine0", 4)
+    other = member("engine1", 4)
+    load = Load()
+    for key in range(3):
+        load.add(Sent(open_chunk(key, 4), "engine0", engine.engine.generate, engine, engine.engine))
+    assert LeastOutstanding().place(open_chunk(9, 4), [engine], load, 1) is None
+    closed = replace(open_chunk(9, 4), is_open=False)
+    for _ in range(2):
+        sent = LeastOutstanding().place(closed, [engine], load, 1)
+        assert sent is not None
+        load.add(sent)
+    assert LeastOutstanding().place(closed, [engine], load, 1) is None, "two pieces of a generate at once"
+    assert LeastOutstanding().place(closed, [engine, other], load, 1).member is other  # type: ignore[union-attr]
+    assert (load.samples(engine, True), load.samples(engine, False), load.all_samples(engine)) == (12, 8, 20)
+
+
+def test_a_call_has_a_name_and_its_samples_have_theirs() -> None:
+    name = call_name(3)
+    assert name != call_name(3) and sample_names(name) == [f"{name}-0", f"{name}-1", f"{name}-2"]
+    body = wire.requests_to_json([request((1,), (1, 2, 3), 4)], name)
+    assert wire.name_from_json(body) == name and wire.name_from_json({}) == ""
+    assert wire.names_from_json({"names": [name]}) == (name,) and wire.names_from_json({}) == ()
+    with pytest.raises(ValueError, match="names must be a list of strings"):
+        wire.names_from_json({"names": [""]})
+    with pytest.raises(ValueError, match="name must be a string, not 3"):
+        wire.name_from_json({"name": 3})
