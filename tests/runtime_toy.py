@@ -21,11 +21,12 @@ from rlhf_megatron.data.batch import LogProbs, TokenBatch, gain
 from rlhf_megatron.data.plan import ReplicaPlan
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.rollout.process import ServerProcess
+from rlhf_megatron.runtime.controller import Deadlines
 from rlhf_megatron.runtime.failures import HostError
 from rlhf_megatron.runtime.pool import Pool
 from rlhf_megatron.runtime.pools import ACTOR, CRITIC, PoolSpec
 from rlhf_megatron.runtime.routed import RoutedGroups
-from rlhf_megatron.runtime.torchrun import Deadlines, launch_single_node, run_controller, run_host
+from rlhf_megatron.runtime.torchrun import launch_single_node, run_controller, run_host
 from rlhf_megatron.scheduler.watchdog import StageWatchdog
 from rlhf_megatron.stop import STOPPED_EXIT_CODE, StopRequest
 from rlhf_megatron.workers.contract import UpdateResult

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,8 @@ def train(args: argparse.Namespace) -> int:
         if _is_complete(args, config):
             return 0
         return _inline(args, config, _open_run_dir(args, config, as_yaml(config)))
+    if config.trainer.runtime == "ray":
+        return _ray(args, config)
     from rlhf_megatron.runtime import torchrun
 
     if not torchrun.is_under_torchrun():
@@ -172,15 +175,42 @@ def _inline(args: argparse.Namespace, config: RunConfig, opened: OpenRunDir) -> 
     from rlhf_megatron.runtime.stopping import ControllerStop
 
     def connect() -> WorkerGroup:
-        return InlineGroup(_lazy_roles(config), backend=_backend(config))
+        return InlineGroup(partial(_build_roles, config), backend=_backend(config))
 
     stop = StopRequest()
     with ControllerStop(stop, config.trainer.stop_grace_s).installed():
         return _run(args, config, opened.path, opened.lock, stop, connect)
 
 
+def _ray(args: argparse.Namespace, config: RunConfig) -> int:
+    from rlhf_megatron.runtime.ray_driver import run_driver
+    from rlhf_megatron.runtime.ray_environment import check_installed
+
+    _install_faults("controller")
+    check_installed()
+    _check(args, config)
+    if _is_complete(args, config):
+        return 0
+    opened = _open_run_dir(args, config, as_yaml(config))
+    stop = StopRequest()
+
+    def run(group, cluster) -> int:  # type: ignore[no-untyped-def]
+        return _run(args, config, opened.path, opened.lock, stop, lambda: group)
+
+    return run_driver(
+        run,
+        config,
+        partial(_build_roles, redacted(config)),  # Ray carries it to the ranks, which need no secrets
+        _pools(config),
+        opened.path / "logs",
+        _deadlines(config),
+        stop,
+        has_engines=args.replay is None,
+    )
+
+
 def _deadlines(config: RunConfig):  # type: ignore[no-untyped-def]
-    from rlhf_megatron.runtime.torchrun import Deadlines
+    from rlhf_megatron.runtime.controller import Deadlines
 
     trainer = config.trainer
     return Deadlines(
@@ -204,7 +234,7 @@ def _host(args: argparse.Namespace, config: RunConfig, resolved: str) -> int:
         inherited = [opened.lock.descriptor]
         os.environ |= {CONTROLLER_ENV: str(opened.path), LOCK_ENV: str(opened.lock.descriptor)}
     return run_host(
-        _lazy_roles(config),
+        partial(_build_roles, config),
         _pools(config),
         ["-m", "rlhf_megatron", *_arguments(args)],
         _run_dir(args, config) / "logs",
@@ -221,18 +251,14 @@ def _backend(config: RunConfig) -> str:
     return "cpu:gloo,cuda:nccl" if config.trainer.device != "cpu" and has_accelerator() else "gloo"
 
 
-def _lazy_roles(config: RunConfig):  # type: ignore[no-untyped-def]
+def _build_roles(config: RunConfig, pool):  # type: ignore[no-untyped-def]
     """Megatron is imported after the host has registered, so that what fails there is told with coordinates."""
+    from rlhf_megatron.parallel.determinism import make_deterministic
+    from rlhf_megatron.runtime.roles import role_builder
 
-    def build(pool):  # type: ignore[no-untyped-def]
-        from rlhf_megatron.parallel.determinism import make_deterministic
-        from rlhf_megatron.runtime.roles import role_builder
-
-        if config.trainer.deterministic:
-            make_deterministic()
-        return role_builder(config)(pool)
-
-    return build
+    if config.trainer.deterministic:
+        make_deterministic()
+    return role_builder(config)(pool)
 
 
 def _control(args: argparse.Namespace, config: RunConfig, run_dir: Path) -> int:

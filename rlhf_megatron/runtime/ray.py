@@ -66,6 +66,8 @@ class _Holder:
     """An actor: one object of a plain class. Its calls run on the main thread, one after the other."""
 
     def __init__(self, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        if devices := whereabouts().devices:
+            os.environ["LOCAL_RANK"] = str(local_rank(devices[0], os.environ.get("CUDA_VISIBLE_DEVICES", "")))
         self._object = make(*arguments)
 
     def whereabouts(self) -> Whereabouts:
@@ -81,10 +83,11 @@ class RemoteObject:
     def __init__(self, name: str, actor: Any) -> None:
         self.name = name
         self._actor = actor
+        self._whereabouts = actor.whereabouts.remote()  # before a call that lasts
 
     def whereabouts(self, timeout_s: float) -> Whereabouts:
         """Waits until the process runs. Raises as `call`."""
-        return self._wait(self._actor.whereabouts.remote(), "start", timeout_s)
+        return self._wait(self._whereabouts, "start", timeout_s)
 
     def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
         """What the method returns there. Raises what it raises there, ProcessLostError and LateAnswerError."""

@@ -9,7 +9,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rlhf_megatron.runtime.channel import AuthenticationError, Channel, FrameError, accept, connect
 from rlhf_megatron.runtime.failures import HostError
@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 10.0
 RETRY_S = 0.2
+LOOK_S = 1.0
 
 
 def listen(address: str) -> socket.socket:
@@ -53,11 +54,16 @@ def register_host(host: str, port: int, secret: bytes, rank: int, pool: str, tim
 
 
 def gather_hosts(
-    listener: socket.socket, secret: bytes, pools: Sequence[PoolSpec], timeout_s: float
+    listener: socket.socket,
+    secret: bytes,
+    pools: Sequence[PoolSpec],
+    timeout_s: float,
+    find_lost: Callable[[], HostError | None] = lambda: None,
 ) -> dict[str, list[HostLink]]:
     """Wait until every rank of all pools has registered; closes `listener`. By pool, links in rank order.
 
-    Peers without the secret are refused and logged. Raises HostError naming the ranks missing after `timeout_s`.
+    Peers without the secret are refused and logged. Raises HostError naming the ranks missing after `timeout_s`, and
+    what `find_lost`, which is asked every LOOK_S, says.
     """
     arrived: queue.SimpleQueue[tuple[str, HostLink]] = queue.SimpleQueue()
     places = [(pool.name, rank) for pool in pools for rank in range(pool.layout.world_size)]
@@ -68,8 +74,12 @@ def gather_hosts(
         threading.Thread(target=_accept_hosts, args=(listener, secret, by_name, arrived), daemon=True).start()
         while len(links) < len(places):
             try:
-                name, link = arrived.get(timeout=max(0.0, deadline - time.monotonic()))
+                name, link = arrived.get(timeout=min(LOOK_S, max(0.0, deadline - time.monotonic())))
             except queue.Empty:
+                if (error := find_lost()) is not None:
+                    raise error from None
+                if time.monotonic() < deadline:
+                    continue
                 missing = [where(n, by_name[n].layout, r) for n, r in places if (n, r) not in links]
                 raise HostError(
                     f"{', '.join(missing)} did not register within {timeout_s:g} s; see their logs."

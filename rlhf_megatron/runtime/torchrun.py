@@ -16,7 +16,6 @@ nodes on a private network. What a signal does: `runtime.stopping`.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import itertools
 import logging
 import os
@@ -26,9 +25,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -37,14 +35,12 @@ import torch.distributed as dist
 
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.runtime import channel, registration
-from rlhf_megatron.runtime.hang import DUMP_SIGNAL
-from rlhf_megatron.runtime.host import Activity, BuildRoles
-from rlhf_megatron.runtime.pool import Pool, join_pool, where
+from rlhf_megatron.runtime.controller import Deadlines, control
+from rlhf_megatron.runtime.host import BuildRoles
 from rlhf_megatron.runtime.pools import PoolSpec, pool_of_rank
-from rlhf_megatron.runtime.processes import die_with_parent, machine_id, on_signals, redirect_output, state_of
-from rlhf_megatron.runtime.remote import RemoteGroup
+from rlhf_megatron.runtime.processes import die_with_parent, machine_id, on_signals, state_of
+from rlhf_megatron.runtime.rank import RankPlace, run_rank
 from rlhf_megatron.runtime.routed import RoutedGroups
-from rlhf_megatron.runtime.service import Service, serve
 from rlhf_megatron.runtime.stopping import CLEANUP_S, HOST_SLACK_S, SIGNALS, STOP_LIMIT_ENV, ControllerStop, HostStop
 from rlhf_megatron.stop import StopRequest
 
@@ -52,19 +48,11 @@ logger = logging.getLogger(__name__)
 
 EXIT_CODE_POLL_S = 0.1
 EXIT_CODE_S = 300.0  # for the controller to finish after it has let the hosts go
-COLLECTIVE_SLACK_S = 120.0  # a call's deadline comes before the deadline of the collective that it is stuck in
 _LISTENER_ENV = "RLHF_MEGATRON_CONTROL_FD"
 _PARENT_ENV = "RLHF_MEGATRON_CONTROL_PARENT"
 _ADDRESS, _SECRET, _EXIT_CODE = "control/address", "control/secret", "control/exit_code"  # keys in the store
 _SETTINGS, _RANK_0 = "control/settings", "control/rank_0"  # the second: its machine and process
 _RANK_ENV = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ROLE_", "GROUP_")
-
-
-@dataclass(frozen=True)
-class Deadlines:
-    startup_s: float  # for all hosts to register, and then for the roles to stand
-    call_s: float  # of one call
-    stop_s: float = 60.0  # of the run to end by itself, once it was asked to
 
 
 def launch_single_node(
@@ -123,39 +111,22 @@ def run_host(
         exit_code = _exit_code_from(store)
         stopping = HostStop(deadlines.stop_s)
     on_signals(SIGNALS, stopping.on_signal)
-    pool = pool_of_rank(pools, rank)
-    pool_rank = rank - pool.first_rank
-    name = where(pool.name, pool.layout, pool_rank)
+    place = RankPlace(rank, pool_of_rank(pools, rank))
     host, _, port = store.get(_ADDRESS).decode().rpartition(":")  # rank 0 has made the run directory when this is set
     secret = secret or bytes(store.get(_SECRET))
-    console = redirect_output(log_dir / f"rank{rank}.log")
-    logging.basicConfig(
-        level=logging.INFO, format=f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s", force=True
+    is_served = run_rank(
+        place,
+        (host, int(port)),
+        secret,
+        build_roles,
+        lambda: _rendezvous_store(f"pool/{place.pool.name}", deadlines.startup_s),
+        log_dir,
+        deadlines,
+        backend,
+        stopping,
+        exit_code,
     )
-    faulthandler.enable()
-    faulthandler.register(DUMP_SIGNAL)
-    try:
-        control = registration.register_host(host, int(port), secret, pool_rank, pool.name, deadlines.startup_s)
-    except ConnectionError as error:
-        logger.exception("cannot reach the controller")
-        os.write(console, f"{name} cannot reach the controller: {error}\n".encode())
-        return 1
-    activity = Activity(name)
-    service = Service(control, activity, exit_code)
-    stopping.send = service.tell
-    pool_store = _rendezvous_store(f"pool/{pool.name}", deadlines.startup_s)
-    timeout_s = deadlines.call_s + COLLECTIVE_SLACK_S
-
-    def join() -> Pool:
-        return join_pool(pool.name, pool.layout, pool_rank, pool_store, backend, timeout_s)
-
-    def build(joined: Pool) -> Mapping[str, object]:
-        roles = build_roles(joined)
-        stopping.is_startup = False
-        return roles
-
-    serve(service, activity, join, build)
-    return exit_code()
+    return exit_code() if is_served else 1
 
 
 def run_controller(
@@ -172,27 +143,10 @@ def run_controller(
     os.environ.pop(channel.SECRET_ENV)
     listener = socket.socket(fileno=int(os.environ.pop(_LISTENER_ENV)))
     parent = int(os.environ.pop(_PARENT_ENV))
-    group: RoutedGroups | None = None
     stopping = ControllerStop(stop or StopRequest(), deadlines.stop_s, parent)
     with stopping.installed():
         die_with_parent(signal.SIGTERM, parent)
-        try:
-            links = registration.gather_hosts(listener, secret, pools, deadlines.startup_s)
-            group = RoutedGroups(
-                {
-                    pool.name: RemoteGroup(
-                        pool.layout, links[pool.name], deadlines.startup_s, deadlines.call_s, stopping.tell
-                    )
-                    for pool in pools
-                }
-            )
-            stopping.watch(group)
-            group.wait_until_built()
-            stopping.is_startup = stop is None
-            return run(group)
-        finally:
-            if group is not None:
-                group.close()
+        return control(run, listener, secret, pools, deadlines, stopping, is_stoppable=stop is not None)
 
 
 def _rendezvous_store(prefix: str, timeout_s: float) -> dist.Store:

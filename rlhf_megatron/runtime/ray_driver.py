@@ -1,0 +1,204 @@
+"""The Ray launcher: the driver is the controller, and each rank a process that Ray placed.
+
+    driver = controller --- Ray --- places and starts the ranks, and ends them
+           `--- control channel --- host 0, host 1, ...       calls, as under torchrun (`runtime.remote`)
+           `--- rendezvous store of the pools                 for torch.distributed
+
+When the driver ends, however it ends, its hosts lose the control channel and end; Ray kills what is left of the job's
+processes, and a cluster of this machine ends with it. The secret of the control channel is drawn here and reaches a
+rank as an argument of a call, inside the cluster. Who reaches the cluster runs code in it: `docs/security.md`.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from rlhf_megatron import faults
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.parallel.bound_store import BoundStore
+from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
+from rlhf_megatron.runtime import channel, ray_environment, registration
+from rlhf_megatron.runtime.controller import Deadlines, control
+from rlhf_megatron.runtime.failures import HostError, HostLostError
+from rlhf_megatron.runtime.host import BuildRoles
+from rlhf_megatron.runtime.nodes import interface_towards
+from rlhf_megatron.runtime.pools import PoolSpec, pool_of_rank
+from rlhf_megatron.runtime.processes import on_signals
+from rlhf_megatron.runtime.rank import RankPlace, run_rank
+from rlhf_megatron.runtime.ray_places import Bundle, cpus_of_own_cluster, engine_bundles, rank_bundles
+from rlhf_megatron.runtime.routed import RoutedGroups
+from rlhf_megatron.runtime.stopping import SIGNALS, ControllerStop, HostStop
+from rlhf_megatron.stop import StopRequest
+
+if TYPE_CHECKING:
+    from rlhf_megatron.runtime.ray import Cluster, Task
+
+GPU_BACKEND = "cpu:gloo,cuda:nccl"
+_FAILED = 1
+
+
+@dataclass(frozen=True)
+class RankOrder:
+    """What a rank is told."""
+
+    place: RankPlace
+    address: str  # of the driver's machine
+    control_port: int
+    store_port: int
+    log_dir: Path
+    deadlines: Deadlines
+    backend: str
+    build_roles: BuildRoles
+    faults: tuple[str, Path] | None  # plan and directory, for tests
+
+
+class RankProcess:
+    """In a process of the cluster."""
+
+    def serve(self, order: RankOrder, secret: bytes) -> None:
+        """The life of the host. On the main thread. Raises ConnectionError when it cannot reach the driver."""
+        if order.faults is not None:
+            faults.install(order.faults[0], f"rank{order.place.rank}", order.faults[1])
+        if interface := interface_towards(order.address):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        stopping = HostStop(order.deadlines.stop_s)
+        on_signals(SIGNALS, stopping.on_signal)
+        startup = timedelta(seconds=order.deadlines.startup_s)
+
+        def pool_store() -> dist.Store:
+            store = dist.TCPStore(order.address, order.store_port, is_master=False, timeout=startup)
+            return dist.PrefixStore(f"rlhf_megatron/pool/{order.place.pool.name}", store)
+
+        is_served = run_rank(
+            order.place,
+            (order.address, order.control_port),
+            secret,
+            order.build_roles,
+            pool_store,
+            order.log_dir,
+            order.deadlines,
+            order.backend,
+            stopping,
+            lambda: _FAILED,
+        )
+        if not is_served:
+            raise ConnectionError(f"{order.place.where} cannot reach the driver at {order.address}.")
+
+
+def run_driver(
+    run: Callable[[RoutedGroups, Cluster], int],
+    config: RunConfig,
+    build_roles: BuildRoles,
+    pools: Sequence[PoolSpec],
+    log_dir: Path,
+    deadlines: Deadlines,
+    stop: StopRequest,
+    has_engines: bool,
+) -> int:
+    """Connect to the cluster, or make one; reserve, start the ranks, `run`, end all. Returns what `run` does.
+
+    `build_roles` is pickled by Ray. A signal becomes `stop`, which `run` is to look at. Raises ValueError where there
+    is no cluster or no room in it, and as `run_controller` of the torchrun launcher. On the main thread.
+    """
+    ray_environment.check_installed()
+    address = ray_environment.address_of(config, os.environ)
+    if address is None and config.trainer.nnodes > 1:
+        raise ValueError(
+            f"trainer.nnodes ({config.trainer.nnodes}) needs a Ray cluster of that many machines, and neither"
+            " ray.address nor RAY_ADDRESS names one; start it with launch/ray_cluster.sh, or set trainer.nnodes to 1."
+        )
+    ray_environment.prepare(address, os.environ)
+    from rlhf_megatron.runtime.ray import Cluster
+
+    stopping = ControllerStop(stop, deadlines.stop_s)
+    stopping.is_startup = True  # nothing to save yet
+    num_cpus = cpus_of_own_cluster(_bundles(config, has_engines, uses_gpus=False), os.cpu_count() or 1)
+    with (
+        stopping.installed(),
+        make_transfer_dir(tempfile.gettempdir(), 0) as own,  # sockets need a short path
+        Cluster(address, own.path, num_cpus, config.ray.dashboard) as cluster,
+    ):
+        uses_gpus = config.trainer.device != "cpu" and (config.trainer.device == "cuda" or cluster.has_gpus)
+        bundles = _bundles(config, has_engines, uses_gpus)
+        cluster.reserve(bundles, config.ray.placement == "spread", config.ray.start_timeout_s)
+        return _run_on(cluster, run, config, build_roles, pools, log_dir, deadlines, stopping, uses_gpus)
+
+
+def _bundles(config: RunConfig, has_engines: bool, uses_gpus: bool) -> list[Bundle]:
+    """The machines' shares of the ranks, then the engines'."""
+    return [*rank_bundles(config, uses_gpus), *(engine_bundles(config, uses_gpus) if has_engines else ())]
+
+
+def _run_on(
+    cluster: Cluster,
+    run: Callable[[RoutedGroups, Cluster], int],
+    config: RunConfig,
+    build_roles: BuildRoles,
+    pools: Sequence[PoolSpec],
+    log_dir: Path,
+    deadlines: Deadlines,
+    stopping: ControllerStop,
+    uses_gpus: bool,
+) -> int:
+    given = channel.given_secret(os.environ)
+    os.environ.pop(channel.SECRET_ENV, None)
+    secret = given or channel.new_secret().encode()
+    listener = registration.listen(cluster.address)
+    store = BoundStore(cluster.address, 0, is_master=True, wait_for_workers=False)
+    plan = os.environ.get(faults.PLAN_ENV)
+    order = RankOrder(
+        place=RankPlace(0, pools[0]),
+        address=cluster.address,
+        control_port=listener.getsockname()[1],
+        store_port=store.port,
+        log_dir=log_dir.absolute(),
+        deadlines=deadlines,
+        backend=GPU_BACKEND if uses_gpus else "gloo",
+        build_roles=build_roles,
+        faults=None if plan is None else (plan, Path(os.environ[faults.DIRECTORY_ENV])),
+    )
+    environment = ray_environment.of_ranks(
+        config, os.environ, is_one_machine=cluster.is_own, uses_gpus=uses_gpus, kinds=cluster.accelerators()
+    )
+    each = config.trainer.n_gpus_per_node
+    tasks: list[tuple[str, Task]] = []
+    for rank in range(pools[-1].end):
+        place = RankPlace(rank, pool_of_rank(pools, rank))
+        process = cluster.start(
+            place.where,
+            RankProcess,
+            bundle=rank // each,
+            num_cpus=config.ray.num_cpus_per_rank,
+            num_gpus=1 if uses_gpus else 0,
+            environment=environment,
+        )
+        tasks.append((place.where, process.submit("serve", replace(order, place=place), secret)))
+    return control(
+        lambda group: run(group, cluster),
+        listener,
+        secret,
+        pools,
+        deadlines,
+        stopping,
+        find_lost=lambda: _lost(tasks),
+    )
+
+
+def _lost(tasks: Sequence[tuple[str, Task]]) -> HostError | None:
+    """A rank that ended before it registered, with what Ray knows of it."""
+    for where, task in tasks:
+        if task.is_done:
+            try:
+                task.result(1.0)
+            except Exception as error:  # whatever ended it
+                return HostLostError(f"{where} did not start: {type(error).__name__}: {error}")
+            return HostLostError(f"{where} has ended before all ranks had come; see its log.")
+    return None
