@@ -188,10 +188,10 @@ def _serve_engine(arguments: list[str]) -> int:
 
     generate = DecodeService.generate
 
-    def noting(self: DecodeService, requests: Any) -> Any:
+    def noting(self: DecodeService, requests: Any, *others: Any) -> Any:
         with open(os.environ[SEEDS_ENV], "a") as file:
             file.write("".join(f"{seed}\n" for request in requests for seed in request.seeds))
-        return generate(self, requests)
+        return generate(self, requests, *others)
 
     DecodeService.generate = noting  # type: ignore[method-assign]
     return server.main(arguments)
