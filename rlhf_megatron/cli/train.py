@@ -143,8 +143,11 @@ def _run(
     lock: RunLock,
     stop: StopRequest,
     group,  # type: ignore[no-untyped-def]
+    place=None,  # type: ignore[no-untyped-def]
 ) -> int:
+    """`place`: of the engines; None: beside this process."""
     from rlhf_megatron.rollout.engine import EngineError
+    from rlhf_megatron.rollout.process import here
     from rlhf_megatron.scheduler import run
     from rlhf_megatron.scheduler.replay import replay
     from rlhf_megatron.scheduler.replay_capsule import NOT_REPRODUCED_EXIT_CODE, replay_capsule
@@ -158,7 +161,7 @@ def _run(
         if args.replay is not None:
             replay(config, group, run_dir, Path(args.replay_from), args.replay, stop)
         elif not _is_complete(args, config):  # ranks that torchrun has started come here without having asked
-            run.train(config, group, run_dir, args.record or config.trainer.record, lock.since, stop)
+            run.train(config, group, run_dir, args.record or config.trainer.record, lock.since, stop, place or here)
     except EngineError as error:
         raise ValueError(str(error)) from error
     except NonFiniteNumbers as error:
@@ -194,8 +197,8 @@ def _ray(args: argparse.Namespace, config: RunConfig) -> int:
     opened = _open_run_dir(args, config, as_yaml(config))
     stop = StopRequest()
 
-    def run(group, cluster) -> int:  # type: ignore[no-untyped-def]
-        return _run(args, config, opened.path, opened.lock, stop, lambda: group)
+    def run(group, place) -> int:  # type: ignore[no-untyped-def]
+        return _run(args, config, opened.path, opened.lock, stop, lambda: group, place)
 
     return run_driver(
         run,

@@ -25,6 +25,7 @@ from rlhf_megatron import faults
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.parallel.bound_store import BoundStore
 from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
+from rlhf_megatron.rollout.process import Place
 from rlhf_megatron.runtime import channel, ray_environment, registration
 from rlhf_megatron.runtime.controller import Deadlines, control
 from rlhf_megatron.runtime.failures import HostError, HostLostError
@@ -34,12 +35,13 @@ from rlhf_megatron.runtime.pools import PoolSpec, pool_of_rank
 from rlhf_megatron.runtime.processes import on_signals
 from rlhf_megatron.runtime.rank import RankPlace, run_rank
 from rlhf_megatron.runtime.ray_places import Bundle, cpus_of_own_cluster, engine_bundles, rank_bundles
+from rlhf_megatron.runtime.ray_seats import gpus_per_engine, must_share_machine
 from rlhf_megatron.runtime.routed import RoutedGroups
 from rlhf_megatron.runtime.stopping import SIGNALS, ControllerStop, HostStop
 from rlhf_megatron.stop import StopRequest
 
 if TYPE_CHECKING:
-    from rlhf_megatron.runtime.ray import Cluster, Task
+    from rlhf_megatron.runtime.ray import Cluster, RemoteObject, Task, Whereabouts
 
 GPU_BACKEND = "cpu:gloo,cuda:nccl"
 _FAILED = 1
@@ -94,7 +96,7 @@ class RankProcess:
 
 
 def run_driver(
-    run: Callable[[RoutedGroups, Cluster], int],
+    run: Callable[[RoutedGroups, Place], int],
     config: RunConfig,
     build_roles: BuildRoles,
     pools: Sequence[PoolSpec],
@@ -103,7 +105,8 @@ def run_driver(
     stop: StopRequest,
     has_engines: bool,
 ) -> int:
-    """Connect to the cluster, or make one; reserve, start the ranks, `run`, end all. Returns what `run` does.
+    """Connect to the cluster, or make one; reserve, start the ranks, `run`, end all. Returns what `run` does, which is
+    given the hosts and the place of its engines (`has_engines`: it starts some).
 
     `build_roles` is pickled by Ray. A signal becomes `stop`, which `run` is to look at. Raises ValueError where there
     is no cluster or no room in it, and as `run_controller` of the torchrun launcher. On the main thread.
@@ -120,26 +123,31 @@ def run_driver(
 
     stopping = ControllerStop(stop, deadlines.stop_s)
     stopping.is_startup = True  # nothing to save yet
-    num_cpus = cpus_of_own_cluster(_bundles(config, has_engines, uses_gpus=False), os.cpu_count() or 1)
+    num_cpus = cpus_of_own_cluster(_bundles(config, has_engines, False), os.cpu_count() or 1)
     with (
         stopping.installed(),
         make_transfer_dir(tempfile.gettempdir(), 0) as own,  # sockets need a short path
         Cluster(address, own.path, num_cpus, config.ray.dashboard) as cluster,
     ):
         uses_gpus = config.trainer.device != "cpu" and (config.trainer.device == "cuda" or cluster.has_gpus)
-        bundles = _bundles(config, has_engines, uses_gpus)
+        num_gpus = gpus_per_engine(config) if has_engines and uses_gpus else 0
+        bundles = _bundles(config, has_engines, uses_gpus, num_gpus, cluster.address)
         cluster.reserve(bundles, config.ray.placement == "spread", config.ray.start_timeout_s)
-        return _run_on(cluster, run, config, build_roles, pools, log_dir, deadlines, stopping, uses_gpus)
+        return _run_on(cluster, run, config, build_roles, pools, log_dir, deadlines, stopping, uses_gpus, num_gpus)
 
 
-def _bundles(config: RunConfig, has_engines: bool, uses_gpus: bool) -> list[Bundle]:
-    """The machines' shares of the ranks, then the engines'."""
-    return [*rank_bundles(config, uses_gpus), *(engine_bundles(config, uses_gpus) if has_engines else ())]
+def _bundles(
+    config: RunConfig, has_engines: bool, uses_gpus: bool, gpus_of_engine: int = 0, driver_address: str = ""
+) -> list[Bundle]:
+    """The machines' shares of the ranks, then the engines'; some can only be on the driver's machine."""
+    engines = engine_bundles(config, uses_gpus, gpus_of_engine) if has_engines else ()
+    machine = driver_address if must_share_machine(config) else ""
+    return [*rank_bundles(config, uses_gpus), *(replace(bundle, machine=machine) for bundle in engines)]
 
 
 def _run_on(
     cluster: Cluster,
-    run: Callable[[RoutedGroups, Cluster], int],
+    run: Callable[[RoutedGroups, Place], int],
     config: RunConfig,
     build_roles: BuildRoles,
     pools: Sequence[PoolSpec],
@@ -147,7 +155,10 @@ def _run_on(
     deadlines: Deadlines,
     stopping: ControllerStop,
     uses_gpus: bool,
+    gpus_of_engine: int,
 ) -> int:
+    from rlhf_megatron.runtime.ray_engines import RayEngines
+
     given = channel.given_secret(os.environ)
     os.environ.pop(channel.SECRET_ENV, None)
     secret = given or channel.new_secret().encode()
@@ -169,6 +180,7 @@ def _run_on(
         config, os.environ, is_one_machine=cluster.is_own, uses_gpus=uses_gpus, kinds=cluster.accelerators()
     )
     each = config.trainer.n_gpus_per_node
+    processes: list[RemoteObject] = []
     tasks: list[tuple[str, Task]] = []
     for rank in range(pools[-1].end):
         place = RankPlace(rank, pool_of_rank(pools, rank))
@@ -180,9 +192,15 @@ def _run_on(
             num_gpus=1 if uses_gpus else 0,
             environment=environment,
         )
+        processes.append(process)
         tasks.append((place.where, process.submit("serve", replace(order, place=place), secret)))
+
+    def ranks() -> list[Whereabouts]:
+        return [process.whereabouts(deadlines.startup_s) for process in processes]
+
+    engines = RayEngines(cluster, config, gpus_of_engine, ranks, ray_environment.of_engines(os.environ))
     return control(
-        lambda group: run(group, cluster),
+        lambda group: run(group, engines),
         listener,
         secret,
         pools,

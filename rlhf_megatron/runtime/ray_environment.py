@@ -97,10 +97,19 @@ def of_ranks(
     is_split = any(m.tensor_model_parallel_size > 1 or m.context_parallel_size > 1 for m in megatrons if m is not None)
     if uses_gpus and is_split and not any(kind.startswith(_ONE_QUEUE_HURTS) for kind in kinds):
         wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    given = {
+    return wanted | forwarded(environment)
+
+
+def of_engines(environment: Mapping[str, str]) -> dict[str, str]:
+    """Of the processes that start servers. `environment`: the driver's; OMP_NUM_THREADS is the servers' own."""
+    return {name: value for name, value in forwarded(environment).items() if name != "OMP_NUM_THREADS"}
+
+
+def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
+    """What goes from the driver's environment to processes on all machines."""
+    return {
         name: value for name, value in environment.items() if name in FORWARDED or name.startswith(FORWARDED_PREFIXES)
     }
-    return wanted | given
 
 
 def local_rank(device: str, visible: str) -> int:
