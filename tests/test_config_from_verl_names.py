@@ -70,7 +70,10 @@ BLOCKS = {
  pf_ppo.reweight_method pf_ppo.weight_pow""",
     "trainer": """total_epochs total_training_steps nnodes n_gpus_per_node save_freq test_freq val_before_train
  resume_mode default_local_dir balance_batch critic_warmup logger rollout_data_dir validation_data_dir
- max_actor_ckpt_to_keep use_v1 v1.trainer_mode project_name experiment_name""",
+ max_actor_ckpt_to_keep use_v1 v1.trainer_mode v1.sampler.max_off_policy_threshold
+ v1.sampler.max_off_policy_strategy v1.separate_async.num_warmup_batches project_name experiment_name""",
+    "async_training": """staleness_threshold trigger_parameter_sync_step require_batches partial_rollout
+ use_rollout_log_probs compute_prox_log_prob checkpoint_engine.enable""",
     "global_profiler": "tool steps save_path",
     "skip": "enable dump_dir",
     "ray_kwargs": "ray_init.num_cpus timeline_json_file",

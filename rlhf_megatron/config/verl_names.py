@@ -45,7 +45,6 @@ _NO_WSD = "warm-up, stable and decay phases are not there; use another lr_decay_
 _ENGINES_OWN = "it is the engine's own business; see rollout.sglang.args"
 _NO_IMAGES = "prompts are text; remove it"
 _VERLS_OWN = "it belongs to how verl is built; remove it"
-_ONE_TRAINER = "steps are made one after the other; remove it"
 _NO_EXPERTS = "models with experts are not supported yet; remove it"
 _WEIGHTS = "weights are read from a directory in Hugging Face layout"
 _FORCED = "it follows from the layout, since other values fail silently; remove it"
@@ -348,9 +347,21 @@ VERL_NAMES = (
     VerlName("trainer.rollout_data_dir", "trainer.record"),
     VerlName("trainer.validation_data_dir", "trainer.record"),
     VerlName("trainer.balance_batch", None, "replicas are always balanced; remove it", off=(True,)),
-    VerlName("trainer.use_v1", None, _ONE_TRAINER, off=(True,)),
-    VerlName("trainer.v1.trainer_mode", None, _ONE_TRAINER, learns=True, off=("sync",)),
-    VerlName("trainer.v1.*", None, _ONE_TRAINER),
+    VerlName("trainer.use_v1", None, _VERLS_OWN, off=(True,)),
+    VerlName("trainer.v1.trainer_mode", "schedule.name", learns=True, off=("sync",)),
+    VerlName("trainer.v1.sampler.max_off_policy_threshold", "schedule.params", "as max_lag"),
+    VerlName("trainer.v1.sampler.max_off_policy_strategy", "schedule.params", "as late"),
+    VerlName("trainer.v1.*", None, _VERLS_OWN),
+    VerlName("async_training.staleness_threshold", "schedule.params", "as max_lag, in whole syncs", learns=True),
+    VerlName("async_training.partial_rollout", "schedule.params", "as partial_rollouts"),
+    VerlName("async_training.trigger_parameter_sync_step", "data.train_batch_size", "times as many", learns=True),
+    VerlName("async_training.require_batches", "data.train_batch_size", "times as many", learns=True),
+    VerlName("async_training.use_rollout_log_probs", "algorithm.rollout_correction.mode", "as bypass", learns=True),
+    VerlName("async_training.*", None, _VERLS_OWN),
+    VerlName("rollout.nnodes", "rollout.num_engines", "engines of schedules other than synchronous"),
+    VerlName("rollout.n_gpus_per_node", "rollout.num_engines", "engines of schedules other than synchronous"),
+    VerlName("rollout.total_rollout_steps", "trainer.total_training_steps", "prompts there", learns=True),
+    VerlName("rollout.test_freq", "trainer.test_freq"),
     VerlName("trainer.use_legacy_worker_impl", None, _VERLS_OWN, off=("auto", "disable", "enable")),
     VerlName("trainer.log_val_generations", "trainer.samples_kept"),
     VerlName("trainer.default_hdfs_dir", "trainer.default_local_dir"),

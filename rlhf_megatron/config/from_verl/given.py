@@ -61,6 +61,11 @@ class Given:
             )
         self._settings.setdefault(key, setting)
 
+    def assume(self, key: str, value: Any, source: str) -> None:
+        """`key` follows from the setting `source`, whatever stands there. From now on it is as if it was written."""
+        where = self._settings[source].where if source in self._settings else "verl's default"
+        self._settings[key] = Setting(self.name(source), value, where)
+
     def has(self, key: str) -> bool:
         """Whether somebody wrote it."""
         return key in self._settings

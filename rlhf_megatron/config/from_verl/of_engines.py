@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rlhf_megatron.config.from_verl.draft import Draft
+from rlhf_megatron.config.from_verl.of_schedule import is_apart
 
 ARGS = "rollout.sglang.args"
 OFF = {"top_p": (1, 1.0), "top_k": (-1, 0), "min_p": (0, 0.0)}
@@ -74,10 +75,14 @@ def _servers(draft: Draft) -> None:
     """verl's hybrid engine: as many engines as fit on the trainer's devices, which take turns with it."""
     g = draft.given
     sizes = [g.whole(f"rollout.{name}_parallel_size") for name in ("tensor_model", "data", "pipeline_model")]
-    nnodes, gpus = g.whole("trainer.nnodes"), g.whole("trainer.n_gpus_per_node")
+    section = "rollout" if is_apart(g) else "trainer"
+    nnodes, gpus = (g.whole(f"{section}.{name}") for name in ("nnodes", "n_gpus_per_node"))
+    if is_apart(g):  # the recipes' defaults
+        nnodes, gpus = nnodes or 1, gpus or 8
     for role in ("actor", "critic"):
         g.ignore(*(f"{role}.{kind}.{name}" for kind in ("megatron", "fsdp_config") for name in OFFLOADS))
-    is_hybrid = g.flag("hybrid_engine") if g.has("hybrid_engine") else True
+    is_hybrid = (g.flag("hybrid_engine") if g.has("hybrid_engine") else True) and not is_apart(g)
+    is_hybrid = is_hybrid and draft.values.get("schedule.name") is None
     if sizes[0] is None or sizes[1] is None or sizes[2] is None or nnodes is None or gpus is None:
         return
     names = ("tp_size", "dp_size", "pp_size")
@@ -86,7 +91,7 @@ def _servers(draft: Draft) -> None:
             draft.put(f"{ARGS}.{argument}", size, (f"rollout.{kind}_parallel_size",))
     num = max(1, gpus // (sizes[0] * sizes[1] * sizes[2]))
     note = f"{gpus} devices / {sizes[0] * sizes[1] * sizes[2]} an engine, on the first machine"
-    draft.put("rollout.num_engines", num, ("trainer.n_gpus_per_node", "rollout.tensor_model_parallel_size"), note)
+    draft.put("rollout.num_engines", num, (f"{section}.n_gpus_per_node", "rollout.tensor_model_parallel_size"), note)
     if nnodes == 1 and is_hybrid:
         note = "trainer and engines take turns with the devices, and each is in host memory between its turns"
         draft.put("rollout.colocated", True, (), note)
@@ -94,7 +99,8 @@ def _servers(draft: Draft) -> None:
             draft.put("reference.param_offload", True, (), "colocated needs it")
     else:
         draft.put("rollout.weight_transport", "process_group", (), "to engines on devices of their own")
-        g.notes.append(
-            f"{nnodes} machines: engines cannot take turns with the trainer's devices here, as verl's do; they need"
-            " devices of their own (rollout.endpoints for servers on other machines)."
-        )
+        if nnodes > 1:
+            g.notes.append(
+                f"{nnodes} machines: engines cannot take turns with the trainer's devices here, as verl's do; they need"
+                " devices of their own (rollout.endpoints for servers on other machines)."
+            )

@@ -19,6 +19,7 @@ from rlhf_megatron.config.from_verl.of_losses import (
     resampling,
 )
 from rlhf_megatron.config.from_verl.of_optim import optim
+from rlhf_megatron.config.from_verl.of_schedule import as_steps, schedule
 from rlhf_megatron.config.from_verl.of_trainer import trainer
 from rlhf_megatron.config.from_verl.rest import rest
 from rlhf_megatron.config.from_verl.setting import Written
@@ -63,6 +64,7 @@ def translate(
     Raises ConfigError for overrides that are malformed.
     """
     given = Given(written, environment)
+    as_steps(given)
     draft = Draft(given, parts, told)
     _map(draft)
     for override in parse_overrides(ours, layer=0):
@@ -92,6 +94,7 @@ def _map(draft: Draft) -> None:
     group_filter(draft)
     policy_loss(draft)
     of_correction.correction(draft)
+    schedule(draft)
     reference_batches(draft)
     of_layout.reference_layout(draft)
     of_engines.sampling(draft)
