@@ -54,7 +54,7 @@ class Rig:
         self.fleet = EngineFleet(engines, request_timeout_s, 3, supervision=supervision, balancer=balancer)
         self.fleet.resync = self.resync
 
-    def sync(self, spoil: str = "", hold_s: float = 0.0) -> None:
+    def sync(self, spoil: str = "", hold_s: float = 0.0, meanwhile: Callable[[], None] = lambda: None) -> None:
         """All engines to the next version; the one named `spoil` gets a damaged bucket. It takes `hold_s` at least."""
         with self.fleet.exclusive():
             self.fleet.begin_update(self.version + 1)
@@ -64,6 +64,7 @@ class Rig:
                     self.send(engine, self.version + 1, engine.address.name == spoil)
                 except EngineError as error:
                     self.fleet.set_aside(engine.address.name, str(error))
+            meanwhile()
             self.fleet.commit_update(self.version + 1)
         self.version += 1
 
