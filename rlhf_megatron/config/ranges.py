@@ -38,6 +38,7 @@ POSITIVE = Interval(0, is_low_open=True)
 SECONDS = Interval(0, math.inf, is_low_open=True, is_high_open=True)
 FRACTION = Interval(0, 1)
 BELOW_ONE = Interval(0, 1, is_high_open=True)
+AMOUNT = Interval(0, math.inf, is_high_open=True)
 
 OPTIM = {
     "lr": BELOW_ONE,
@@ -114,6 +115,9 @@ INTERVALS = {
     "trainer.stage_timeout_s": SECONDS,
     "trainer.stop_grace_s": SECONDS,
     "trainer.max_consecutive_skips": COUNT,
+    "ray.num_cpus_per_rank": AMOUNT,
+    "ray.num_cpus_per_engine": AMOUNT,
+    "ray.start_timeout_s": SECONDS,
     **{f"{section}.optim.{name}": i for section in ("actor", "critic", "warmup") for name, i in OPTIM.items()},
     **{f"{section}.megatron.{name}": i for section in ("actor", "critic") for name, i in MEGATRON.items()},
 }

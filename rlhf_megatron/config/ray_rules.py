@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 
 from rlhf_megatron.config.errors import Problem
@@ -11,9 +12,30 @@ from rlhf_megatron.config.schema import RunConfig
 RUNTIME = "trainer.runtime"
 
 
+ADDRESS = "ray.address"
+_HOST_AND_PORT = re.compile(r"[^/\s]+:\d{1,5}")
+
+
 def idle_settings(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str, str]]:
     """See `config.ignored`."""
-    yield config.trainer.runtime != "ray", ("ray",), RUNTIME, "set that to ray"
+    is_ray = config.trainer.runtime == "ray"
+    yield not is_ray, ("ray",), RUNTIME, "set that to ray"
+    has_engines = not config.rollout.endpoints
+    yield is_ray and not has_engines, ("ray.num_cpus_per_engine",), "rollout.endpoints", "let the run start its engines"
+    yield is_ray and config.ray.address is not None, ("ray.dashboard",), ADDRESS, "leave the address out"
 
 
-RULES: tuple[Callable[[Loaded], Iterator[Problem]], ...] = ()
+def address(loaded: Loaded) -> Iterator[Problem]:
+    """Ray Client (ray://) runs the driver's calls elsewhere, where the run directory is not."""
+    value = loaded.config.ray.address
+    if value is None or value == "auto" or _HOST_AND_PORT.fullmatch(value):
+        return
+    if "://" in value:
+        why = "names a service of Ray, but the driver must run on a machine of the cluster"
+        fix = "submit the run there (ray job submit), or write HOST:PORT of the head's GCS"
+    else:
+        why, fix = "must be HOST:PORT, or auto", "write the address that ray start --head says, such as 10.0.0.1:6379"
+    yield Problem(f"{ADDRESS} ({value}) {why}; {fix}.", (ADDRESS,))
+
+
+RULES: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (address,)
