@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rlhf_megatron.config.schema import RunConfig
@@ -80,14 +80,12 @@ class ServerKeeper:
         deadline = time.monotonic() + timeout_s
         threading.Thread(target=self._wait, args=(launch, deadline), name="server-start", daemon=True).start()
 
-    def report(self, num_lines: int) -> Report:
+    def report(self) -> Report:
         process = None if self._launch is None else self._launch.process
         if process is None:
             return self._report
         found = self._report
-        return Report(
-            process.pid, process.exit_code, process.tail(num_lines), found.address, found.error, found.is_late
-        )
+        return replace(found, pid=process.pid, exit_code=process.exit_code, tail=process.tail())
 
     def send_signal(self, number: int) -> None:
         """To the server's process group."""
@@ -124,37 +122,48 @@ class ActorProcess:
         self._keeper = keeper
         self._begun = begun
         self._lost = ""  # how the actor ended
+        self._is_ended = False  # on purpose
         self._exit_code: int | None = None
+        self._last = Report()
 
     @property
     def pid(self) -> int:
         """On its machine; 0 where that is not known."""
-        report = self.look(1)
-        return report.pid or 0 if report is not None else 0
+        self.look()
+        return self._last.pid or 0
 
     @property
     def exit_code(self) -> int | None:
         """That of SIGKILL where its actor has ended, and so the server."""
         if self._exit_code is None:
-            report = self.look(1)
+            report = self.look()
             if report is not None:
                 self._exit_code = report.exit_code
         return self._exit_code
 
-    def look(self, num_lines: int) -> Report | None:
+    def check_begun(self) -> None:
+        """Raises EngineError where the server could not be started at all."""
+        if self._begun.is_done:
+            try:
+                self._begun.result(CALL_S)
+            except (ProcessLostError, LateAnswerError):
+                pass  # found by `look`
+            except Exception as error:
+                raise EngineError(f"{self.name} could not be started: {type(error).__name__}: {error}") from error
+
+    def look(self) -> Report | None:
         """None where the actor is not there yet, is not any more, or does not answer in time."""
-        if self._lost:
+        if self._lost or self._is_ended:
             return None
         try:
-            if self._begun.is_done:
-                self._begun.result(CALL_S)
-            found = self._keeper.call("report", num_lines, timeout_s=CALL_S)
+            found = self._keeper.call("report", timeout_s=CALL_S)
         except LateAnswerError:
             return None
         except ProcessLostError as error:
             self._lost, self._exit_code = str(error), -signal.SIGKILL
             return None
         assert isinstance(found, Report)
+        self._last = found
         return found
 
     @property
@@ -163,19 +172,17 @@ class ActorProcess:
         return self._lost
 
     def tail(self, num_lines: int = _TAIL_LINES) -> str:
-        report = self.look(num_lines)
-        if report is not None:
-            return report.tail
-        lines = []
-        with contextlib.suppress(OSError):  # on another machine, or not there yet
-            lines = self.log.read_bytes().decode(errors="replace").splitlines()
-        return "\n".join([*lines, f"its actor has ended: {self._lost}" if self._lost else "no answer"][-num_lines:])
+        self.look()
+        lines = self._last.tail.splitlines()
+        if self._lost:
+            lines.append(f"its actor has ended: {self._lost}")
+        return "\n".join(lines[-num_lines:])
 
     def send_signal(self, number: int) -> None:
         self._keeper.call("send_signal", number, timeout_s=CALL_S)
 
     def request_stop(self) -> None:
-        if not self._lost:
+        if not self._lost and not self._is_ended:
             self._keeper.submit("request_stop")
 
     def stop(self) -> None:
@@ -189,13 +196,12 @@ class ActorProcess:
 
     def _end(self, method: str, timeout_s: float) -> None:
         """The server, then the actor; what is left of the server ends with it."""
-        if not self._lost:
+        if not self._lost and not self._is_ended:
             with contextlib.suppress(ProcessLostError, LateAnswerError):
                 self._keeper.call(method, timeout_s=timeout_s)
-                report = self.look(1)
-                self._exit_code = None if report is None else report.exit_code
+            self._exit_code = self.exit_code
+        self._is_ended = True
         self._keeper.kill()
-        self._lost = self._lost or "it was ended"
         if self._exit_code is None:
             self._exit_code = -signal.SIGKILL
 
@@ -234,7 +240,8 @@ class ActorLaunch:
         assert self.process is not None, "wait comes after start"
         start = reported = time.monotonic()
         while True:
-            report, now = self.process.look(_TAIL_LINES), time.monotonic()
+            self.process.check_begun()
+            report, now = self.process.look(), time.monotonic()
             if report is not None and report.address is not None:
                 return report.address
             if report is not None and report.error:
