@@ -17,6 +17,7 @@ from rlhf_megatron.cli.algorithms import WIDTH, _registered
 from rlhf_megatron.cli.main import main
 from rlhf_megatron.registry import Registry
 from rlhf_megatron.rewards import REWARDS
+from rlhf_megatron.scheduler.schedules import SCHEDULES
 
 
 def run(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -39,6 +40,7 @@ def test_all_that_is_registered_is_listed(capsys: pytest.CaptureFixture[str]) ->
         *(("aggregation", name) for name in LOSS_AGG_MODES),
         *(("KL estimator", name) for name in KL_TYPES),
         *(("reward", name) for name in sorted(REWARDS)),
+        *(("schedule", name) for name in sorted(SCHEDULES)),
     ]
 
 

@@ -22,6 +22,7 @@ from rlhf_megatron.config.show import as_text
 from rlhf_megatron.registry import Entry, Registry
 from rlhf_megatron.rewards import OWN_PROCESS, REWARDS
 from rlhf_megatron.scheduler.plugins import ESTIMATOR_PROVIDED, PROVIDED
+from rlhf_megatron.scheduler.schedules import SCHEDULES
 
 WIDTH, INDENT = 118, 24
 _PAPER = re.compile(r'(?:"([^"]+)"[\s,]*)?\(?arXiv\s+(\d{4}\.\d{4,5})')
@@ -85,6 +86,7 @@ def parts() -> Iterator[Part]:
         straight = f"the value of {base}, the gradient of k2" if base != name else ""
         yield Part(name, "KL estimator", "actor.kl_loss_type", straight or _line_of(kl.__doc__, name))
     yield from _registered(REWARDS, "reward.name", {OWN_PROCESS})
+    yield from _registered(SCHEDULES, "schedule.name", set())
 
 
 def _registered(registry: Registry[Any], key: str, provided: set[str]) -> Iterator[Part]:
