@@ -26,7 +26,10 @@ GROUPS = "groups of a step"
 STEP = "a step"
 
 PLACEHOLDERS: Mapping[str, tuple[str, str]] = {  # name -> (regular expression, what it stands for)
-    "stage": (r"[a-z_]+", "a stage of the step: next, generate, score, annotate, advantages, update, sync, evaluate"),
+    "stage": (
+        r"[a-z_]+",
+        "a stage of the step: next, generate, score or take, annotate, advantages, update, sync, evaluate",
+    ),
     "role": (r"actor|critic", "actor or critic"),
     "phase": (r"training|sync|generation", "training, sync or generation"),
     "source": (r".+", "a data source, or the name of an evaluation set"),

@@ -55,7 +55,12 @@ METRICS: dict[str, Metric] = {
     "actor/reward_kl_penalty_coeff": Metric("1", "weight of that term in this step's rewards", "last", STEP),
     # Of a step: engine against trainer on the sampled tokens (algorithms/mismatch.py).
     "training/rollout_log_probs_diff_max": Metric(
-        "nats", "largest |log-prob of the trainer - of the engine|", "max", TOKENS, "lower"
+        "nats",
+        "largest |log-prob of the trainer - of the engine|; this and the next: of tokens of the policy that trains, left"
+        " out where older ones have sampled all",
+        "max",
+        TOKENS,
+        "lower",
     ),
     "training/rollout_log_probs_diff_p50": Metric("nats", "median of it", "quantile", TOKENS, "lower"),
     "training/rollout_log_probs_diff_p99": Metric("nats", "99th percentile of it", "quantile", TOKENS, "lower"),

@@ -24,6 +24,7 @@ SECTIONS: tuple[tuple[str, Mapping[str, Metric]], ...] = (
     ("Evaluations", of_steps.VALIDATION),
     ("Warm-up", of_steps.WARMUP),
     ("Engines and weight syncs", of_system.ENGINES),
+    ("Schedules in the background", of_system.SCHEDULE),
     ("Time and checkpoints", of_system.TIMES),
     ("Throughput and balance", of_system.RATES),
     ("Memory", of_system.MEMORY),

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from rlhf_megatron.algorithms.mismatch import mismatch_statistics
 from rlhf_megatron.config.schema import CheckConfig
 from rlhf_megatron.data.batch import ScoredBatch
-from rlhf_megatron.scheduler.version_metrics import is_fresh
+from rlhf_megatron.scheduler.batch_metrics import token_versions
 
 
 class MismatchCheck:
     """Callable: (step, batch, trainer's log-probs [T]) -> metrics.
 
-    Raises ValueError past a threshold at `first_step`.
+    Raises ValueError past a threshold at `first_step`, or the first one after it that has tokens to compare.
     """
 
     def __init__(self, checks: CheckConfig, trainer_dtype: str, engine_dtype: str | None) -> None:
@@ -25,20 +24,17 @@ class MismatchCheck:
     def __call__(
         self, step: int, batch: ScoredBatch, log_probs: Tensor, version: int | None = None
     ) -> dict[str, float]:
-        """`version`: of the policy whose log-probs they are; None: it made all samples. Metrics are of all tokens; the
-        thresholds hold for samples of this version alone, at the first step that has any."""
-        found = mismatch_statistics(batch.rollout_log_probs, log_probs, batch.response_mask)
+        """`version`: of the policy whose log-probs they are; tokens that it sampled are compared, and nothing is said
+        where there are none. None: it has sampled all."""
+        mask = batch.response_mask
+        if version is not None:
+            mask = mask & (token_versions(batch) == version)
+            if not bool(mask.any()) and bool(batch.response_mask.any()):
+                self.first_step += step == self.first_step
+                return {}
+        found = mismatch_statistics(batch.rollout_log_probs, log_probs, mask)
         if step == self.first_step:
-            is_of_version = (
-                is_fresh(version, batch) if version is not None else torch.ones(len(batch), dtype=torch.bool)
-            )
-            if bool(is_of_version.all()):
-                self._stop_past_thresholds(found)
-            elif bool(is_of_version.any()):
-                mask = batch.response_mask & is_of_version.repeat_interleave(batch.lengths)
-                self._stop_past_thresholds(mismatch_statistics(batch.rollout_log_probs, log_probs, mask))
-            else:
-                self.first_step += 1
+            self._stop_past_thresholds(found)
         return found
 
     def _stop_past_thresholds(self, found: dict[str, float]) -> None:

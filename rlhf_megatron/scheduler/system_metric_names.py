@@ -149,4 +149,26 @@ RATES: dict[str, Metric] = {
         "tokens", "of a replica as samples are dealt for the log-probs", "min", REPLICAS
     ),
 }
-METRICS: dict[str, Metric] = ENGINES | MEMORY | TIMES | RATES
+SCHEDULE: dict[str, Metric] = {
+    "schedule/wait_s": Metric(
+        "s",
+        "the trainer waited for samples of the step, without log-probs that it made meanwhile",
+        "sum",
+        STEP,
+        "lower",
+    ),
+    "schedule/generating": Metric("count", "groups that were generated when the batch was complete", "last", STEP),
+    "schedule/dropped_lag": Metric(
+        "count", "groups that had become too old to train, since the batch before", "count", "groups", "lower"
+    ),
+    "schedule/dropped_no_signal": Metric(
+        "count", "groups that algorithm.filter_groups left out, since the batch before", "count", "groups", "lower"
+    ),
+    "schedule/dropped_tail": Metric(
+        "count", "groups given up because the batch was complete without them", "count", "groups", "lower"
+    ),
+    "schedule/started_again": Metric(
+        "count", "groups that had become too old and were generated anew", "count", "groups", "lower"
+    ),
+}
+METRICS: dict[str, Metric] = ENGINES | SCHEDULE | MEMORY | TIMES | RATES

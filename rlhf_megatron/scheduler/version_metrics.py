@@ -26,11 +26,6 @@ def lags(version: int, batch: RolloutBatch) -> Tensor:
     return version - torch.tensor([min(of_sample) for of_sample in _versions(batch)], dtype=torch.int64)
 
 
-def is_fresh(version: int, batch: RolloutBatch) -> Tensor:
-    """[B] bool: samples all of whose tokens are of `version`."""
-    return torch.tensor([of_sample == {version} for of_sample in _versions(batch)], dtype=torch.bool)
-
-
 def _versions(batch: RolloutBatch) -> list[set[int]]:
     """Of the tokens of each sample."""
     spans = batch.version_spans or ((),) * len(batch)
