@@ -101,12 +101,12 @@ class Session:
         return found or []
 
     def abort(self, keys: Collection[int]) -> None:
-        """They never come back; engines are told to end them at the next `poll`. Does not wait. Keys that do not run
-        are ignored."""
-        for key in keys:
-            chunk = self._chunks.pop(key, None)
-            if chunk is not None:
-                self._dropped.append(chunk)
+        """They never come back; engines are told to end them, at the next `poll` where another thread syncs weights.
+        Waits for at most about 0.1 s. Keys that do not run are ignored."""
+        self._dropped += [self._chunks.pop(key) for key in keys if key in self._chunks]
+        with self._turn.tried(POLL_S) as is_mine:
+            if is_mine and not self._is_closed:
+                self._drop()
 
     def mend(self) -> None:
         """Bring engines that were started again, or are STALE, to the current weights. Called by the thread that syncs,
@@ -147,8 +147,7 @@ class Session:
             version = self._served.current
             self._supervisor.advance(version)
             self._work.take_back()
-            dropped, self._dropped = self._dropped, []
-            self._work.drop(dropped)
+            self._drop()
             self._work.expire()
             finished = [(chunk.start, groups) for chunk, groups in self._work.harvest(version)]
             for key, _ in finished:
@@ -159,6 +158,11 @@ class Session:
                 if not finished:  # else it is raised the next time
                     raise
             return finished
+
+    def _drop(self) -> None:
+        """Before anything is harvested, so that nothing that was aborted comes back."""
+        dropped, self._dropped = self._dropped, []
+        self._work.drop(dropped)
 
     def _problem(self, call: Call, groups: Groups) -> str:
         return open_problem(groups, call.version, self._served)
