@@ -182,9 +182,8 @@ class Flow:
     def synced(self, version: int) -> None:
         """The engines serve what the step has made. `version`: the same as before where that step left the policy."""
         assert self.is_updated and version >= self.version
-        if version > self.version:
-            for group in self.in_flight.values():
-                group.is_annotated = False
+        for group in self.in_flight.values():  # also then: a critic may have learnt alone
+            group.is_annotated = False
         self.version, self.is_training, self.is_updated = version, False, False
         self._log("synced", self.step)
 
