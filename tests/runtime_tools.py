@@ -1,4 +1,4 @@
-"""Toy runs under torchrun (tests/runtime_toy.py), for tests: started, awaited, and nothing of them left."""
+"""Toy runs (tests/runtime_toy.py) under torchrun or Ray, for tests: started, awaited, and nothing of them left."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def command_of(pid: int) -> str:
 
 @dataclass
 class Run:
-    """A started toy run; `agent` is the torchrun process."""
+    """A started toy run; `agent` is the torchrun process, or Ray's driver."""
 
     directory: Path
     agent: subprocess.Popen[bytes]
@@ -70,14 +70,15 @@ Start = Callable[[str, str], Run]
 
 
 @contextlib.contextmanager
-def toy_runs(directory: Path) -> Iterator[Start]:
-    """start(scenario, pools) starts a run in `directory`; at the end all its processes are killed."""
+def toy_runs(directory: Path, launcher: str = "launch", more: Mapping[str, str] | None = None) -> Iterator[Start]:
+    """start(scenario, pools) starts a run in `directory`; at the end all its processes are killed. `more`: environment
+    variables of it."""
     runs: list[Run] = []
 
     def start(scenario: str, pools: str) -> Run:
-        command = [sys.executable, "-m", "runtime_toy", "launch", scenario, pools, str(directory)]
+        command = [sys.executable, "-m", "runtime_toy", launcher, scenario, pools, str(directory)]
         marker = uuid.uuid4().hex
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", MARKER: marker}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", MARKER: marker, **(more or {})}
         with open(directory / "console", "wb") as console:
             agent = subprocess.Popen(command, cwd=TESTS, env=environment, stdout=console, stderr=subprocess.STDOUT)
         runs.append(Run(directory, agent, f"{MARKER}={marker}"))

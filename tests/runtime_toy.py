@@ -1,6 +1,7 @@
-"""A program for the tests of the torchrun launcher: hosts with toy roles, and a controller that runs one scenario.
+"""A program for the tests of the launchers: hosts with toy roles, and a controller that runs one scenario.
 
-python -m runtime_toy launch SCENARIO POOLS DIRECTORY     (in tests/)
+python -m runtime_toy launch SCENARIO POOLS DIRECTORY     (in tests/), under torchrun
+python -m runtime_toy ray SCENARIO POOLS DIRECTORY        under Ray, in the cluster RAY_ADDRESS or one of its own
 
 POOLS: ranks, tp and pp of the actor's pool, as "4,1,2"; with one for the critic "2,2,1+2,1,1". The actor's pool has the
 role "toy"; the critic's, or the actor's where there is none, the role "critic".
@@ -11,6 +12,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -61,7 +64,7 @@ class Toy:
 
     def place(self, note: str) -> str:
         self.num_calls += 1
-        return f"{self.pool.where} {note} {self.num_calls} of rank {os.environ['RANK']}"
+        return f"{self.pool.where} {note} {self.num_calls} of rank {os.environ.get('RANK', self.pool.rank)}"
 
     def meet(self, mine: str, other: str) -> int:
         """Returns when the ranks of another call are in it as well: that of `other`, which waits for `mine`."""
@@ -97,7 +100,7 @@ class Toy:
         dist.barrier()
 
     def close(self) -> None:
-        (self.directory / f"closed{os.environ['RANK']}").touch()
+        (self.directory / f"closed{os.environ.get('RANK', self.pool.rank)}").touch()
 
 
 def batch_of(num_samples: int) -> TokenBatch:
@@ -225,6 +228,45 @@ def pools_of_text(text: str) -> tuple[PoolSpec, ...]:
     return tuple(PoolSpec(name, layout, first) for name, layout, first in named)
 
 
+def make_roles(
+    scenario: str, names: Sequence[str], directory: Path, pool: Pool, is_marked: bool = False
+) -> dict[str, object]:
+    """`names`: of the job's pools. `is_marked`: this process is to be found by its number."""
+    if is_marked:
+        (directory / f"host{pool.rank}.pid").write_text(str(os.getpid()))
+    if scenario == "build" and pool.rank == 1 and pool.name == names[-1]:
+        raise ValueError("no weights in model.path.")
+    if scenario == "build" and len(names) > 1 and pool.name == ACTOR:
+        time.sleep(600)  # a large model
+    places = {"toy": ACTOR, "critic": names[-1]}
+    return {role: Toy(pool, directory) for role, name in places.items() if name == pool.name}
+
+
+def under_ray(scenario: str, pools: Sequence[PoolSpec], directory: Path, deadlines: Deadlines) -> int:
+    from runtime_toy import make_roles as make  # as ranks import it: this module is __main__ here
+
+    from rlhf_megatron.config.schema import RayConfig, RunConfig, TrainerConfig
+    from rlhf_megatron.runtime.ray_driver import run_driver
+
+    num_cpus = 1e6 if scenario == "no_room" else 0.1
+    config = RunConfig(
+        trainer=TrainerConfig(runtime="ray", n_gpus_per_node=pools[-1].end, device="cpu"),
+        ray=RayConfig(num_cpus_per_rank=num_cpus, start_timeout_s=1.0),
+    )
+    build = partial(make, scenario, [pool.name for pool in pools], directory, is_marked=True)
+    stop = StopRequest()
+    return run_driver(
+        lambda group, place: run_scenario(scenario, group, directory, stop),
+        config,
+        build,
+        pools,
+        directory / "logs",
+        deadlines,
+        stop,
+        has_engines=False,
+    )
+
+
 def main(command: str, scenario: str, pools_text: str, directory: str) -> int:
     arguments = [scenario, pools_text, directory]
     pools, place = pools_of_text(pools_text), Path(directory)
@@ -234,18 +276,12 @@ def main(command: str, scenario: str, pools_text: str, directory: str) -> int:
         launch_single_node(["host", *arguments], pools[-1].end, module="runtime_toy")
     if command == "host":
         (place / f"host{os.environ['RANK']}.pid").write_text(str(os.getpid()))
-
-        def build_roles(pool: Pool) -> dict[str, object]:
-            if scenario == "build" and pool.rank == 1 and pool.name == pools[-1].name:
-                raise ValueError("no weights in model.path.")
-            if scenario == "build" and len(pools) > 1 and pool.name == ACTOR:
-                time.sleep(600)  # a large model
-            names = {"toy": ACTOR, "critic": pools[-1].name}
-            return {role: Toy(pool, place) for role, name in names.items() if name == pool.name}
-
+        build_roles = partial(make_roles, scenario, [pool.name for pool in pools], place)
         return run_host(build_roles, pools, ["-m", "runtime_toy", "controller", *arguments], place / "logs", deadlines)
     (place / "controller.pid").write_text(str(os.getpid()))
     try:
+        if command == "ray":
+            return under_ray(scenario, pools, place, deadlines)
         stop = StopRequest()
         return run_controller(lambda group: run_scenario(scenario, group, place, stop), pools, deadlines, stop)
     except (ValueError, RuntimeError) as error:
