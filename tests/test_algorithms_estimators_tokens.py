@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS, AdvantageInputs
+from rlhf_megatron.algorithms.advantages import optimal_token_baseline as otb
 from rlhf_megatron.algorithms.advantages.optimal_token_baseline import OptimalTokenBaselineParams
 from rlhf_megatron.algorithms.advantages.reinforce_plus_plus import ReinforcePlusPlusParams
 
@@ -263,3 +264,77 @@ def test_otb_equals_a_padded_loop(
     params = OptimalTokenBaselineParams(tail, threshold)
     found = advantages(name, inputs, params)
     assert found == pytest.approx(padded_loop(name, inputs, params), rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", [OTB, TIR])
+@given(inputs=batches(), seed=st.integers(0, 2**31))
+@settings(max_examples=20, deadline=None)
+def test_otb_of_some_groups_at_a_time_is_that_of_all_bit_for_bit(name: str, inputs: AdvantageInputs, seed: int) -> None:
+    rewards = torch.randn(inputs.response_mask_T.numel(), generator=torch.Generator().manual_seed(seed))
+    inputs = replace(inputs, token_rewards_T=rewards, group_ids_B=inputs.group_ids_B.sort().values)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(otb, "PART", 4)
+        found = advantages(name, inputs)
+    assert found == advantages(name, inputs)
+
+
+def padded(inputs: AdvantageInputs) -> tuple[torch.Tensor, torch.Tensor, list[list[int]]]:
+    """(rewards [B, W] float64 and mask [B, W] of rows with a column for each response token of a valid sample; the
+    places of these in the packed columns)."""
+    assert inputs.token_rewards_T is not None
+    spans = zip(inputs.offsets.tolist(), inputs.offsets[1:].tolist(), inputs.is_valid_B.tolist(), strict=False)
+    places = [[t for t in range(a, b) if is_valid and inputs.response_mask_T[t]] for a, b, is_valid in spans]
+    width = max(map(len, places), default=0)
+    rewards, mask = torch.zeros(len(places), width, dtype=torch.float64), torch.zeros(len(places), width)
+    for i, of_sample in enumerate(places):
+        rewards[i, : len(of_sample)] = inputs.token_rewards_T[of_sample].double()
+        mask[i, : len(of_sample)] = 1
+    return rewards, mask, places
+
+
+def rewards_to_go(rewards: torch.Tensor, mask: torch.Tensor, gamma: float) -> torch.Tensor:
+    """G_t = r_t + gamma G_{t+1}, column by column from the last on."""
+    found, behind = torch.zeros_like(rewards), torch.zeros(len(rewards), dtype=torch.float64)
+    for t in reversed(range(rewards.shape[1])):
+        behind = (rewards[:, t] + gamma * behind) * mask[:, t]
+        found[:, t] = behind
+    return found
+
+
+def packed(rows: torch.Tensor, places: list[list[int]], num_tokens: int) -> list[float]:
+    found = [0.0] * num_tokens
+    for row, of_sample in zip(rows.tolist(), places, strict=True):
+        for t, value in zip(of_sample, row, strict=False):
+            found[t] = value
+    return found
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9, 0.0])
+@given(inputs=batches(), seed=st.integers(0, 2**31))
+@settings(max_examples=30, deadline=None)
+def test_reinforce_plus_plus_equals_a_padded_loop(gamma: float, inputs: AdvantageInputs, seed: int) -> None:
+    """(G_t - mean) / sqrt(variance + 1e-8), mean and unbiased variance over the mask."""
+    rewards = torch.randn(inputs.response_mask_T.numel(), generator=torch.Generator().manual_seed(seed))
+    inputs = replace(inputs, token_rewards_T=rewards)
+    table, mask, places = padded(inputs)
+    to_go, count = rewards_to_go(table, mask, gamma), float(mask.sum())
+    if count > 1:
+        centered = (to_go - (to_go * mask).sum() / count) * mask
+        to_go = centered / (centered.square().sum() / (count - 1) + 1e-8).sqrt()
+    found = advantages("reinforce_plus_plus", inputs, ReinforcePlusPlusParams(gamma))
+    assert found == pytest.approx(packed(to_go, places, len(rewards)), rel=1e-5, abs=1e-5)
+
+
+@given(inputs=batches(), seed=st.integers(0, 2**31))
+@settings(max_examples=30, deadline=None)
+def test_remax_equals_a_padded_loop(inputs: AdvantageInputs, seed: int) -> None:
+    """G_t - the reward of the greedy sample of the prompt; 0 where that is masked."""
+    generator = torch.Generator().manual_seed(seed)
+    rewards = torch.randn(inputs.response_mask_T.numel(), generator=generator)
+    greedy = torch.randn(5, generator=generator)[inputs.group_ids_B]  # alike in a group
+    greedy[inputs.group_ids_B == 2] = math.nan
+    inputs = replace(inputs, token_rewards_T=rewards, greedy_rewards_B=greedy)
+    table, mask, places = padded(inputs)
+    rows = rewards_to_go(table, mask, 1.0) - greedy.double()[:, None]
+    rows[greedy.isnan()] = 0.0
+    assert advantages("remax", inputs) == pytest.approx(packed(rows, places, len(rewards)), rel=1e-5, abs=1e-6)

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from rlhf_megatron.algorithms import kl_in_reward
 from rlhf_megatron.algorithms.advantages.base import AdvantageInputs, sample_rewards
 from rlhf_megatron.algorithms.advantages.grpo import GRPOParams, grpo
 from rlhf_megatron.algorithms.kl_in_reward import KLController, MeanKL, mean_kl, token_rewards
@@ -24,6 +25,13 @@ def test_score_on_the_last_response_token_and_kl_on_each() -> None:
     found = token_rewards(SCORES, VALID, MASK, OFFSETS, KL, 0.5)
     assert found.dtype == torch.float32
     assert found.tolist() == [0, -0.25, 3.125, 0, 0, 0, 0, -3.0]
+
+
+def test_blocks_of_any_size_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    for size in (1, 3, 8):
+        monkeypatch.setattr(kl_in_reward, "BLOCK", size)
+        found = token_rewards(SCORES, VALID, MASK, OFFSETS, KL, 0.5)
+        assert found.tolist() == [0, -0.25, 3.125, 0, 0, 0, 0, -3.0]
 
 
 def test_without_kl_the_score_alone() -> None:

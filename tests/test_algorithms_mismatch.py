@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from rlhf_megatron.algorithms import mismatch
 from rlhf_megatron.algorithms.metric_names import METRICS
 from rlhf_megatron.algorithms.mismatch import mismatch_statistics, percentile, percentiles, worst_tokens
 
@@ -82,3 +83,27 @@ def test_percentiles_without_sorting_are_those_of_the_sorted_column(count: int) 
         column[1] = float("inf")
     shares = (0.5, 0.99, 1.0)
     assert percentiles(column, shares) == [percentile(column.sort().values, share) for share in shares]
+
+
+def test_blocks_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against whole columns, as the docstring has the formulas."""
+    generator = torch.Generator().manual_seed(1)
+    engine = -torch.rand(1000, generator=generator)
+    trainer = engine + 0.1 * torch.randn(1000, generator=generator)
+    mask = torch.rand(1000, generator=generator) > 0.3
+    monkeypatch.setattr(mismatch, "BLOCK", 64)
+    found = mismatch_statistics(engine, trainer, mask)
+    log_ratio = trainer[mask].double() - engine[mask].double()
+    probs = (trainer[mask].double().exp() - engine[mask].double().exp()).abs()
+    ordered = log_ratio.abs().sort().values
+    assert found == {
+        f"{NAME}_max": ordered[-1].item(),
+        f"{NAME}_p50": ordered[math.ceil(0.5 * len(ordered)) - 1].item(),
+        f"{NAME}_p99": ordered[math.ceil(0.99 * len(ordered)) - 1].item(),
+        f"{NAME}_mean": log_ratio.abs().mean().item(),
+        "training/rollout_kl": (log_ratio.expm1() - log_ratio).mean().item(),
+        "training/rollout_probs_diff_valid": 1.0,
+        "training/rollout_probs_diff_max": probs.max().item(),
+        "training/rollout_probs_diff_mean": probs.mean().item(),
+        "training/rollout_probs_diff_std": probs.std().item(),
+    }

@@ -1,33 +1,46 @@
-"""C11: the metrics of a step on the controller, against one numpy sum of each of the batch's token columns.
+"""C11: what the controller makes of a step's batch, against one numpy sum of each of the batch's token columns.
 
-Measured is all that a step's row is made of: metrics of the batch, versions, balance over replicas, MFU, variance
-proxies, health; and apart from these the comparison of engine and trainer. Responses are ragged, with values, returns,
-entropies and sums of squared probabilities.
+Apart from each other: all that a step's row is made of (metrics of the batch, versions, balance over replicas, MFU,
+variance proxies, health); the comparison of engine and trainer; the rollout correction with its metrics, by preset; and
+the advantage stage without that, by estimator, and with the KL in the reward. Responses are ragged, with values,
+returns, entropies and sums of squared probabilities; one reward in fifty is masked.
 """
 
 # T packed tokens, B samples
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
 import numpy as np
 import torch
 
 from benchmarks.kernels.case import Case, CaseResult, Figure
 from benchmarks.kernels.measure import Parts, cpu_seconds, significant, take_turns
+from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS
 from rlhf_megatron.algorithms.mismatch import mismatch_statistics
+from rlhf_megatron.config.schema import AlgorithmConfig, RolloutCorrectionConfig
 from rlhf_megatron.data.batch import TrainBatch, offsets_from_lengths
 from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.scheduler.batch_metrics import batch_metrics
+from rlhf_megatron.scheduler.advantages import AdvantageStage
+from rlhf_megatron.scheduler.batch_metrics import batch_metrics, valid_samples
+from rlhf_megatron.scheduler.correction import correction_columns
 from rlhf_megatron.scheduler.health_watch import HealthWatch
+from rlhf_megatron.scheduler.plugins import Plugins
 from rlhf_megatron.scheduler.rates import balance, throughput, time_per_token, utilisation
 from rlhf_megatron.scheduler.variance_proxy import variance_metrics
 from rlhf_megatron.scheduler.version_metrics import version_metrics
 from rlhf_megatron.scheduler.workload import Workload
+from rlhf_megatron.workers.correction import correction_params
 
 SHAPES, QUICK_SHAPES = ((2048, 2048), (16384, 2048)), ((64, 64),)  # samples, tokens of a sample at most
 GROUP_SIZE, NUM_SOURCES, NUM_REPLICAS = 8, 8, 8
 BAR = 20.0
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 96, "vocab_size": 32}
+PRESETS = ("disabled", "decoupled_token_is", "decoupled_seq_is_rs", "decoupled_k3_rs_token_tis")
+ESTIMATORS = ("grpo", "gae", "reinforce_plus_plus", "remax", "optimal_token_baseline", "tir_optimal_token_baseline")
 COLUMNS = (
     *("token_ids", "response_mask", "rollout_log_probs", "old_log_probs", "advantages"),
     *("values", "returns", "entropies", "sum_squares"),
@@ -79,6 +92,40 @@ def step_metrics(batch: TrainBatch, work: Workload) -> dict[str, float]:
     return metrics | HealthWatch().seen(1, metrics)[0]
 
 
+def parts_of(batch: TrainBatch, work: Workload) -> dict[str, Callable[[], object]]:
+    """What -> the work that is measured."""
+    old, is_valid = batch.old_log_probs, valid_samples(batch)
+    assert old is not None
+    columns = replace(batch, ref_log_probs=batch.rollout_log_probs, greedy_rewards=batch.rewards)
+
+    def corrected(preset: str) -> Callable[[], object]:
+        params = correction_params(RolloutCorrectionConfig(preset))
+        return lambda: correction_columns(columns, is_valid, params, is_bypass=False)
+
+    def estimated(name: str, use_kl: bool = False) -> Callable[[], object]:
+        stage = AdvantageStage(AlgorithmConfig(use_kl_in_reward=use_kl, kl_penalty="k3"), plugins_of(name, use_kl))
+        return lambda: stage.estimate(columns, is_valid)
+
+    return {
+        "metrics of a step": lambda: step_metrics(batch, work),
+        "engine against trainer": lambda: mismatch_statistics(batch.rollout_log_probs, old, batch.response_mask),
+        **{f"correction, {preset}": corrected(preset) for preset in PRESETS},
+        **{f"advantages, {name}": estimated(name) for name in ESTIMATORS},
+        "advantages, grpo, KL in the reward": estimated("grpo", use_kl=True),
+    }
+
+
+def plugins_of(name: str, use_kl: bool) -> Plugins:
+    entry = ADV_ESTIMATORS.get(name)
+    return Plugins(
+        entry.build,
+        None if entry.params is None else entry.params(),
+        needs_reference=use_kl,
+        needs_token_rewards="token_rewards" in entry.needs,
+        needs_greedy_rewards="greedy_rewards" in entry.needs,
+    )
+
+
 def run(is_quick: bool) -> CaseResult:
     figures: list[Figure] = []
     details: dict[str, object] = {}
@@ -86,29 +133,24 @@ def run(is_quick: bool) -> CaseResult:
         batch, layout = make_batch(num_samples, length), Layout(NUM_REPLICAS)
         work = Workload(16, NUM_REPLICAS, NUM_REPLICAS, layout, 4 * length, length // 8, 1, policy=TINY, critic=TINY)
         columns = [getattr(batch, name).numpy() for name in COLUMNS]
-        old_log_probs = batch.old_log_probs
-        assert old_log_probs is not None
 
         def sums(columns: list[np.ndarray] = columns) -> Parts:  # type: ignore[type-arg]
             return {"total": cpu_seconds(lambda: [column.sum() for column in columns])}
 
-        def ours(batch: TrainBatch = batch, work: Workload = work) -> Parts:
-            return {"total": cpu_seconds(lambda: step_metrics(batch, work))}
-
-        def mismatch(batch: TrainBatch = batch, old: torch.Tensor = old_log_probs) -> Parts:
-            return {
-                "total": cpu_seconds(lambda: mismatch_statistics(batch.rollout_log_probs, old, batch.response_mask))
-            }
-
-        variants = {"sums": sums, "metrics": ours, "mismatch": mismatch}
-        turns = take_turns(variants, [("metrics", "sums"), ("mismatch", "sums")])
+        parts = parts_of(batch, work)
+        variants = {what: partial(_measured, part) for what, part in parts.items()}
+        turns = take_turns({"sums": sums, **variants}, [(what, "sums") for what in parts])
         shape = f"{num_samples} x {length}"
         bar = None if is_quick else BAR
-        for name, what in (("metrics", "metrics of a step"), ("mismatch", "engine against trainer")):
-            ratio = turns.ratio(name, "sums").value
+        for what in parts:
+            ratio = turns.ratio(what, "sums").value
             figures.append(Figure(f"{what}, {shape}", significant(ratio), "x", "numpy sum of the columns", bar))
         details[shape] = turns.summary()
     return CaseResult(tuple(figures), {"columns": COLUMNS, "cpu_s": details})
 
 
-CASE = Case("C11", "metrics of a step on the controller", run)
+def _measured(part: Callable[[], object]) -> Parts:
+    return {"total": cpu_seconds(part)}
+
+
+CASE = Case("C11", "advantages, correction and metrics of a step on the controller", run)

@@ -20,8 +20,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from rlhf_megatron.algorithms.advantages.base import places, repeated
 from rlhf_megatron.algorithms.aggregate import sequence_sums
 
+BLOCK = 65536  # tokens
 MAX_ERROR = 0.2  # of the relative distance from the target, the paper's
 
 
@@ -41,15 +43,33 @@ def token_rewards(
     """
     if kl_T is None and kl_coef != 0:
         raise ValueError(f"kl_coef ({kl_coef}) needs a KL column; run the reference, or use a weight of 0.")
-    owner_T = torch.arange(rewards_B.numel(), device=offsets.device).repeat_interleave(offsets.diff())
-    index_N = (response_mask_T & is_valid_B[owner_T]).nonzero().squeeze(1)
-    rewards_T = torch.zeros(response_mask_T.numel(), dtype=torch.float64, device=rewards_B.device)
+    trains_T = _trains(response_mask_T, is_valid_B, offsets)
+    last_S, has_tokens_B = _last_places(trains_T, offsets)
+    scores_S = rewards_B[has_tokens_B].double()
+    rewards_T = torch.zeros(response_mask_T.numel(), device=rewards_B.device)
     if kl_T is not None:
-        rewards_T[index_N] -= kl_coef * kl_T[index_N].double()
-    last_B = torch.full_like(offsets[1:], -1).scatter_reduce(0, owner_T[index_N], index_N, "amax")
-    has_tokens_B = last_B >= 0
-    rewards_T[last_B[has_tokens_B]] += rewards_B[has_tokens_B].double()
-    return rewards_T.float()
+        for start in range(0, rewards_T.numel(), BLOCK):  # memory that stays in a cache is several times faster
+            block = slice(start, start + BLOCK)
+            costs_T = kl_T[block].double().mul_(kl_coef).masked_fill_(~trains_T[block], 0.0)
+            torch.sub(rewards_T[block], costs_T, out=rewards_T[block])
+        scores_S -= kl_coef * kl_T[last_S].double()
+    rewards_T[last_S] = scores_S.float()
+    return rewards_T
+
+
+def _trains(response_mask_T: Tensor, is_valid_B: Tensor, offsets: Tensor) -> Tensor:
+    """[T] bool: response tokens of valid samples."""
+    if bool(is_valid_B.all()):
+        return response_mask_T
+    return response_mask_T & repeated(is_valid_B, offsets.diff())
+
+
+def _last_places(trains_T: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """(place of the last token that trains, of each sample that has one; [B] bool, which do)."""
+    places_N = places(trains_T)
+    ends_B = torch.searchsorted(places_N, offsets)
+    has_tokens_B = ends_B.diff() > 0
+    return places_N[ends_B[1:][has_tokens_B] - 1], has_tokens_B
 
 
 @dataclass(frozen=True)
@@ -63,7 +83,7 @@ class MeanKL:
 
 def mean_kl(kl_T: Tensor, is_valid_B: Tensor, response_mask_T: Tensor, offsets: Tensor) -> MeanKL:
     """`kl_T` may hold anything outside of `response_mask_T` and in samples of masked status."""
-    trains_T = response_mask_T & is_valid_B.repeat_interleave(offsets.diff())
+    trains_T = _trains(response_mask_T, is_valid_B, offsets)
     total = sequence_sums(kl_T.masked_fill(~trains_T, 0.0), offsets).sum().item()
     num_samples, num_tokens = int(is_valid_B.sum()), int(trains_T.sum())
     return MeanKL(total / max(num_samples, 1), total / max(num_tokens, 1), num_samples)

@@ -6,12 +6,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rlhf_megatron.algorithms.advantages.base import places
 from rlhf_megatron.algorithms.losses.kl import MAX_LOG_RATIO
+
+BLOCK = 65536  # tokens
 
 
 def mismatch_statistics(
@@ -24,25 +28,51 @@ def mismatch_statistics(
     trainer), as the engine drew the tokens. Percentiles are nearest-rank. A difference that is not a number counts as
     infinite, so that no threshold lets it pass.
     """
-    rollout_N = rollout_log_probs_T[response_mask_T].to(torch.float64)
-    trainer_N = old_log_probs_T[response_mask_T].to(torch.float64)
-    log_ratio_N = log_ratio(rollout_N, trainer_N)
-    diff_N = log_ratio_N.abs()
-    probs_diff_N = (trainer_N.exp() - rollout_N.exp()).abs()
-    clamped_N = log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    has_tokens = diff_N.numel() > 0
-    p50, p99, p100 = percentiles(diff_N, (0.5, 0.99, 1.0))
+    found = _differences(rollout_log_probs_T, old_log_probs_T, response_mask_T)
+    has_tokens = found.diff_N.numel() > 0
+    p50, p99, p100 = percentiles(found.diff_N, (0.5, 0.99, 1.0))
     return {
         "training/rollout_log_probs_diff_max": p100,
         "training/rollout_log_probs_diff_p50": p50,
         "training/rollout_log_probs_diff_p99": p99,
-        "training/rollout_log_probs_diff_mean": diff_N.mean().item() if has_tokens else 0.0,
-        "training/rollout_kl": (clamped_N.expm1() - clamped_N).mean().item() if has_tokens else 0.0,
+        "training/rollout_log_probs_diff_mean": found.diff_N.mean().item() if has_tokens else 0.0,
+        "training/rollout_kl": found.kl_N.mean().item() if has_tokens else 0.0,
         "training/rollout_probs_diff_valid": float(has_tokens),
-        "training/rollout_probs_diff_max": probs_diff_N.max().item() if has_tokens else 0.0,
-        "training/rollout_probs_diff_mean": probs_diff_N.mean().item() if has_tokens else 0.0,
-        "training/rollout_probs_diff_std": probs_diff_N.std().item() if probs_diff_N.numel() > 1 else 0.0,
+        "training/rollout_probs_diff_max": found.probs_diff_N.max().item() if has_tokens else 0.0,
+        "training/rollout_probs_diff_mean": found.probs_diff_N.mean().item() if has_tokens else 0.0,
+        "training/rollout_probs_diff_std": found.probs_diff_N.std().item() if found.probs_diff_N.numel() > 1 else 0.0,
     }
+
+
+@dataclass(frozen=True)
+class _Differences:
+    """[N] float64 each."""
+
+    diff_N: Tensor  # of log-probs, absolute; infinite where that is not a number
+    kl_N: Tensor  # k3
+    probs_diff_N: Tensor  # absolute
+
+
+def _differences(rollout_log_probs_T: Tensor, old_log_probs_T: Tensor, response_mask_T: Tensor) -> _Differences:
+    """Block by block: memory that stays in a cache is several times faster. Each number is by itself."""
+    found = torch.empty(3, int(response_mask_T.count_nonzero()), dtype=torch.float64)
+    first = 0
+    for start in range(0, response_mask_T.numel(), BLOCK):
+        block = slice(start, start + BLOCK)
+        places_N = places(response_mask_T[block])
+        last = first + places_N.numel()
+        diff_N, kl_N, probs_diff_N = found[:, first:last]
+        rollout_N = rollout_log_probs_T[block].index_select(0, places_N).to(torch.float64)
+        trainer_N = old_log_probs_T[block].index_select(0, places_N).to(torch.float64)
+        log_ratio_N = log_ratio(rollout_N, trainer_N)
+        torch.abs(log_ratio_N, out=diff_N)
+        log_ratio_N.clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        torch.expm1(log_ratio_N, out=kl_N)
+        kl_N.sub_(log_ratio_N)
+        torch.sub(trainer_N.exp_(), rollout_N.exp_(), out=probs_diff_N)
+        probs_diff_N.abs_()
+        first = last
+    return _Differences(*found)
 
 
 def worst_tokens(rollout_log_probs_T: Tensor, old_log_probs_T: Tensor, response_mask_T: Tensor, count: int) -> Tensor:
@@ -69,5 +99,13 @@ def percentiles(column_N: Tensor, shares: Sequence[float]) -> list[float]:
     if not count:
         return [0.0 for _ in shares]
     ranks = [max(math.ceil(share * count), 1) - 1 for share in shares]
-    divided = np.partition(column_N.cpu().numpy(), sorted(set(ranks)))
-    return [float(divided[rank]) for rank in ranks]
+    rest, num_below, found = column_N.cpu().numpy(), 0, {}
+    for rank in sorted(set(ranks)):  # one at a time, each in what is above the one before: numpy's fast way
+        place = rank - num_below
+        if place == len(rest) - 1:
+            found[rank] = float(rest.max())
+            continue
+        rest = np.partition(rest, place)
+        found[rank] = float(rest[place])
+        rest, num_below = rest[place:], rank
+    return [found[rank] for rank in ranks]

@@ -40,3 +40,7 @@ class Sequences:
         """[S] float64: mean over the rows of each whole sequence; 0 for one without rows."""
         total_S, count_S = self.sums(column_T, torch.ones_like(column_T))
         return total_S / count_S.clamp(min=1)
+
+    def spread(self, column_S: Tensor) -> Tensor:
+        """[T]: each row has its sequence's entry."""
+        return column_S.index_select(0, self.ids_T)

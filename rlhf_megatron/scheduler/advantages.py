@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 
-from rlhf_megatron.algorithms.advantages.base import AdvantageInputs
+from torch import Tensor
+
+from rlhf_megatron.algorithms.advantages.base import AdvantageInputs, AdvantageOutputs
 from rlhf_megatron.algorithms.kl_in_reward import KLController, mean_kl, token_rewards
 from rlhf_megatron.algorithms.losses.kl import kl_estimate
 from rlhf_megatron.config.schema import AlgorithmConfig
@@ -32,6 +34,13 @@ class AdvantageStage:
 
     def __call__(self, batch: AnnotatedBatch) -> tuple[TrainBatch, dict[str, float]]:
         is_valid = valid_samples(batch)
+        outputs, metrics = self.estimate(batch, is_valid)
+        columns, corrected = correction_columns(batch, is_valid, self.plugins.correction, self.plugins.is_bypass)
+        train = gain(TrainBatch, batch, advantages=outputs.advantages_T, returns=outputs.returns_T, **columns)
+        return train, metrics | outputs.metrics | corrected
+
+    def estimate(self, batch: AnnotatedBatch, is_valid: Tensor) -> tuple[AdvantageOutputs, dict[str, float]]:
+        """(what the estimator makes of the rewards, metrics of what it was given). `is_valid`: [B] bool."""
         kl, metrics = None, {}
         kl_coef = 0.0
         if self.kl is not None:
@@ -68,6 +77,4 @@ class AdvantageStage:
             ),
             self.plugins.estimator_params,
         )
-        columns, corrected = correction_columns(batch, is_valid, self.plugins.correction, self.plugins.is_bypass)
-        train = gain(TrainBatch, batch, advantages=outputs.advantages_T, returns=outputs.returns_T, **columns)
-        return train, metrics | outputs.metrics | corrected
+        return outputs, metrics

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.algorithms.rollout_correction.params import CorrectionParams, Filter, Importance
-from rlhf_megatron.algorithms.rollout_correction.ratios import correct, exp, log_mismatch
+from rlhf_megatron.algorithms.rollout_correction.ratios import correct, log_mismatch
 from rlhf_megatron.algorithms.sequences import Sequences
 from rlhf_megatron.config.correction import filter_bounds, importance_bounds, is_bypass, resolved
 from rlhf_megatron.config.schema import RolloutCorrectionConfig
@@ -87,7 +87,7 @@ class CorrectedRowLoss:
             weights_R = found.weights_N.to(columns["loss_weights"].dtype)
             given_R = columns.get("correction_weights")
             changed["correction_weights"] = weights_R if given_R is None else weights_R * given_R
-            means_R["actor/rollout_is_mean"] = found.importance.spread(exp(found.importance.values), rows)
+            means_R["actor/rollout_is_mean"] = found.importance.spread(found.importance.ratios, rows)
         if found.keep_N is not None:
             changed["loss_weights"] = columns["loss_weights"] * found.keep_N
             means_R["actor/rollout_rs_masked_fraction"] = ~found.keep_N

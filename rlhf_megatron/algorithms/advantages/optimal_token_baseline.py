@@ -18,6 +18,7 @@ those that the policy sampled.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,7 @@ from rlhf_megatron.algorithms.advantages.response_tokens import ResponseTokens
 from rlhf_megatron.algorithms.groups import Groups
 from rlhf_megatron.algorithms.losses.kl import MAX_LOG_RATIO
 
+PART = 131072  # tokens of a part, about
 NEEDS = ("token_rewards", "group_ids", "log_probs", "sum_squares", "rollout_log_probs")
 
 
@@ -47,10 +49,59 @@ class OptimalTokenBaselineParams:
 @ADV_ESTIMATORS.register("optimal_token_baseline", OptimalTokenBaselineParams, needs=NEEDS)
 def optimal_token_baseline(inputs: AdvantageInputs, params: OptimalTokenBaselineParams) -> AdvantageOutputs:
     """One advantage a token. 0 in a group with less than two valid samples that have response tokens."""
+    return by_groups(inputs, lambda part: _of_part(part, params))
+
+
+def _of_part(inputs: AdvantageInputs, params: OptimalTokenBaselineParams) -> Tensor:
     tokens = ResponseTokens.of(inputs)
     first_B, last_B = _ends(tokens)
     spans_B = (last_B - first_B + 1).masked_fill(tokens.lengths_B == 0, 0)
     return token_advantages(inputs, params, tokens, tokens.places_N - tokens.spread(first_B), spans_B)
+
+
+def by_groups(inputs: AdvantageInputs, estimate: Callable[[AdvantageInputs], Tensor]) -> AdvantageOutputs:
+    """`estimate` ([T] advantages) of some whole groups at a time: memory that stays in a cache is several times faster.
+
+    All at once where the samples of a group do not stand together.
+    """
+    advantages_T = torch.empty(inputs.response_mask_T.numel(), device=inputs.response_mask_T.device)
+    for samples in _group_parts(inputs):
+        tokens = slice(int(inputs.offsets[samples.start]), int(inputs.offsets[samples.stop]))
+        advantages_T[tokens] = estimate(_part(inputs, samples, tokens))
+    return AdvantageOutputs(advantages_T)
+
+
+def _group_parts(inputs: AdvantageInputs) -> Iterator[slice]:
+    """Samples of whole groups that have about PART tokens together."""
+    num_samples = inputs.group_ids_B.numel()
+    ids_R, counts_R = inputs.group_ids_B.unique_consecutive(return_counts=True)
+    if ids_R.unique().numel() < ids_R.numel():
+        yield slice(0, num_samples)
+        return
+    first, tokens = 0, inputs.offsets.tolist()
+    for last in counts_R.cumsum(0).tolist():
+        if tokens[last] - tokens[first] >= PART or last == num_samples:
+            yield slice(first, last)
+            first = last
+
+
+def _part(inputs: AdvantageInputs, samples: slice, tokens: slice) -> AdvantageInputs:
+    """With the columns that these estimators read."""
+
+    def cut(column_T: Tensor | None) -> Tensor | None:
+        return None if column_T is None else column_T[tokens]
+
+    return AdvantageInputs(
+        rewards_B=inputs.rewards_B[samples],
+        group_ids_B=inputs.group_ids_B[samples],
+        is_valid_B=inputs.is_valid_B[samples],
+        response_mask_T=inputs.response_mask_T[tokens],
+        offsets=inputs.offsets[samples.start : samples.stop + 1] - tokens.start,
+        token_rewards_T=cut(inputs.token_rewards_T),
+        log_probs_T=cut(inputs.log_probs_T),
+        rollout_log_probs_T=cut(inputs.rollout_log_probs_T),
+        sum_squares_T=cut(inputs.sum_squares_T),
+    )
 
 
 def token_advantages(
@@ -59,8 +110,8 @@ def token_advantages(
     tokens: ResponseTokens,
     positions_N: Tensor,
     spans_B: Tensor,
-) -> AdvantageOutputs:
-    """Advantages with a baseline a position.
+) -> Tensor:
+    """[T] advantages with a baseline a position.
 
     Args:
         positions_N: int64, of each token within its sample, from 0 on.
@@ -78,7 +129,7 @@ def token_advantages(
         is_tail_N = positions_N >= tokens.spread(second_G.clamp(min=0).long()[groups.index_B])
         advantages_N = torch.where(is_tail_N, to_go_N, advantages_N)
     is_alone_N = tokens.spread((groups.counts() < 2)[groups.index_B])
-    return AdvantageOutputs(tokens.put(advantages_N.masked_fill_(is_alone_N, 0.0)))
+    return tokens.put(advantages_N.masked_fill_(is_alone_N, 0.0))
 
 
 def _gradient_norms(inputs: AdvantageInputs, tokens: ResponseTokens, threshold: float | None) -> Tensor:

@@ -10,11 +10,13 @@ the policy before it, and so samples of a group are compared at the same amount 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from rlhf_megatron.algorithms.advantages.base import ADV_ESTIMATORS, AdvantageInputs, AdvantageOutputs
 from rlhf_megatron.algorithms.advantages.optimal_token_baseline import (
     NEEDS,
     OptimalTokenBaselineParams,
+    by_groups,
     token_advantages,
 )
 from rlhf_megatron.algorithms.advantages.response_tokens import ResponseTokens
@@ -23,6 +25,10 @@ from rlhf_megatron.algorithms.advantages.response_tokens import ResponseTokens
 @ADV_ESTIMATORS.register("tir_optimal_token_baseline", OptimalTokenBaselineParams, needs=NEEDS)
 def tir_optimal_token_baseline(inputs: AdvantageInputs, params: OptimalTokenBaselineParams) -> AdvantageOutputs:
     """One advantage a token. 0 in a group with less than two valid samples that have response tokens."""
+    return by_groups(inputs, lambda part: _of_part(part, params))
+
+
+def _of_part(inputs: AdvantageInputs, params: OptimalTokenBaselineParams) -> Tensor:
     tokens = ResponseTokens.of(inputs)
     before_B = tokens.lengths_B.cumsum(0) - tokens.lengths_B
     positions_N = torch.arange(tokens.places_N.numel(), device=tokens.places_N.device) - tokens.spread(before_B)

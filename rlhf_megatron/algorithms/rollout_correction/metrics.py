@@ -113,11 +113,11 @@ class CorrectionMetrics:
     def _add_importance(self, rows: Rows, corrected: Corrected, measure: Measure, importance: Importance) -> None:
         tally = self._tally
         assert corrected.weights_N is not None
-        ratios = exp(measure.values)
+        ratios, acting = measure.ratios, corrected.weights_N
         tally.spread("rollout_is", ratios)
-        acting_S = corrected.weights_N.new_zeros(rows.sequences.num_sequences)
-        acting_S[rows.sequences.ids_T] = corrected.weights_N  # alike in a sequence where it is read
-        tally.spread("rollout_is_acting", acting_S if measure.of_sequences else corrected.weights_N)
+        if measure.of_sequences:
+            acting = acting.index_select(0, rows.counts_S.cumsum(0) - rows.counts_S)  # alike in a sequence: its first
+        tally.spread("rollout_is_acting", acting)
         tally.share("rollout_is_ratio_fraction_high", measure.is_high)
         assert measure.is_low is not None
         tally.share("rollout_is_ratio_fraction_low", measure.is_low)
@@ -142,7 +142,7 @@ class CorrectionMetrics:
 
     def _add_filter(self, rows: Rows, log_ratio_N: Tensor, one: Filter, measure: Measure) -> None:
         name, tally = f"rollout_rs_{one.name}", self._tally
-        values = exp(measure.values) if measure.is_log else measure.values
+        values = measure.ratios if measure.is_log else measure.values
         if one.level == "seq_max":
             values = values.new_zeros(values.shape).scatter_reduce_(
                 0, rows.sequences.ids_T, estimates(log_ratio_N, one.estimate), "amax"
@@ -151,8 +151,12 @@ class CorrectionMetrics:
         tally.share(f"{name}_fraction_high", measure.is_high)
         if measure.is_low is not None:
             tally.share(f"{name}_fraction_low", measure.is_low)
-        self._add_masked(name, rows, measure.spread(measure.is_outside, rows.sequences))
-        if not measure.of_sequences:
+        if measure.of_sequences:
+            num_masked = int(rows.counts_S.dot(measure.is_outside.to(rows.counts_S.dtype)))
+            tally.hits(f"{name}_masked_fraction", num_masked, rows.log_ratio_N.numel())
+            tally.share(f"{name}_seq_masked_fraction", measure.is_outside)
+        else:
+            self._add_masked(name, rows, measure.is_outside)
             self._add_sequences(name, rows.means(values), one.high, one.low, neutral=1.0 if measure.is_log else 0.0)
 
     def _filter(self, one: Filter) -> dict[str, float]:

@@ -15,6 +15,7 @@ sequence counts: sums over whole sequences come from `Sequences`, all of one cal
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -38,13 +39,18 @@ class Measure:
     of_sequences: bool
     is_log: bool
 
-    @property
+    @functools.cached_property
+    def ratios(self) -> Tensor:
+        """exp of logarithms, the exponent clamped."""
+        return exp(self.values)
+
+    @functools.cached_property
     def is_outside(self) -> Tensor:
         return self.is_high if self.is_low is None else self.is_high | self.is_low
 
     def spread(self, column: Tensor, sequences: Sequences) -> Tensor:
         """A column of this measure's entries, as one of rows."""
-        return column[sequences.ids_T] if self.of_sequences else column
+        return sequences.spread(column) if self.of_sequences else column
 
 
 @dataclass(frozen=True)
@@ -78,11 +84,11 @@ def correct(log_ratio_N: Tensor, sequences: Sequences, params: CorrectionParams)
     for one in params.filters:
         measure = _measure(one, rows, sums)
         filters.append((one.name, measure))
-        passes_N = ~measure.spread(measure.is_outside, sequences)
+        passes_N = measure.spread(~measure.is_outside, sequences)
         keep_N = passes_N if keep_N is None else keep_N & passes_N
     if params.veto is not None:
         veto_S = sums["veto"] > 0
-        passes_N = ~veto_S[sequences.ids_T]
+        passes_N = sequences.spread(~veto_S)
         keep_N = passes_N if keep_N is None else keep_N & passes_N
     return Corrected(weights_N, keep_N, importance, tuple(filters), veto_S)
 
@@ -134,8 +140,8 @@ def _importance_measure(log_ratio_N: Tensor, sums: dict[str, Tensor], importance
 
 def _weights(measure: Measure, importance: Importance) -> Tensor:
     if importance.low is None:
-        return exp(measure.values).clamp_(max=importance.high)
-    return exp(measure.values).masked_fill_(measure.is_outside, 0.0)
+        return measure.ratios.clamp(max=importance.high)
+    return measure.ratios.masked_fill(measure.is_outside, 0.0)
 
 
 def _measure(one: Filter, rows: dict[str, Tensor], sums: dict[str, Tensor]) -> Measure:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rlhf_megatron.algorithms.advantages.base import places, repeated
 from rlhf_megatron.algorithms.rollout_correction.metrics import CorrectionMetrics, Rows
 from rlhf_megatron.algorithms.rollout_correction.params import CorrectionParams
 from rlhf_megatron.algorithms.rollout_correction.ratios import Corrected, correct, log_mismatch
@@ -45,6 +46,9 @@ class ContiguousSequences(Sequences):
             for column_T in columns_T
         )
 
+    def spread(self, column_S: Tensor) -> Tensor:
+        return repeated(column_S, self.lengths_S)
+
 
 @torch.no_grad()
 def correct_step(
@@ -73,18 +77,19 @@ def correct_step(
             response_mask_T[start:stop],
             is_valid_B[first:last],
             offsets[first : last + 1] - start,
+            needs_owners=any(one.level == "seq_max" for one in params.filters),
         )
-        rows, corrected = block.all_rows(params)
-        if weights_T is not None:
-            weights_T[start:stop][block.index_N] = corrected.weights_N.float()  # type: ignore[union-attr]
-        if keep_T is not None and corrected.keep_N is not None:
-            keep_T[start:stop][block.index_N] = corrected.keep_N
-        if not bool(block.is_valid_S.all()):
-            rows, corrected = block.valid_rows(params)
-        metrics.add(rows, corrected)
-        if params.use_batch_norm:
-            of_block = _weight_sum(rows, corrected, params)
-            total, count = total + of_block[0], count + of_block[1]
+        for is_valid, index_N, rows in block.rows(with_invalid=weights_T is not None or keep_T is not None):
+            corrected = correct(rows.log_ratio_N, rows.sequences, params)
+            if weights_T is not None and corrected.weights_N is not None:
+                weights_T[start:stop].index_copy_(0, index_N, corrected.weights_N.float())
+            if keep_T is not None and corrected.keep_N is not None:
+                keep_T[start:stop].index_copy_(0, index_N, corrected.keep_N)
+            if is_valid:
+                metrics.add(rows, corrected)
+            if is_valid and params.use_batch_norm:
+                of_block = _weight_sum(rows, corrected, params)
+                total, count = total + of_block[0], count + of_block[1]
     factor = None
     if params.use_batch_norm and weights_T is not None:
         factor = total / count if total > 0 else 1.0
@@ -96,32 +101,41 @@ class _Block:
     """Some whole samples. Those without response tokens are left out."""
 
     def __init__(
-        self, log_probs_T: Tensor, rollout_T: Tensor, mask_T: Tensor, is_valid_B: Tensor, offsets: Tensor
+        self,
+        log_probs_T: Tensor,
+        rollout_T: Tensor,
+        mask_T: Tensor,
+        is_valid_B: Tensor,
+        offsets: Tensor,
+        needs_owners: bool,
     ) -> None:
-        self.index_N = mask_T.nonzero().squeeze(1)
-        self.log_probs_N, self.rollout_N = log_probs_T[self.index_N], rollout_T[self.index_N]
+        self.needs_owners = needs_owners
+        self.index_N = places(mask_T)
+        self.log_probs_N = log_probs_T.index_select(0, self.index_N)
+        self.rollout_N = rollout_T.index_select(0, self.index_N)
         counts_B = torch.searchsorted(self.index_N, offsets).diff()
         self.lengths_S = counts_B[counts_B > 0]
         self.is_valid_S = is_valid_B[counts_B > 0]
 
-    def all_rows(self, params: CorrectionParams) -> tuple[Rows, Corrected]:
-        return _corrected(self.log_probs_N, self.rollout_N, self.lengths_S, params)
+    def rows(self, with_invalid: bool) -> Iterator[tuple[bool, Tensor, Rows]]:
+        """(whether they are of valid samples, their places in the block, they themselves); valid ones always, others
+        where they are asked for and there are any. What is found for a row depends on its own sequence only."""
+        if bool(self.is_valid_S.all()):
+            yield True, self.index_N, self._of(self.log_probs_N, self.rollout_N, self.lengths_S)
+            return
+        is_valid_N = repeated(self.is_valid_S, self.lengths_S)
+        for is_valid in (True, False) if with_invalid else (True,):
+            chosen_N = places(is_valid_N if is_valid else ~is_valid_N)
+            lengths_S = self.lengths_S[self.is_valid_S if is_valid else ~self.is_valid_S]
+            columns = (self.log_probs_N.index_select(0, chosen_N), self.rollout_N.index_select(0, chosen_N))
+            yield is_valid, self.index_N.index_select(0, chosen_N), self._of(*columns, lengths_S)
 
-    def valid_rows(self, params: CorrectionParams) -> tuple[Rows, Corrected]:
-        is_valid_N = self.is_valid_S.repeat_interleave(self.lengths_S)
-        lengths_S = self.lengths_S[self.is_valid_S]
-        return _corrected(self.log_probs_N[is_valid_N], self.rollout_N[is_valid_N], lengths_S, params)
-
-
-def _corrected(
-    log_probs_N: Tensor, rollout_N: Tensor, lengths_S: Tensor, params: CorrectionParams
-) -> tuple[Rows, Corrected]:
-    ids_N = lengths_S[:0]  # what only measures asks for nobody's sequence
-    if params.importance is not None or params.rejects:
-        ids_N = torch.arange(lengths_S.numel()).repeat_interleave(lengths_S)
-    sequences = ContiguousSequences(ids_N, lengths_S.numel(), lengths_S=lengths_S)
-    rows = Rows(log_probs_N, rollout_N, log_mismatch(log_probs_N, rollout_N), sequences, lengths_S)
-    return rows, correct(rows.log_ratio_N, sequences, params)
+    def _of(self, log_probs_N: Tensor, rollout_N: Tensor, lengths_S: Tensor) -> Rows:
+        ids_N = lengths_S[:0]  # most ask for sums and spread entries only
+        if self.needs_owners:
+            ids_N = repeated(torch.arange(lengths_S.numel()), lengths_S)
+        sequences = ContiguousSequences(ids_N, lengths_S.numel(), lengths_S=lengths_S)
+        return Rows(log_probs_N, rollout_N, log_mismatch(log_probs_N, rollout_N), sequences, lengths_S)
 
 
 def _weight_sum(rows: Rows, corrected: Corrected, params: CorrectionParams) -> tuple[float, float]:

@@ -75,9 +75,13 @@ class Tally:
 
     def share(self, name: str, is_hit: Tensor) -> None:
         """Of True among the entries."""
+        self.hits(name, int(is_hit.count_nonzero()), is_hit.numel())
+
+    def hits(self, name: str, num_hits: int, count: int) -> None:
+        """A share as `num_hits` of `count`."""
         found = self.of(name)
-        found.count += is_hit.numel()
-        found.total += int(is_hit.count_nonzero())
+        found.count += count
+        found.total += num_hits
 
     def of(self, name: str) -> Spread:
         return self._spreads.setdefault(name, Spread())
