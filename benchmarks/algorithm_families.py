@@ -21,7 +21,7 @@ SEQUENCE_MEAN = "actor.loss_agg_mode=seq-mean-token-mean"
 CONSTANT_NORM = "actor.loss_agg_mode=seq-mean-token-sum-norm"
 ON_POLICY = "actor.mini_batch_size=512"
 BFLOAT16_ENGINE = "rollout.dtype=bfloat16"
-DIGITS = "{name: function, params: {path: 'benchmarks.algorithm_families:right_digits'}}"
+DIGITS = "{name: function, weight: 0.0, params: {path: 'benchmarks.algorithm_families:right_digits'}}"
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,10 @@ FAMILIES: tuple[Family, ...] = (
         (
             estimator(
                 "gdpo",
-                "algorithm.params={gdpo_reward_keys: [exact_match, function]}",
+                "algorithm.params={gdpo_reward_keys: [exact_match, function], gdpo_reward_weights: [1.0, 1.0]}",
                 f"reward.terms=[{DIGITS}]",
                 "reward.num_workers=1",
-                note="a second reward: the share of right digits; the curve is of exact_match",
+                note="exact_match and a second reward, the share of right digits, in equal weights",
             ),
         ),
     ),
