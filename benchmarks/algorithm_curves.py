@@ -88,7 +88,7 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def row_of(job: Job, run_dir: Path) -> dict[str, Any]:
-    """Curves of a finished run, of the share of right answers: rewards beside exact_match have weight 0 in the score."""
+    """Curves of a finished run, of the share of right answers: rewards beside exact_match weigh 0 in the score."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     accuracy = [[row["step"], significant(row["val/accuracy"])] for row in rows if row["kind"] == "evaluation"]
     reward = [significant(row["reward/part/exact_match"]) for row in rows if row["kind"] == "step"]
