@@ -243,7 +243,7 @@ def test_an_engine_of_another_version_is_found_and_gets_no_more(rig: Rig) -> Non
     for worker in rig.workers:
         worker.delay_s = 0.1
     fleet = rig.fleet()
-    fleet._version = VERSION
+    fleet._served.now(VERSION)
     resynced: list[str] = []
 
     def resync(engines: Sequence[Engine]) -> None:
