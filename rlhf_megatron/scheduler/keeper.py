@@ -117,6 +117,7 @@ class Keeper:
 
     def _committed(self, step: int) -> None:
         self._committed_step = step
-        state = self._saving.pop(step, None)
+        state = self._saving.get(step)
+        self._saving = {later: kept for later, kept in self._saving.items() if later > step}
         if self._journal is not None and state is not None:
             self._journal.saved(state)

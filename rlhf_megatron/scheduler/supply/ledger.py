@@ -218,6 +218,11 @@ class Ledger:
                 has_decided = True
         if not flow.is_training and flow.num_steps_left:
             numbers = self.schedule.batch(flow)
+            if numbers is not None and not len(numbers):
+                raise ValueError(
+                    f"{self.schedule} makes a batch of no group for step {flow.step + 1}; let its batch return None"
+                    " until there are groups that can train."
+                )
             if numbers is None and self._most_scored is not None and self._num_scored >= self._most_scored:
                 numbers = sorted(flow.scored_order[: flow.batch_size])  # with what there is
             if numbers is not None:
@@ -274,7 +279,7 @@ class Ledger:
         flow = self.flow
         if flow.is_training or not flow.num_steps_left or self._finished or flow.num_running:
             return
-        raise RuntimeError(
+        raise ValueError(
             f"{self.schedule} starts no group and makes no batch of the {len(flow.ready)} groups that can train, of"
             f" which a step has {flow.batch_size}; correct its num_to_start or batch."
         )

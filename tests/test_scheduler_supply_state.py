@@ -1,0 +1,211 @@
+"""What a supply keeps for a later process, and what that makes of it; what the threads tell the ledger too late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from data_samples import scored
+from supply_tools import NUM_SAMPLES, TOKENIZER, Bench, Hasty, HeldSession, make_requests, right_or_wrong, stream_of
+
+from rlhf_megatron.config.schema import FilterGroupsConfig, ScheduleConfig
+from rlhf_megatron.data.batch import PromptBatch, RolloutBatch, ScoredBatch
+from rlhf_megatron.data.stream import PromptCursor
+from rlhf_megatron.reward_service.error_rate import RewardError
+from rlhf_megatron.rewards import RewardResult, RewardSample
+from rlhf_megatron.rollout.engine import GeneratedSample, VersionSpan
+from rlhf_megatron.scheduler.schedules import load_schedule
+from rlhf_megatron.scheduler.schedules.flow import Flow
+from rlhf_megatron.scheduler.state import RunState
+from rlhf_megatron.scheduler.supply.background import Found
+from rlhf_megatron.scheduler.supply.base import Finished, Progress
+from rlhf_megatron.scheduler.supply.foreground import Foreground
+from rlhf_megatron.scheduler.supply.group_journal import GroupJournal
+from rlhf_megatron.scheduler.supply.ledger import Ledger
+from rlhf_megatron.scheduler.supply.make import find_groups
+from rlhf_megatron.scheduler.supply.score import LastSamples, ScoreGroups
+
+
+def finished(number: int, *versions: int) -> Finished:
+    """Two samples of as many tokens as there are versions."""
+    spans = tuple(VersionSpan(version, i, i + 1) for i, version in enumerate(versions))
+    sample = GeneratedSample((3,) * len(versions), (-1 / 3,) * len(versions), "stop", versions[0], spans)
+    return Finished(number, stream_of().at([number]), [[sample] * NUM_SAMPLES])
+
+
+def journal_with(directory: Path, *groups: Finished) -> GroupJournal:
+    journal = GroupJournal(directory, "these")
+    for group in groups:
+        journal.append(group)
+    return journal
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_groups_come_back_as_they_were(tmp_path: Path) -> None:
+    greedy = finished(5, 2)
+    both = Finished(9, greedy.prompts, [*finished(9, 1, 2, 2).samples, [greedy.samples[0][0]]])
+    journal_with(tmp_path, finished(4, 3), both)
+    (tmp_path / ".group_00000007.samples.17.part").write_bytes(b"half")
+    found = GroupJournal(tmp_path, "these").groups()
+    assert found == {4: finished(4, 3).samples, 9: both.samples}
+    assert names(tmp_path) == ["group_00000004.samples", "group_00000009.samples"]
+    assert GroupJournal(tmp_path, "others").groups() == {}
+
+
+def test_a_damaged_group_is_absent(tmp_path: Path) -> None:
+    journal = journal_with(tmp_path, finished(4, 3), finished(5, 3))
+    path = tmp_path / "group_00000004.samples"
+    whole = path.read_bytes()
+    for damaged in (whole[:-1], whole[:40], b"", whole[:60] + bytes([whole[60] ^ 1]) + whole[61:], whole + b"x"):
+        path.write_bytes(damaged)
+        assert set(journal.groups()) == {5}
+
+
+def test_a_checkpoint_lets_go_of_what_was_trained_before_it(tmp_path: Path) -> None:
+    journal = journal_with(tmp_path, *(finished(number, 1) for number in (0, 1, 2, 3, 6, 7)))
+    journal.saved(RunState(2, 3, PromptCursor(num_drawn=6, batch_size=2, order=""), untrained=(1, 3, 4)))
+    assert [name[6:14] for name in names(tmp_path)] == ["00000001", "00000003", "00000006", "00000007"]
+
+
+def test_a_later_process_goes_on_with_what_its_checkpoint_has_not_trained(tmp_path: Path) -> None:
+    """Six prompts were drawn, 1, 3 and 4 of them not trained; the policy is version 5. Group 3 has a token of version
+    6, which is no more; 8 and 10 were started after the checkpoint; 2 was trained before it."""
+    groups = [finished(1, 4, 5), finished(2, 5), finished(3, 5, 6), finished(8, 5), finished(10, 6)]
+    journal = journal_with(tmp_path, *groups)
+    found = find_groups(journal, stream_of(), Progress(6, (1, 3, 4)), version=5)
+    assert found.num_drawn == 9
+    assert [group.number for group in found.known] == [1, 8] and found.lost == (3, 4, 6, 7)
+    assert found.known[0].prompts.group_ids == (1,) and found.known[0].prompts.prompts == ("1",)
+    assert len(names(tmp_path)) == 2
+    assert find_groups(None, stream_of(), Progress(6, (1, 3)), version=5) == Found(6, (), (1, 3))
+
+
+def test_what_is_known_is_not_generated_and_what_is_lost_is() -> None:
+    """Batches of two from groups 1, 3 (known), 2, 4 (lost) and then 5."""
+    found = Found(5, (finished(1, 5), finished(3, 4)), (2, 4))
+    session = HeldSession(is_free=True)
+    bench = Bench("one_step_off", session=session, version=5, steps_done=2, last_step=5, found=found)
+    with bench.supply:
+        assert bench.supply.progress().untrained == (1, 2, 3, 4)
+        assert bench.take(3) == [1, 3] and 1 not in session.submitted
+        bench.sync()
+        assert bench.take(4) == [2, 4]
+        bench.sync()
+        assert bench.take(5) == [5, 6]
+        bench.sync()
+    assert session.submitted == [2, 4, 5, 6]
+    assert bench.supply.progress().untrained == ()
+
+
+def test_a_known_group_that_is_too_old_is_dropped() -> None:
+    """Its tokens are of version 3, the policy that trains next is 5, the bound 1."""
+    found = Found(2, (finished(0, 3), finished(1, 4)))
+    bench = Bench("one_step_off", session=HeldSession(is_free=True), version=5, steps_done=2, found=found)
+    with bench.supply:
+        assert bench.take(3) == [1, 2]
+        assert bench.supply.take_metrics()["schedule/dropped_lag"] == 1
+    assert "dropped group 0 (lag)" in bench.log
+
+
+def test_samples_of_a_group_that_was_started_again_are_not_taken_for_the_new_ones() -> None:
+    """Group 1 is too old after the sync. Its first samples come after that, its first rewards would, too."""
+    ledger = Ledger(Flow(1, 5, 1), Hasty())
+    ledger.begin(0)
+    assert [(order.kind, order.number) for order in ledger.orders()] == [("submit", 0), ("submit", 1)]
+    score = ScoreGroups(TOKENIZER, right_or_wrong, FilterGroupsConfig())
+    groups = [finished(0, 1), finished(1, 1)]
+    ledger.generated(groups[0], attempt=0)
+    ledger.to_score.clear()  # as the thread does that has them scored
+    ledger.scored(groups[:1], score(groups[:1]))
+    taken = ledger.fetch()
+    assert taken is not None and [group.number for group in taken.groups] == [0] and ledger.fetch() is None
+    ledger.generated(groups[1], attempt=0)
+    ledger.updated()
+    ledger.synced(2)
+    orders = [(order.kind, order.number, order.attempt, order.version) for order in ledger.orders()]
+    assert orders == [("submit", 2, 0, 1), ("submit", 1, 1, 2), ("abort", 2, 0, 2), ("submit", 2, 1, 2)]
+    ledger.scored(groups[1:], score(groups[1:]))
+    ledger.generated(groups[1], attempt=0)
+    assert not ledger.flow.scored_order and ledger.flow.num_running == 2 and ledger.to_score == []
+    again = finished(1, 2)
+    ledger.generated(again, attempt=1)
+    assert ledger.to_score == [again]
+
+
+def test_seeds_are_of_the_version_that_a_group_is_started_with() -> None:
+    prompt = stream_of().at([7])
+    (first,), (same,), (other,) = (make_requests(prompt, version)[0] for version in (1, 1, 2))
+    assert first == same and set(first.seeds).isdisjoint(other.seeds)
+
+
+def test_a_greedy_sample_gives_its_reward_to_the_group() -> None:
+    ids = {text: (*TOKENIZER.encode(text), TOKENIZER.eos_token_id) for text in "19"}
+    samples = {text: GeneratedSample(of, (-0.5, -0.5), "stop", 1) for text, of in ids.items()}
+    group = Finished(3, stream_of().at([3]), [[samples["9"], samples["9"]], [samples["1"]]])
+    (found,) = ScoreGroups(TOKENIZER, right_or_wrong, FilterGroupsConfig(enable=True))([group])
+    assert found.batch.rewards.tolist() == [0.0, 0.0] and found.batch.greedy_rewards is not None
+    assert found.batch.greedy_rewards.tolist() == [1.0, 1.0] and len(found.batch) == 2
+    assert found.greedy is not None and found.greedy.responses == ("1",) and not found.has_signal
+
+
+def test_failures_of_rewards_count_over_the_samples_of_a_batch() -> None:
+    """Of the last 8: two may fail (0.25), three may not; they come two at a time."""
+    statuses = iter(["ok", "ok", "masked:x", "masked:x", *["ok"] * 6, "masked:x", "ok", "masked:x", "masked:x"])
+
+    def score(samples: list[RewardSample]) -> list[RewardResult]:
+        return [RewardResult(0.0, next(statuses)) for _ in samples]
+
+    last = LastSamples(score, 8, 0.25, "log")
+    sample = RewardSample("", "", "", "s", "stop", 1, "")
+    for _ in range(6):
+        assert len(last([sample, sample])) == 2
+    with pytest.raises(RewardError, match=r"3 of 8 rewards failed"):
+        last([sample, sample])
+
+
+class Made:
+    """Batches of two groups, the second of which comes first."""
+
+    num_drawn, version = 0, 1
+    on_generated: Callable[[Sequence[int]], None]
+
+    def next_prompts(self, step: int) -> PromptBatch:
+        return stream_of(batch_size=2).next(step)
+
+    def generate(self, step: int, prompts: PromptBatch) -> RolloutBatch:
+        for number in reversed(prompts.group_ids):
+            self.on_generated((number,))
+        return replace(scored(), group_ids=torch.tensor([prompts.group_ids[0]] * 2 + [prompts.group_ids[1]]))
+
+    def score(self, step: int, rollout: RolloutBatch) -> ScoredBatch:
+        assert isinstance(rollout, ScoredBatch)
+        return rollout
+
+
+def test_a_synchronous_run_has_its_ledger_too() -> None:
+    made, lines, stages = Made(), [], []
+
+    def stage(name: str) -> AbstractContextManager[None]:
+        stages.append(name)
+        return nullcontext()
+
+    schedule = load_schedule(ScheduleConfig("synchronous"))
+    with Foreground(made, Flow(2, 2, 1), schedule, lambda events: lines.extend(map(str, events))) as supply:
+        for step in (1, 2):
+            assert supply.take(step, stage).group_ids.tolist() == [2 * step - 2, 2 * step - 2, 2 * step - 1]
+            with supply.syncing():
+                made.version += 1
+    assert stages == ["next", "generate", "score"] * 2
+    assert lines == [
+        *("started group 0", "started group 1", "generated group 1", "generated group 0"),
+        *("scored group 0", "scored group 1", "taken step 1", "updated step 1", "synced step 1"),
+        *("started group 2", "started group 3", "generated group 3", "generated group 2"),
+        *("scored group 2", "scored group 3", "taken step 2", "updated step 2", "synced step 2"),
+    ]
