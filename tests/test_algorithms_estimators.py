@@ -166,9 +166,14 @@ def test_gdpo_tells_mixes_apart_that_grpo_does_not() -> None:
 def test_gdpo_with_parts_that_some_samples_do_not_have() -> None:
     """Another source's: nan. It adds nothing, and the others of the step do not notice."""
     nan = math.nan
+    statistics_of_0_and_1 = {"mean": 0.5, "std": math.sqrt(0.5), "max": 1.0, "min": 0.0}
     parts = {"a": torch.tensor([1.0, 0, nan, nan]), "b": torch.tensor([nan, nan, 0.0, 1])}
     inputs = replace(inputs_of([0] * 4, [0, 0, 1, 1]), reward_parts=parts)
-    found = of_samples("gdpo", inputs, GDPOParams(("a", "b"), norm_adv_by_std_in_grpo=False))
+    params = GDPOParams(("a", "b"), norm_adv_by_std_in_grpo=False)
+    found = of_samples("gdpo", inputs, params)
+    assert ADV_ESTIMATORS.get("gdpo").build(inputs, params).metrics == pytest.approx(
+        {f"gdpo/{key}/{name}": value for key in "ab" for name, value in statistics_of_0_and_1.items()}
+    )
     scale = (4 * 0.25 / 3 + 1e-8) ** -0.5
     assert found == pytest.approx([0.5 * scale, -0.5 * scale, -0.5 * scale, 0.5 * scale], rel=1e-6)
     # A source that is not in this step at all has no column.

@@ -48,7 +48,8 @@ def test_every_part_says_what_it_is_and_each_parameter_what_it_does(capsys: pyte
     for part in listed([], capsys):
         assert part["summary"], part["name"]
         assert not [one["name"] for one in part["parameters"] if not (one["doc"] and one["type"])], part["name"]
-    assert all(part["papers"] for part in listed([], capsys) if part["kind"] == "advantage estimator")
+    for part in listed([], capsys):
+        assert part["papers"] or part["kind"] not in ("advantage estimator", "policy loss"), part["name"]
 
 
 def test_one_part_in_full(capsys: pytest.CaptureFixture[str]) -> None:

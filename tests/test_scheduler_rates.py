@@ -94,13 +94,18 @@ def test_utilisation_by_hand() -> None:
     as_critic = forward - 2 * 4 * 6 * 3
     metrics = {"perf/peak_tflops": 1e-9, "actor/num_epochs": 2.0}  # 1000 a second
     calls = {"actor.update": 4.0, "actor.log_probs": 0.5, "critic.update": 2.0}
-    assert utilisation(metrics, calls, batch, work()) == pytest.approx(
+    expected = pytest.approx(
         {
+            "perf/peak_tflops": 1e-9,
             "perf/mfu/actor": 3 * 2 * forward / (4.0 * 2 * 1000),
             "perf/mfu/actor_infer": forward / (0.5 * 2 * 1000),
             "perf/mfu/critic": 3 * 2 * as_critic / (2.0 * 1 * 1000),
         }
     )
+    assert utilisation(metrics, calls, batch, work()) == expected
+    told = replace(work(), device_peak_tflops=1e-9)
+    assert utilisation(metrics | {"perf/peak_tflops": 5.0}, calls, batch, told) == expected, "the configuration's wins"
+    assert utilisation({"actor/num_epochs": 2.0}, calls, batch, told) == expected, "also of a device that is not known"
     assert utilisation({"actor/num_epochs": 1.0}, calls, batch, work()) == {}, "a CPU has no peak"
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from rlhf_megatron.algorithms.metric import OPTIMIZER_STEPS, STEP, TOKENS, VALID_TOKENS, Metric
 from rlhf_megatron.algorithms.rollout_correction.metric_names import METRICS as CORRECTION_METRICS
 
+HAVE_PART = "samples whose reward counts and has the part"
 METRICS: dict[str, Metric] = {
     # Per token, averaged by the caller with metric weights over the response tokens of a mini-batch.
     "actor/loss": Metric(
@@ -53,6 +54,11 @@ METRICS: dict[str, Metric] = {
         "nats", "KL estimate against the reference in the reward, a token, before its weight", "mean", VALID_TOKENS
     ),
     "actor/reward_kl_penalty_coeff": Metric("1", "weight of that term in this step's rewards", "last", STEP),
+    # Of a step: reward parts as estimator gdpo sees them, before it normalises.
+    "gdpo/<name>/mean": Metric("score", "a reward part of algorithm.params.gdpo_reward_keys", "mean", HAVE_PART),
+    "gdpo/<name>/std": Metric("score", "spread of it (unbiased); 0 for a single one", "std", HAVE_PART),
+    "gdpo/<name>/max": Metric("score", "largest of it", "max", HAVE_PART),
+    "gdpo/<name>/min": Metric("score", "smallest of it", "min", HAVE_PART),
     # Of a step: engine against trainer on the sampled tokens (algorithms/mismatch.py).
     "training/rollout_log_probs_diff_max": Metric(
         "nats",

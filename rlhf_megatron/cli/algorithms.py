@@ -25,7 +25,7 @@ from rlhf_megatron.scheduler.plugins import ESTIMATOR_PROVIDED, PROVIDED
 from rlhf_megatron.scheduler.schedules import SCHEDULES
 
 WIDTH, INDENT = 118, 24
-_PAPER = re.compile(r'(?:"([^"]+)"[\s,]*)?\(?arXiv\s+(\d{4}\.\d{4,5})')
+_PAPER = re.compile(r'(?:"([^"]+)"[\s,]*)?\(?arXiv\s+(\d{4}\.\d{4,5})|"([^"]+)"\s+\(([A-Z][a-z]+ \d{4})\)')
 
 _FIELD = re.compile(r"    (\w+): .*?(?:(?<=\s)#[ ](.+))?\Z")
 
@@ -41,7 +41,11 @@ class Parameter:
 @dataclass(frozen=True)
 class Paper:
     title: str  # "" where the source names the number only
-    arxiv: str
+    arxiv: str  # number; author and year of a paper that is not there
+
+    @property
+    def place(self) -> str:
+        return f"arXiv {self.arxiv}" if self.arxiv[0].isdigit() else self.arxiv
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,7 @@ def _registered(registry: Registry[Any], key: str, provided: set[str]) -> Iterat
             tuple(_parameters(entry)),
             entry.needs,
             tuple(sorted(set(entry.needs) - provided)),
-            tuple(Paper(" ".join(title.split()), arxiv) for title, arxiv in _PAPER.findall(text)),
+            tuple(Paper(" ".join((a or b).split()), arxiv or older) for a, arxiv, b, older in _PAPER.findall(text)),
         )
 
 
@@ -184,9 +188,9 @@ def _details(part: Part, with_parameters: bool) -> Iterator[str]:
         state = f"; no run computes {', '.join(part.missing)}" if part.missing else ""
         yield from _wrapped(f"{empty}needs: ", ", ".join(part.needs) + state)
     for paper in part.papers if with_parameters else ():
-        yield from _wrapped(f"{empty}paper: ", f"{paper.title + ', ' if paper.title else ''}arXiv {paper.arxiv}")
+        yield from _wrapped(f"{empty}paper: ", f"{paper.title + ', ' if paper.title else ''}{paper.place}")
     if part.papers and not with_parameters:
-        yield f"{empty}papers: {', '.join(f'arXiv {paper.arxiv}' for paper in part.papers)}"
+        yield f"{empty}papers: {', '.join(paper.place for paper in part.papers)}"
 
 
 def _wrapped(start: str, text: str) -> list[str]:

@@ -108,6 +108,7 @@ INTERVALS = {
     "checks.log_prob_mean_kl": POSITIVE,
     "trainer.nnodes": COUNT,
     "trainer.n_gpus_per_node": COUNT,
+    "trainer.device_peak_tflops": POSITIVE,
     "trainer.test_samples": COUNT,
     "rollout.health_interval_s": SECONDS,
     "rollout.health_timeout_s": SECONDS,

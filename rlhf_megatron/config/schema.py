@@ -372,6 +372,11 @@ class TrainerConfig:
     nnodes: int = doc("machines", 1)
     n_gpus_per_node: int = doc("ranks (GPUs, or processes on a machine without) a machine", 8)
     device: Literal["auto", "cpu", "cuda"] = doc("auto: cuda where available", "auto")
+    device_peak_tflops: float | None = doc(
+        "dense bfloat16 peak of a device, TFLOP/s, that perf/mfu is a share of; null: of known devices by their name,"
+        " and no perf/mfu on others",
+        None,
+    )
     seed: int = doc("seed of everything that is random", 1)
     total_training_steps: int = doc("steps of the loop", 100)
     critic_warmup: int = doc("first steps of the loop in which only the critic is updated", 0)

@@ -169,7 +169,12 @@ VALIDATION: dict[str, Metric] = {
     ),
     "val/<source>/worst@<k>": Metric("score", "expected worst of k samples of an item", "mean", ITEMS, "higher"),
     "val/<source>/maj@<k>": Metric(
-        "score", "expected score of the most common answer among k samples of an item", "mean", ITEMS, "higher"
+        "score",
+        "expected score of the most common answer among k samples of an item; an answer is what stands in the last"
+        " \\boxed{...} of a response, or after its last ####, or else all of it; equally common ones count as their mean",
+        "mean",
+        ITEMS,
+        "higher",
     ),
     "val/<source>/best@<k>/low": Metric("score", "lower end of its 95 % interval (bootstrap)", "quantile", ITEMS),
     "val/<source>/best@<k>/high": Metric("score", "upper end of its 95 % interval (bootstrap)", "quantile", ITEMS),

@@ -51,10 +51,15 @@ def time_per_token(metrics: Mapping[str, float], call_seconds: Mapping[str, floa
 def utilisation(
     metrics: Mapping[str, float], call_seconds: Mapping[str, float], batch: TrainBatch, work: Workload
 ) -> dict[str, float]:
-    """Model FLOPs over time x ranks of the pool x peak. Empty where no peak is known, as on a CPU."""
-    peak = 1e12 * metrics.get("perf/peak_tflops", 0.0)
-    if not peak:
+    """Model FLOPs over seconds of the call x ranks of its pool x peak of a device, and that peak.
+
+    The peak is the configuration's, or that of the device's name (`metrics`); empty where neither is known, as on a
+    CPU.
+    """
+    tflops = work.device_peak_tflops or metrics.get("perf/peak_tflops", 0.0)
+    if not tflops:
         return {}
+    peak = 1e12 * tflops
     num_trained = int(response_lengths(batch).sum())
     of_policy = model_flops(work.policy, batch.lengths, num_trained, FORWARD)
     of_critic = model_flops(work.critic, batch.lengths, num_trained, FORWARD, head_size=1)
@@ -63,7 +68,7 @@ def utilisation(
         ("actor", "actor.update", of_policy, TRAINING * metrics["actor/num_epochs"], work.num_actor_ranks),
         ("critic", "critic.update", of_critic, TRAINING * work.critic_epochs, work.num_critic_ranks),
     )
-    return {
+    return {"perf/peak_tflops": tflops} | {
         f"perf/mfu/{name}": passes * flops / (max(SHORTEST, call_seconds[call]) * num_ranks * peak)
         for name, call, flops, passes, num_ranks in cases
         if flops is not None and call in call_seconds

@@ -113,16 +113,33 @@ RATES: dict[str, Metric] = {
         "tokens/s", "tokens x epochs over the time of `update`", "ratio", STEP, "higher"
     ),
     "perf/peak_tflops": Metric(
-        "TFLOP/s", "dense bfloat16 peak of a device, by its name: what perf/mfu is a share of", "last", RUN
+        "TFLOP/s",
+        "dense bfloat16 peak of a device, trainer.device_peak_tflops or by its name: what perf/mfu is a share of",
+        "last",
+        RUN,
     ),
     "perf/mfu/actor": Metric(
-        "share", "FLOPs of the model over time of the actor's updates x its ranks x peak", "ratio", STEP, "higher"
+        "share",
+        "FLOPs of the policy x 3 (forward and backward) x epochs over seconds of actor.update, without waiting, x ranks"
+        " of the actor x peak. FLOPs: 2 a weight and token, 4 x heads x head size for each pair of attention (causal),"
+        " the head on response tokens; what is computed again, padding and experts are not counted",
+        "ratio",
+        STEP,
+        "higher",
     ),
     "perf/mfu/actor_infer": Metric(
-        "share", "FLOPs of the model over time of the actor's log-probs x its ranks x peak", "ratio", STEP, "higher"
+        "share",
+        "FLOPs of the policy (forward) over seconds of actor.log_probs x ranks of the actor x peak",
+        "ratio",
+        STEP,
+        "higher",
     ),
     "perf/mfu/critic": Metric(
-        "share", "FLOPs of the model over time of the critic's updates x its ranks x peak", "ratio", STEP, "higher"
+        "share",
+        "FLOPs of the critic x 3 x its epochs over seconds of critic.update x ranks of the critic x peak",
+        "ratio",
+        STEP,
+        "higher",
     ),
     "perf/num_head_fallbacks": Metric(
         "count",

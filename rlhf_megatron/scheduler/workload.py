@@ -28,6 +28,7 @@ class Workload:
     critic_epochs: int
     policy: Mapping[str, Any] = field(default_factory=dict)  # its config.json; empty: not known
     critic: Mapping[str, Any] = field(default_factory=dict)
+    device_peak_tflops: float | None = None  # as the configuration says; None: by the device's name
 
 
 def workload_of(config: RunConfig) -> Workload:
@@ -44,6 +45,7 @@ def workload_of(config: RunConfig) -> Workload:
         critic_epochs=critic.ppo_epochs or actor.ppo_epochs,
         policy=_hf_config(config.model.path),
         critic=_hf_config(critic.path or config.model.path) if has_critic(config) else {},
+        device_peak_tflops=config.trainer.device_peak_tflops,
     )
 
 

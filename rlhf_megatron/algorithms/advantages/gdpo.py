@@ -56,22 +56,37 @@ def gdpo(inputs: AdvantageInputs, params: GDPOParams) -> AdvantageOutputs:
     """One advantage a sample, on all its response tokens.
 
     A part that a sample does not have (another data source's) adds 0 to it and is out of that part's statistics. A
-    group with one valid sample is in no statistic, and 0. Raises ValueError for a name/part that its reward does not
+    group with one valid sample is in no statistic, and 0. Metrics gdpo/<key>/{mean,std,max,min} of each part. Raises ValueError for a name/part that its reward does not
     return.
     """
+    metrics: dict[str, float] = {}
     total_B = torch.zeros(inputs.is_valid_B.shape, dtype=torch.float64, device=inputs.is_valid_B.device)
     weights = params.gdpo_reward_weights or (1.0,) * len(params.gdpo_reward_keys)
     for key, weight in zip(params.gdpo_reward_keys, weights, strict=True):
         part_B = _part(inputs, key)
         if part_B is not None:
             has_part_B = inputs.is_valid_B & ~part_B.isnan()
+            metrics |= _statistics(key, part_B[has_part_B])
             epsilon = params.epsilon if params.norm_adv_by_std_in_grpo else None
             total_B += weight * group_advantages(part_B, inputs.group_ids_B, has_part_B, epsilon)
     groups = Groups.of(inputs.group_ids_B, inputs.is_valid_B)
     is_kept_B = inputs.is_valid_B & (groups.counts() > 1)[groups.index_B]
     lengths_B = response_lengths(inputs.response_mask_T, inputs.offsets)
     advantages_B = whitened_samples(total_B, lengths_B, is_kept_B)
-    return AdvantageOutputs(spread(advantages_B, inputs.response_mask_T, inputs.offsets))
+    return AdvantageOutputs(spread(advantages_B, inputs.response_mask_T, inputs.offsets), metrics=metrics)
+
+
+def _statistics(key: str, part_B: Tensor) -> dict[str, float]:
+    """Of the samples that have the part; nothing where none has."""
+    if not part_B.numel():
+        return {}
+    part_B = part_B.double()
+    return {
+        f"gdpo/{key}/mean": part_B.mean().item(),
+        f"gdpo/{key}/std": part_B.std().item() if part_B.numel() > 1 else 0.0,
+        f"gdpo/{key}/max": part_B.max().item(),
+        f"gdpo/{key}/min": part_B.min().item(),
+    }
 
 
 def _part(inputs: AdvantageInputs, key: str) -> Tensor | None:

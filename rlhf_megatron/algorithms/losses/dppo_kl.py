@@ -1,4 +1,7 @@
-"""DPPO with the KL divergence of two coins, KL(old || current). See `dppo`.
+"""DPPO with the KL divergence of two coins, KL(old || current).
+
+"Rethinking the Trust Region in LLM Reinforcement Learning" (arXiv 2602.04879, equations 11 and 12). The loss is that of
+`dppo`, with the divergence
 
     p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p))
 

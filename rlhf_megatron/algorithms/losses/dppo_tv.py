@@ -1,4 +1,8 @@
-"""DPPO with the total variation between two coins: |p - p_old|. See `dppo`."""
+"""DPPO with the total variation between two coins: |p - p_old|.
+
+"Rethinking the Trust Region in LLM Reinforcement Learning" (arXiv 2602.04879, equations 11 and 12). The loss is that of
+`dppo`.
+"""
 
 # T tokens
 
