@@ -246,7 +246,7 @@ def under_ray(scenario: str, pools: Sequence[PoolSpec], directory: Path, deadlin
     from runtime_toy import make_roles as make  # as ranks import it: this module is __main__ here
 
     from rlhf_megatron.config.schema import RayConfig, RunConfig, TrainerConfig
-    from rlhf_megatron.runtime.ray_driver import run_driver
+    from rlhf_megatron.runtime.ray_driver import RayJob, run_driver
 
     num_cpus = 1e6 if scenario == "no_room" else 0.1
     config = RunConfig(
@@ -255,16 +255,8 @@ def under_ray(scenario: str, pools: Sequence[PoolSpec], directory: Path, deadlin
     )
     build = partial(make, scenario, [pool.name for pool in pools], directory, is_marked=True)
     stop = StopRequest()
-    return run_driver(
-        lambda group, place: run_scenario(scenario, group, directory, stop),
-        config,
-        build,
-        pools,
-        directory / "logs",
-        deadlines,
-        stop,
-        has_engines=False,
-    )
+    job = RayJob(config, pools, build, directory / "logs", deadlines, has_engines=False)
+    return run_driver(lambda group, place: run_scenario(scenario, group, directory, stop), job, stop)
 
 
 def main(command: str, scenario: str, pools_text: str, directory: str) -> int:

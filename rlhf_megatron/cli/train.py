@@ -186,7 +186,7 @@ def _inline(args: argparse.Namespace, config: RunConfig, opened: OpenRunDir) -> 
 
 
 def _ray(args: argparse.Namespace, config: RunConfig) -> int:
-    from rlhf_megatron.runtime.ray_driver import run_driver
+    from rlhf_megatron.runtime.ray_driver import RayJob, run_driver
     from rlhf_megatron.runtime.ray_environment import check_installed
 
     _install_faults("controller")
@@ -200,16 +200,15 @@ def _ray(args: argparse.Namespace, config: RunConfig) -> int:
     def run(group, place) -> int:  # type: ignore[no-untyped-def]
         return _run(args, config, opened.path, opened.lock, stop, lambda: group, place)
 
-    return run_driver(
-        run,
+    job = RayJob(
         config,
-        partial(_build_roles, redacted(config)),  # Ray carries it to the ranks, which need no secrets
         _pools(config),
+        partial(_build_roles, redacted(config)),  # ranks need no secrets
         opened.path / "logs",
         _deadlines(config),
-        stop,
         has_engines=args.replay is None,
     )
+    return run_driver(run, job, stop)
 
 
 def _deadlines(config: RunConfig):  # type: ignore[no-untyped-def]

@@ -11,6 +11,7 @@ rank as an argument of a call, inside the cluster. Who reaches the cluster runs 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -41,10 +42,22 @@ from rlhf_megatron.runtime.stopping import SIGNALS, ControllerStop, HostStop
 from rlhf_megatron.stop import StopRequest
 
 if TYPE_CHECKING:
-    from rlhf_megatron.runtime.ray import Cluster, RemoteObject, Task, Whereabouts
+    from rlhf_megatron.runtime.ray import Cluster, Task, Whereabouts
 
 GPU_BACKEND = "cpu:gloo,cuda:nccl"
 _FAILED = 1
+
+
+@dataclass(frozen=True)
+class RayJob:
+    """What a driver runs beside the loop."""
+
+    config: RunConfig
+    pools: Sequence[PoolSpec]
+    build_roles: BuildRoles  # Ray carries it to the ranks
+    log_dir: Path
+    deadlines: Deadlines
+    has_engines: bool  # the loop starts some
 
 
 @dataclass(frozen=True)
@@ -52,6 +65,7 @@ class RankOrder:
     """What a rank is told."""
 
     place: RankPlace
+    directory: str  # the driver's, from which relative paths of the settings count
     address: str  # of the driver's machine
     control_port: int
     store_port: int
@@ -67,6 +81,8 @@ class RankProcess:
 
     def serve(self, order: RankOrder, secret: bytes) -> None:
         """The life of the host. On the main thread. Raises ConnectionError when it cannot reach the driver."""
+        with contextlib.suppress(OSError):  # this machine has no such directory
+            os.chdir(order.directory)
         if order.faults is not None:
             faults.install(order.faults[0], f"rank{order.place.rank}", order.faults[1])
         if interface := interface_towards(order.address):
@@ -95,23 +111,15 @@ class RankProcess:
             raise ConnectionError(f"{order.place.where} cannot reach the driver at {order.address}.")
 
 
-def run_driver(
-    run: Callable[[RoutedGroups, Place], int],
-    config: RunConfig,
-    build_roles: BuildRoles,
-    pools: Sequence[PoolSpec],
-    log_dir: Path,
-    deadlines: Deadlines,
-    stop: StopRequest,
-    has_engines: bool,
-) -> int:
+def run_driver(run: Callable[[RoutedGroups, Place], int], job: RayJob, stop: StopRequest) -> int:
     """Connect to the cluster, or make one; reserve, start the ranks, `run`, end all. Returns what `run` does, which is
-    given the hosts and the place of its engines (`has_engines`: it starts some).
+    given the hosts and the place of its engines.
 
-    `build_roles` is pickled by Ray. A signal becomes `stop`, which `run` is to look at. Raises ValueError where there
-    is no cluster or no room in it, and as `run_controller` of the torchrun launcher. On the main thread.
+    A signal becomes `stop`, which `run` is to look at. Raises ValueError where there is no cluster or no room in it,
+    and as `run_controller` of the torchrun launcher. On the main thread.
     """
     ray_environment.check_installed()
+    config = job.config
     address = ray_environment.address_of(config, os.environ)
     if address is None and config.trainer.nnodes > 1:
         raise ValueError(
@@ -121,41 +129,54 @@ def run_driver(
     ray_environment.prepare(address, os.environ)
     from rlhf_megatron.runtime.ray import Cluster
 
-    stopping = ControllerStop(stop, deadlines.stop_s)
+    stopping = ControllerStop(stop, job.deadlines.stop_s)
     stopping.is_startup = True  # nothing to save yet
-    num_cpus = cpus_of_own_cluster(_bundles(config, has_engines, False), os.cpu_count() or 1)
+    num_cpus = cpus_of_own_cluster(_bundles(job, _Devices(False, 0), ""), os.cpu_count() or 1)
     with (
         stopping.installed(),
         make_transfer_dir(tempfile.gettempdir(), 0) as own,  # sockets need a short path
         Cluster(address, own.path, num_cpus, config.ray.dashboard) as cluster,
     ):
-        uses_gpus = config.trainer.device != "cpu" and (config.trainer.device == "cuda" or cluster.has_gpus)
-        num_gpus = gpus_per_engine(config) if has_engines and uses_gpus else 0
-        bundles = _bundles(config, has_engines, uses_gpus, num_gpus, cluster.address)
+        devices = _devices(job, cluster)
+        bundles = _bundles(job, devices, cluster.address)
         cluster.reserve(bundles, config.ray.placement == "spread", config.ray.start_timeout_s)
-        return _run_on(cluster, run, config, build_roles, pools, log_dir, deadlines, stopping, uses_gpus, num_gpus)
+        return _run_on(cluster, devices, run, job, stopping)
 
 
-def _bundles(
-    config: RunConfig, has_engines: bool, uses_gpus: bool, gpus_of_engine: int = 0, driver_address: str = ""
-) -> list[Bundle]:
-    """The machines' shares of the ranks, then the engines'; some can only be on the driver's machine."""
-    engines = engine_bundles(config, uses_gpus, gpus_of_engine) if has_engines else ()
-    machine = driver_address if must_share_machine(config) else ""
-    return [*rank_bundles(config, uses_gpus), *(replace(bundle, machine=machine) for bundle in engines)]
+@dataclass(frozen=True)
+class _Devices:
+    has_gpus: bool  # ranks have one each
+    of_engine: int  # GPUs of an engine; 0 on a CPU
+
+
+def _devices(job: RayJob, cluster: Cluster) -> _Devices:
+    kind = job.config.trainer.device
+    has_gpus = kind == "cuda" or (kind == "auto" and cluster.has_gpus)
+    return _Devices(has_gpus, gpus_per_engine(job.config) if has_gpus and job.has_engines else 0)
+
+
+def _bundles(job: RayJob, devices: _Devices, driver_address: str) -> list[Bundle]:
+    """The machines' shares of the ranks, then the engines'. Where weights go through memory of the driver's machine
+    (transport tensor, the bundled engine), the engines and the ranks that send are on it."""
+    ranks = list(rank_bundles(job.config, devices.has_gpus))
+    if not job.has_engines:
+        return ranks
+    engines = engine_bundles(job.config, devices.has_gpus, devices.of_engine)
+    if not must_share_machine(job.config):
+        return [*ranks, *engines]
+    return (
+        [replace(b, machine=driver_address) for b in ranks[:1]]
+        + ranks[1:]
+        + [replace(b, machine=driver_address) for b in engines]
+    )
 
 
 def _run_on(
     cluster: Cluster,
+    devices: _Devices,
     run: Callable[[RoutedGroups, Place], int],
-    config: RunConfig,
-    build_roles: BuildRoles,
-    pools: Sequence[PoolSpec],
-    log_dir: Path,
-    deadlines: Deadlines,
+    job: RayJob,
     stopping: ControllerStop,
-    uses_gpus: bool,
-    gpus_of_engine: int,
 ) -> int:
     from rlhf_megatron.runtime.ray_engines import RayEngines
 
@@ -166,54 +187,59 @@ def _run_on(
     store = BoundStore(cluster.address, 0, is_master=True, wait_for_workers=False)
     plan = os.environ.get(faults.PLAN_ENV)
     order = RankOrder(
-        place=RankPlace(0, pools[0]),
+        place=RankPlace(0, job.pools[0]),
+        directory=os.getcwd(),
         address=cluster.address,
         control_port=listener.getsockname()[1],
         store_port=store.port,
-        log_dir=log_dir.absolute(),
-        deadlines=deadlines,
-        backend=GPU_BACKEND if uses_gpus else "gloo",
-        build_roles=build_roles,
+        log_dir=job.log_dir.absolute(),
+        deadlines=job.deadlines,
+        backend=GPU_BACKEND if devices.has_gpus else "gloo",
+        build_roles=job.build_roles,
         faults=None if plan is None else (plan, Path(os.environ[faults.DIRECTORY_ENV])),
     )
-    environment = ray_environment.of_ranks(
-        config, os.environ, is_one_machine=cluster.is_own, uses_gpus=uses_gpus, kinds=cluster.accelerators()
-    )
-    each = config.trainer.n_gpus_per_node
-    processes: list[RemoteObject] = []
-    tasks: list[tuple[str, Task]] = []
-    for rank in range(pools[-1].end):
-        place = RankPlace(rank, pool_of_rank(pools, rank))
-        process = cluster.start(
-            place.where,
-            RankProcess,
-            bundle=rank // each,
-            num_cpus=config.ray.num_cpus_per_rank,
-            num_gpus=1 if uses_gpus else 0,
-            environment=environment,
-        )
-        processes.append(process)
-        tasks.append((place.where, process.submit("serve", replace(order, place=place), secret)))
+    tasks = _start_ranks(cluster, devices, job, order, secret)
 
     def ranks() -> list[Whereabouts]:
-        return [process.whereabouts(deadlines.startup_s) for process in processes]
+        return [task.process.whereabouts(job.deadlines.startup_s) for task in tasks]
 
-    engines = RayEngines(cluster, config, gpus_of_engine, ranks, ray_environment.of_engines(os.environ))
+    engines = RayEngines(cluster, job.config, devices.of_engine, ranks, ray_environment.of_engines(os.environ))
     return control(
         lambda group: run(group, engines),
         listener,
         secret,
-        pools,
-        deadlines,
+        job.pools,
+        job.deadlines,
         stopping,
         find_lost=lambda: _lost(tasks),
     )
 
 
-def _lost(tasks: Sequence[tuple[str, Task]]) -> HostError | None:
-    """A rank that ended before it registered, with what Ray knows of it."""
-    for where, task in tasks:
+def _start_ranks(cluster: Cluster, devices: _Devices, job: RayJob, order: RankOrder, secret: bytes) -> list[Task]:
+    """By rank. Each is at its task until the run ends."""
+    environment = ray_environment.of_ranks(
+        job.config, os.environ, is_one_machine=cluster.is_own, uses_gpus=devices.has_gpus, kinds=cluster.accelerators()
+    )
+    tasks = []
+    for rank in range(job.pools[-1].end):
+        place = RankPlace(rank, pool_of_rank(job.pools, rank))
+        process = cluster.start(
+            place.where,
+            RankProcess,
+            bundle=rank // job.config.trainer.n_gpus_per_node,
+            num_cpus=job.config.ray.num_cpus_per_rank,
+            num_gpus=1 if devices.has_gpus else 0,
+            environment=environment,
+        )
+        tasks.append(process.submit("serve", replace(order, place=place), secret))
+    return tasks
+
+
+def _lost(tasks: Sequence[Task]) -> HostError | None:
+    """A rank that ended before all had registered, with what Ray knows of it."""
+    for task in tasks:
         if task.is_done:
+            where = task.process.name
             try:
                 task.result(1.0)
             except Exception as error:  # whatever ended it

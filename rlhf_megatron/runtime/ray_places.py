@@ -33,8 +33,8 @@ class Bundle:
         return found | ({f"node:{self.machine}": 0.001} if self.machine else {})  # every machine has 1 of its own
 
     def __str__(self) -> str:
-        """ "ranks 0-7: 8 CPU, 8 GPU"."""
-        return f"{self.name}: {amounts(self.resources) or 'nothing'}"
+        """ "ranks 0-7: 8 CPU, 8 GPU on 10.0.0.1"."""
+        return f"{self.name}: {amounts(self.resources) or 'nothing'}{f' on {self.machine}' if self.machine else ''}"
 
 
 def rank_bundles(config: RunConfig, uses_gpus: bool) -> tuple[Bundle, ...]:
