@@ -162,6 +162,19 @@ def test_asynchronous_waits_for_a_group_that_would_be_late() -> None:
     assert run.batches == [[1], [0]] and run.lags == [[0], [1]]
 
 
+def test_early_log_probs_are_for_the_next_batch() -> None:
+    """0 is awaited. 2 is in the next batch beside it, or alone; of 2 and 3 one must give way, so 3 gets none."""
+    run = halted(Asynchronous(max_lag=2), 1, 9, "done 1", "update 1", "sync 1", "done 2", "update 2", "sync 2")
+    assert brief(run) == "+0 +1 +2 g1 s1 T1 u1 S1 +3 g2 s2 T2 u2 S2 +4"
+    run.happen("generate", 3)
+    run.happen("score", 3)
+    assert brief(run).endswith("S2 +4 g3 s3 a3")
+    run.happen("generate", 4)
+    run.happen("score", 4)
+    assert brief(run).endswith("a3 g4 s4") and run.schedule.to_annotate(run.flow) == ()
+    assert list(Asynchronous(max_lag=2, annotates_early=False).to_annotate(run.flow)) == []
+
+
 def test_asynchronous_drops_a_group_that_is_late() -> None:
     """2 makes step 2. Version 2 will train next, so 0 (of version 0) can no more; 3 and 4 take its and 2's place."""
     run = halted(Asynchronous(max_lag=1, late="drop"), 1, 4, *WAITS_FOR_0)

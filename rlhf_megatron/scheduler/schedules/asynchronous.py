@@ -71,9 +71,7 @@ class Asynchronous:
         return max(0, count)
 
     def to_annotate(self, flow: Flow) -> Sequence[int]:
-        if not self.annotates_early:
-            return ()
-        return common.not_annotated(flow, [group.number for group in common.oldest_scored(flow)])
+        return common.not_annotated(flow) if self.annotates_early else ()
 
     def batch(self, flow: Flow) -> Sequence[int] | None:
         return common.oldest_in_time(flow, self.max_lag) if self.late == "wait" else common.oldest(flow)

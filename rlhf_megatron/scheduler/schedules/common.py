@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from rlhf_megatron.scheduler.schedules.flow import Flow, Group, GroupStage
+from rlhf_megatron.scheduler.schedules.flow import Flow, Group
 
 
 def check_oversampling(oversampling: float) -> None:
@@ -43,6 +43,10 @@ def first_started(flow: Flow) -> Sequence[int] | None:
     return first if set(first) <= set(flow.scored_order) else None
 
 
+def numbers_of(groups: Iterable[Group]) -> list[int]:
+    return sorted(group.number for group in groups)
+
+
 def oldest_scored(flow: Flow) -> list[Group]:
     """Of those that can train, as many as a step has: those with the oldest tokens first, then those started first."""
     return sorted(flow.ready, key=_age)[: flow.batch_size]
@@ -50,7 +54,7 @@ def oldest_scored(flow: Flow) -> list[Group]:
 
 def oldest(flow: Flow) -> Sequence[int] | None:
     """A batch of those with the oldest tokens; None where there are too few that can train."""
-    return _numbers(oldest_scored(flow)) if _is_possible(flow) else None
+    return numbers_of(oldest_scored(flow)) if _is_possible(flow) else None
 
 
 def oldest_in_time(flow: Flow, max_lag: int) -> Sequence[int] | None:
@@ -64,23 +68,23 @@ def oldest_in_time(flow: Flow, max_lag: int) -> Sequence[int] | None:
     """
     if not _is_possible(flow):
         return None
-    chosen = oldest_scored(flow)
-    due, is_next = 0, flow.training_version - max_lag
+    due, num_chosen, is_next = 0, 0, flow.training_version - max_lag
     for version, count in flow.num_of_version.items():
         due += count
+        num_chosen = min(num_chosen + flow.num_scored(version), flow.batch_size)
         room_later = flow.batch_size * (version - is_next)  # in the steps after this one, until these are due
         must = min(due - room_later, due, flow.batch_size)
-        if sum(group.oldest_version <= version for group in chosen) < must:
+        if num_chosen < must:
             return None
-    return _numbers(chosen)
+    return numbers_of(oldest_scored(flow))
 
 
-def not_annotated(flow: Flow, numbers: Iterable[int]) -> list[int]:
-    """Those of the groups `numbers` that can train and lack log-probs; none while a step is trained."""
-    if flow.is_training:
-        return []
-    groups = [flow.in_flight[number] for number in numbers]
-    return [group.number for group in groups if group.stage is GroupStage.SCORED and not group.is_annotated]
+def not_annotated(flow: Flow) -> Sequence[int]:
+    """Groups that can train and lack log-probs, as long as all that can train make the next batch; none while a step is
+    trained. Where a full batch is held back for others, few change places, and get their log-probs with the batch."""
+    if flow.is_training or len(flow.scored_order) > flow.batch_size:
+        return ()
+    return flow.not_annotated
 
 
 def _is_possible(flow: Flow) -> bool:
@@ -89,7 +93,3 @@ def _is_possible(flow: Flow) -> bool:
 
 def _age(group: Group) -> tuple[int, int]:
     return group.oldest_version, group.number
-
-
-def _numbers(groups: Iterable[Group]) -> list[int]:
-    return sorted(group.number for group in groups)

@@ -69,6 +69,8 @@ class Flow:
         self._next_number = next_number
         self._num_running = 0
         self._of_version: Counter[int] = Counter()  # groups in flight by their oldest version; no zeros
+        self._scored_of_version: Counter[int] = Counter()  # those of them that can train
+        self._bare: dict[int, None] = {}  # numbers of those that can train and lack log-probs, in their order
 
     # What schedules read
 
@@ -83,6 +85,15 @@ class Flow:
     def num_of_version(self) -> dict[int, int]:
         """Groups in flight by the oldest version of their tokens, the oldest first."""
         return dict(sorted(self._of_version.items()))
+
+    def num_scored(self, oldest_version: int) -> int:
+        """Groups that can train whose oldest tokens are of this version."""
+        return self._scored_of_version[oldest_version]
+
+    @property
+    def not_annotated(self) -> list[int]:
+        """Groups that can train and lack log-probs, in the order in which they were scored."""
+        return list(self._bare)
 
     @property
     def num_steps_left(self) -> int:
@@ -142,12 +153,15 @@ class Flow:
         assert group.stage is GroupStage.GENERATED, f"group {number} {group.stage.value}"
         group.stage = GroupStage.SCORED
         self.scored_order.append(number)
+        self._scored_of_version[group.oldest_version] += 1
+        self._bare[number] = None
         self._log("scored", number)
 
     def annotated(self, numbers: Iterable[int]) -> None:
         """These have their log-probs; the next sync makes them old."""
         for number in numbers:
             self.in_flight[number].is_annotated = True
+            self._bare.pop(number, None)
             self._log("annotated", number)
 
     def dropped(self, number: int, reason: DropReason) -> None:
@@ -184,6 +198,7 @@ class Flow:
         assert self.is_updated and version >= self.version
         for group in self.in_flight.values():  # also then: a critic may have learnt alone
             group.is_annotated = False
+        self._bare = dict.fromkeys(self.scored_order)
         self.version, self.is_training, self.is_updated = version, False, False
         self._log("synced", self.step)
 
@@ -205,6 +220,8 @@ class Flow:
             del self._of_version[group.oldest_version]
         if group.stage is GroupStage.SCORED:
             self.scored_order.remove(group.number)
+            self._scored_of_version[group.oldest_version] -= 1
+            self._bare.pop(group.number, None)
 
     def _log(self, kind: EventKind, subject: int, reason: str = "") -> None:
         self.events.append(Event(kind, subject, reason))

@@ -65,7 +65,10 @@ class Streaming:
         return max(0, count - len(flow.in_flight))
 
     def to_annotate(self, flow: Flow) -> Sequence[int]:
-        return common.not_annotated(flow, self._next(flow))
+        if self.tail != "wait" or flow.is_training or len(flow.in_flight) <= flow.batch_size:
+            return common.not_annotated(flow)
+        first = set(sorted(flow.in_flight)[: flow.batch_size])
+        return [number for number in flow.not_annotated if number in first]
 
     def batch(self, flow: Flow) -> Sequence[int] | None:
         if self.tail == "carry_over":
@@ -77,14 +80,6 @@ class Streaming:
 
     def stale(self, flow: Flow) -> Sequence[int]:
         return common.past_lag(flow, self.max_lag)
-
-    def _next(self, flow: Flow) -> Sequence[int]:
-        """Groups that will make the next batch, as far as can be told; not all of them can train yet."""
-        if self.tail == "wait":
-            return sorted(flow.in_flight)[: flow.batch_size]
-        if self.tail == "drop":
-            return flow.scored_order[: flow.batch_size]
-        return [group.number for group in common.oldest_scored(flow)]
 
 
 SCHEDULES.register("streaming", Streaming)(Streaming)
