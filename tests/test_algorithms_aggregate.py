@@ -5,6 +5,7 @@ from typing import get_args
 import pytest
 import torch
 
+from rlhf_megatron.algorithms import aggregate
 from rlhf_megatron.algorithms.aggregate import LOSS_AGG_MODES, loss_weights, metric_weights, sequence_sums
 from rlhf_megatron.config.schema import LossAggMode
 
@@ -110,3 +111,11 @@ def test_splitting_sequences_keeps_the_loss_once_weights_exist() -> None:
         assert ((loss * weights)[:cut].sum() + (loss * weights)[cut:].sum()).item() == pytest.approx(
             whole.item(), 1e-14
         )
+
+
+@pytest.mark.parametrize("block", [1, 3, 4, 100])
+def test_sums_of_sequences_by_hand_in_blocks_of_any_size(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aggregate, "BLOCK", block)
+    offsets = torch.tensor([0, 0, 3, 7, 7, 7, 8, 8])
+    found = sequence_sums(torch.tensor([1.0, 2, 4, 8, 16, 32, 64, 128]), offsets)
+    assert found.dtype == torch.float64 and found.tolist() == [0, 7, 120, 0, 0, 128, 0]

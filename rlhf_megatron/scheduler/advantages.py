@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 from rlhf_megatron.algorithms.advantages.base import AdvantageInputs, AdvantageOutputs
 from rlhf_megatron.algorithms.kl_in_reward import KLController, mean_kl, token_rewards
-from rlhf_megatron.algorithms.losses.kl import kl_estimate
+from rlhf_megatron.algorithms.losses.kl import KLPenaltyType, kl_estimate
 from rlhf_megatron.config.schema import AlgorithmConfig
 from rlhf_megatron.data.batch import AnnotatedBatch, TrainBatch, gain
 from rlhf_megatron.scheduler.batch_metrics import valid_samples
 from rlhf_megatron.scheduler.correction import correction_columns
 from rlhf_megatron.scheduler.greedy import greedy_reward_metrics
 from rlhf_megatron.scheduler.plugins import Plugins
+
+BLOCK = 65536  # tokens
 
 
 class AdvantageStage:
@@ -45,7 +48,7 @@ class AdvantageStage:
         kl_coef = 0.0
         if self.kl is not None:
             assert batch.old_log_probs is not None and batch.ref_log_probs is not None, "KL needs both log-probs"
-            kl, kl_coef = kl_estimate(batch.old_log_probs, batch.ref_log_probs, self.kl_penalty), self.kl.coef
+            kl, kl_coef = _kl_of_step(batch.old_log_probs, batch.ref_log_probs, self.kl_penalty), self.kl.coef
             mean = mean_kl(kl, is_valid, batch.response_mask, batch.offsets)
             if math.isfinite(mean.per_response):  # else the step is left out, and the weight stays as it is
                 self.kl.update(mean.per_response, mean.num_samples)
@@ -78,3 +81,12 @@ class AdvantageStage:
             self.plugins.estimator_params,
         )
         return outputs, metrics
+
+
+def _kl_of_step(log_probs_T: Tensor, ref_log_probs_T: Tensor, kind: KLPenaltyType) -> Tensor:
+    """[T], block by block: memory that stays in a cache is several times faster."""
+    kl_T = torch.empty_like(log_probs_T)
+    for start in range(0, kl_T.numel(), BLOCK):
+        block = slice(start, start + BLOCK)
+        kl_T[block] = kl_estimate(log_probs_T[block], ref_log_probs_T[block], kind)
+    return kl_T
