@@ -161,6 +161,23 @@ def test_an_abort_ends_what_came_during_a_pause(engine: Engine) -> None:
     assert [(sample.token_ids, sample.finish_reason) for sample in held.result(5)[0]] == [((), "abort")]
 
 
+def test_an_abort_by_name_ends_that_call_alone(engine: Engine) -> None:
+    """Of four calls two are named: one that runs, one that came during the pause."""
+    named, admitted = engine.service.generate([request(PROMPT, (2, 3), LENGTH, 0.0)], "call-2")
+    admitted.result(30)
+    running = engine.running(seeds=(1,))
+    late, admitted = engine.service.generate([request(PROMPT, (4,), 3)], "late-1")
+    admitted.result(30)
+    held = engine.submit(request(PROMPT, (5,), 3))
+    engine.call(engine.service.abort, ("call-2", "late-1", "nobody-1"))
+    for got in named.future.result(5)[0]:
+        assert (got.token_ids, got.finish_reason) == (reference_greedy(OLD, PROMPT, 5), "abort")
+    assert [(got.token_ids, got.finish_reason) for got in late.future.result(5)[0]] == [((), "abort")]
+    assert not running.done() and not held.done() and len(engine.generator._rows) == 1
+    assert [got.token_ids for got in engine.result(running)] == [reference_greedy(OLD, PROMPT, LENGTH)]
+    assert [got.finish_reason for got in held.result(30)[0]] == ["length"]
+
+
 def test_a_client_that_leaves_during_a_pause(engine: Engine) -> None:
     job, admitted = engine.service.generate([request(PROMPT, (5,), 3)])
     admitted.result(5)
