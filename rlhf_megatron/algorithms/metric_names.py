@@ -62,8 +62,8 @@ METRICS: dict[str, Metric] = {
     # Of a step: engine against trainer on the sampled tokens (algorithms/mismatch.py).
     "training/rollout_log_probs_diff_max": Metric(
         "nats",
-        "largest |log-prob of the trainer - of the engine|; this and the next: of tokens of the policy that trains, left"
-        " out where older ones have sampled all",
+        "largest |log-prob of the trainer - of the engine|; this and the next: of tokens of the policy that trains,"
+        " left out where older ones have sampled all",
         "max",
         TOKENS,
         "lower",

@@ -56,8 +56,8 @@ def gdpo(inputs: AdvantageInputs, params: GDPOParams) -> AdvantageOutputs:
     """One advantage a sample, on all its response tokens.
 
     A part that a sample does not have (another data source's) adds 0 to it and is out of that part's statistics. A
-    group with one valid sample is in no statistic, and 0. Metrics gdpo/<key>/{mean,std,max,min} of each part. Raises ValueError for a name/part that its reward does not
-    return.
+    group with one valid sample is in no statistic, and 0. Metrics gdpo/<key>/{mean,std,max,min} of each part. Raises
+    ValueError for a name/part that its reward does not return.
     """
     metrics: dict[str, float] = {}
     total_B = torch.zeros(inputs.is_valid_B.shape, dtype=torch.float64, device=inputs.is_valid_B.device)
