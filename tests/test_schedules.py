@@ -163,7 +163,8 @@ def test_asynchronous_waits_for_a_group_that_would_be_late() -> None:
 
 
 def test_early_log_probs_are_for_the_next_batch() -> None:
-    """0 is awaited. 2 is in the next batch beside it, or alone; of 2 and 3 one must give way, so 3 gets none."""
+    """0 is of version 0, and step 3 is the last that may train it. 3 is enough for a batch by its number and gets its
+    log-probs, though it is held back for 0; 4 is beyond a batch and gets none."""
     run = halted(Asynchronous(max_lag=2), 1, 9, "done 1", "update 1", "sync 1", "done 2", "update 2", "sync 2")
     assert brief(run) == "+0 +1 +2 g1 s1 T1 u1 S1 +3 g2 s2 T2 u2 S2 +4"
     run.happen("generate", 3)
