@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rlhf_megatron.cli.doctor_facts import Facts, Host, run_tool
 from rlhf_megatron.cli.doctor_rows import Row, State
+from rlhf_megatron.config.ray_rules import OLDEST_RAY
 from rlhf_megatron.parallel.packages import Package
 from rlhf_megatron.rollout.sglang_support import check_version
 
@@ -67,10 +68,21 @@ def around_rows(facts: Facts) -> list[Row]:
     ray = facts.packages["ray"]
     return [
         Row("around", "torchrun", "live", "the launcher of several ranks"),
-        Row("around", "Ray", "not live", f"{ray.version or 'not installed'}", "no launcher of this version uses it"),
+        _ray_row(ray),
         _package_row("around", facts.packages["tensorboard"], "pip install tensorboard"),
         _package_row("around", facts.packages["wandb"], "pip install 'rlhf-megatron[wandb]'"),
     ]
+
+
+def _ray_row(ray: Package) -> Row:
+    """The launcher says in full what it needs (`runtime.ray_environment`)."""
+    wanted = ".".join(map(str, OLDEST_RAY))
+    install = f'pip install "ray>={wanted}"'
+    if not ray.is_present:
+        return Row("around", "Ray", "not live", "not installed", "trainer.runtime: ray needs it", install)
+    if tuple(int(part) for part in ray.version.split(".")[:2]) < OLDEST_RAY:
+        return Row("around", "Ray", "broken", ray.version, f"trainer.runtime: ray needs {wanted} or newer", install)
+    return Row("around", "Ray", "live", f"{ray.version}, trainer.runtime: ray")
 
 
 def host_rows(host: Host) -> list[Row]:

@@ -13,6 +13,7 @@ RUNTIME = "trainer.runtime"
 
 
 ADDRESS = "ray.address"
+OLDEST_RAY = (2, 54)  # before it anybody who reached the dashboard could delete jobs (CVE-2026-27482)
 _HOST_AND_PORT = re.compile(r"[^/\s]+:\d{1,5}")
 
 

@@ -25,11 +25,11 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 
+from rlhf_megatron.config.ray_rules import OLDEST_RAY
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.parallel.determinism import ENVIRONMENT as DETERMINISM
 
 ADDRESS_ENV = "RAY_ADDRESS"  # set by Ray in a submitted job
-OLDEST_RAY = (2, 54)  # before it anybody who reached the dashboard could delete jobs (CVE-2026-27482)
 FORWARDED_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "NVTE_", "UCX_", "FI_")
 FORWARDED = (
     "OMP_NUM_THREADS",
