@@ -20,6 +20,7 @@ needs_library = pytest.mark.skipif(not find_spec("reasoning_gym"), reason="the e
 ONE_PROCESS = ("configs/quickstart.yaml", "--max-processes", "1")
 CONFIGS = {
     "quickstart": ("4", ["tp2 pp2 dp1"]),
+    "quickstart_async": ("1", ["tp1 pp1 dp1"]),
     "quickstart_warm": ("2", ["tp1 pp2 dp1"]),
     "quickstart_ppo": ("2", ["tp1 pp2 dp1"]),
     "quickstart_ppo_pool": ("4", ["tp1 pp2 dp1, critic tp2 pp1 dp1"]),
@@ -38,6 +39,7 @@ CONFIGS = {
 LONG = (  # near to others: left out of make test
     *(
         "quickstart",
+        "quickstart_async",
         "quickstart_warm",
         "quickstart_ppo_pool",
         "quickstart_colocated",

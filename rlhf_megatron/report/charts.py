@@ -12,7 +12,7 @@ from rlhf_megatron.report.records import Row, RunFiles
 
 MAX_POINTS = 1000  # of a curve
 REWARD_STD, NUM_SAMPLES, MASKED = "critic/rewards/std", "rollout/num_samples", "reward/masked"
-STAGE_ORDER = ("next", "generate", "score", "annotate", "advantages", "update", "sync")
+STAGE_ORDER = ("next", "generate", "score", "take", "annotate", "advantages", "update", "sync")
 NOT_STAGES = ("step", "evaluate", "turns")  # turns are parts of stages
 Values = tuple[float | None, ...]
 

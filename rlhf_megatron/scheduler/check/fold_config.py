@@ -35,7 +35,7 @@ VOCAB_CHUNK = 8  # columns of the head at a time: several chunks of the tiny voc
 
 CHANGED = (
     "float32 in trainer and engine, so that layouts agree to rounding error",
-    "the bundled local engine, one server",
+    "the bundled local engine, one server; the synchronous schedule, whatever the run's is",
     f"a tiny model of the same family with random weights; {PROMPTS} prompts of the addition task with up to"
     f" {MAX_SAMPLES} samples; prompts of 4 to {MAX_PROMPT} tokens, responses of up to {MAX_RESPONSE}",
     "the reward is the share of digits in a response, so that groups have different rewards from the first step",
