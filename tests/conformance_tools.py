@@ -147,15 +147,15 @@ def sync_weights(server: Server, weights: Mapping[str, Tensor]) -> None:
 class Call:
     """One request that runs in a thread. `group` is empty where the engine refused, and `error` says why."""
 
-    def __init__(self, engine: Engine, request: GenerateRequest) -> None:
+    def __init__(self, engine: Engine, request: GenerateRequest, name: str = "") -> None:
         self.group: list[GeneratedSample] = []
         self.error = ""
-        self._thread = threading.Thread(target=self._run, args=(engine, request), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(engine, request, name), daemon=True)
         self._thread.start()
 
-    def _run(self, engine: Engine, request: GenerateRequest) -> None:
+    def _run(self, engine: Engine, request: GenerateRequest, name: str) -> None:
         try:
-            (self.group,) = engine.generate([request], WAIT_S)
+            (self.group,) = engine.generate([request], WAIT_S, name)
         except EngineError as error:
             self.error = str(error)
 

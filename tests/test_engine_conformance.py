@@ -49,6 +49,7 @@ from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.models.head import head_weight
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.parallel.world import create_world, destroy_world
+from rlhf_megatron.rollout.calls import call_name
 from rlhf_megatron.rollout.engine import EngineError, EngineRequestError, GeneratedSample
 from rlhf_megatron.rollout.http import HttpClient
 
@@ -190,6 +191,26 @@ def test_abort_keeps_a_prefix(synced: tuple[Server, PreTrainedModel]) -> None:
     assert sample.finish_reason == "abort" and len(sample.log_probs) == len(sample.token_ids)
     assert sample.token_ids == reference_greedy(model, PROMPT, len(sample.token_ids))
     assert server.engine.generate([request(PROMPT, (1,), 4)], 60)[0][0].finish_reason == "length"
+
+
+def test_an_abort_by_name_leaves_the_others(synced: tuple[Server, PreTrainedModel]) -> None:
+    """Two calls of two samples run; one of them is ended, and a name that nobody has ends nothing."""
+    server, model = synced
+    assert server.engine.max_running() == {"local": 256, "sglang": 16}[server.kind]
+    whole = reference_greedy(model, PROMPT, LONG)
+
+    def attempt(delay: float) -> tuple[int, tuple[Call, Call]]:
+        name = call_name(2)
+        named, other = (Call(server.engine, request(PROMPT, (1, 2), LONG, 0.0), n) for n in (name, call_name(2)))
+        time.sleep(delay)
+        server.engine.abort([name, call_name(2)])
+        lengths = [len(sample.token_ids) for sample in named.samples()]
+        return (1 if max(lengths) == LONG else -1 if min(lengths) == 0 else 0), (named, other)
+
+    named, other = midway(attempt)
+    for sample in named.samples():
+        assert sample.finish_reason == "abort" and sample.token_ids == whole[: len(sample.token_ids)]
+    assert [(s.token_ids, s.finish_reason) for s in other.samples()] == [(whole, "length")] * 2
 
 
 REFUSED = {

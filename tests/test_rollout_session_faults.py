@@ -57,14 +57,16 @@ def kill(rig: Rig, index: int, number: int = signal.SIGKILL) -> None:
     os.kill(rig.servers.processes[index].pid, number)
 
 
-def test_an_engine_is_killed_and_comes_back_by_mend(servers: tuple[EngineServers, Path]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_engine_dies_or_hangs_and_comes_back_by_mend(servers: tuple[EngineServers, Path], number: int) -> None:
+    """What hangs is found by the health watch, and killed."""
     rig = rig_of(servers)
     first, work = rig.version, work_of(24)
     with rig.fleet.open_session() as session:
         poller = Poller(session, work)
         poller.wait(lambda: len(poller.results) >= 2)
         rig.sync()
-        kill(rig, 0)
+        kill(rig, 0, number)
         finish(rig, work, first, poller)
     assert rig.resynced == ["engine0"]
     counters = rig.fleet.take_counters()

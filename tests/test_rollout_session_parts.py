@@ -130,7 +130,10 @@ def test_a_session_fills_engines_beyond_what_they_decode_at_once() -> None:
             load.add(sent)
             placed.append(key)
     assert placed == [0, 1, 2, 3, 4, 5]
-    assert LeastOutstanding().place(open_chunk(9, 8), [small, silent], load, 1).member is silent  # type: ignore[union-attr]
+    balancer = LeastOutstanding()
+    assert balancer.place(open_chunk(9, 8), [small, silent], load, 1).member is silent  # type: ignore[union-attr]
+    balancer.max_calls = 6  # connections that the process may have
+    assert balancer.place(open_chunk(9, 8), [small, silent], load, 1) is None
 
 
 def test_generate_and_a_session_do_not_take_each_others_places() -> None:

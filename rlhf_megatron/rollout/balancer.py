@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -53,6 +54,9 @@ class Load:
     def samples(self, member: Member | None, is_open: bool) -> int:
         return self._samples.get((member, is_open), 0)
 
+    def all_pieces(self, is_open: bool) -> int:
+        return sum(count for (_, of_open), count in self._pieces.items() if of_open == is_open)
+
     def all_samples(self, member: Member | None) -> int:
         return self.samples(member, True) + self.samples(member, False)
 
@@ -80,6 +84,9 @@ class LeastOutstanding:
     """Each piece to the engine with the fewest outstanding samples, and a piece that failed to another engine where
     there is one. An engine has two pieces of a `generate` at once; of a session as many as keep it full."""
 
+    def __init__(self) -> None:
+        self.max_calls = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2  # of a session: each has a connection
+
     def cut(self, requests: Sequence[GenerateRequest], num_engines: int, is_closed: bool) -> list[Chunk]:
         return cut(requests, num_engines, is_closed)
 
@@ -88,6 +95,7 @@ class LeastOutstanding:
         member = min(fresh, key=load.all_samples)
         if chunk.is_open:
             is_full = load.samples(member, True) >= samples_in_flight(member)
+            is_full = is_full or load.all_pieces(True) >= self.max_calls
         else:
             is_full = load.pieces(member, False) >= CHUNKS_IN_FLIGHT
         return None if is_full else Sent(chunk, member.name, member.engine.generate, member, member.engine)
