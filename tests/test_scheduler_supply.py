@@ -16,7 +16,7 @@ from rlhf_megatron.config.schema import FilterGroupsConfig
 from rlhf_megatron.data.batch import AnnotatedBatch
 from rlhf_megatron.scheduler.schedules.flow import Flow
 from rlhf_megatron.scheduler.supply.base import Finished, Scored
-from rlhf_megatron.stop import RunStopped
+from rlhf_megatron.stop import RunStopped, StopRequest
 
 
 def supply_threads() -> list[str]:
@@ -178,6 +178,21 @@ def test_a_run_that_is_to_stop_does_not_wait_for_samples() -> None:
     with pytest.raises(RunStopped, match="enough"), bench.supply:
         bench.take(1)
     assert bench.session.is_closed and supply_threads() == []
+
+
+def test_a_run_that_is_to_stop_does_not_wait_with_its_sync() -> None:
+    """The step is finished, so that its state can be saved; groups 2 and 3 still run."""
+    stop = StopRequest()
+    bench = Bench("one_step_off", should_stop=stop.check)
+    with bench.supply:
+        bench.session.end(0, 1)
+        bench.take(1)
+        with in_thread(bench.sync) as is_synced:
+            assert not is_synced.wait(0.2)
+            stop.request("enough")
+        assert bench.version == 2 and bench.supply.progress().untrained == (2, 3)
+        with pytest.raises(RunStopped, match="enough"):
+            bench.take(2)
 
 
 def test_progress_names_the_groups_that_are_not_trained() -> None:

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from end_to_end_tools import write_config, write_rows
 from forked_runs import Attempt, ForkServer, asked_seeds
 
 from rlhf_megatron.data.batch import ScoredBatch
 from rlhf_megatron.scheduler import metric_names
+from rlhf_megatron.scheduler.batch_metrics import sample_counts
 from rlhf_megatron.scheduler.recorder import Recorder
 from rlhf_megatron.scheduler.seeds import derive_seed
 
@@ -121,6 +123,62 @@ def test_asynchronous_goes_on_over_syncs(server: ForkServer, tmp_path: Path) -> 
     spans = [spans for batch in batches(run) for spans in batch.version_spans or ()]
     assert any(len({version for version, _, _ in of_sample}) > 1 for of_sample in spans)
     assert max(row["rollout/samples_of_several_versions"] for row in steps_of(run)) > 0
+
+
+def log_probs_by_version(server: ForkServer, config: Path, run: Attempt, settings: dict[str, Any]) -> dict[int, Any]:
+    """Version -> transformers' model of its weights. A run from each checkpoint makes a step that changes nothing."""
+    from transformers import AutoModelForCausalLM
+
+    first = int(steps_of(run)[0]["policy/version"]) - 1
+    found = {}
+    for step in range(STEPS):
+        checkpoint = run.run_dir / "checkpoints" / f"step_{step:06d}"
+        probe = {
+            "trainer.experiment_name": f"probe{step}",
+            "trainer.resume_mode": "resume_path",
+            "trainer.resume_from_path": str(checkpoint),
+            "trainer.total_training_steps": step + 1,
+            "trainer.val_before_train": False,
+            "trainer.test_freq": 0,
+            "trainer.save_hf": True,
+            "actor.optim.lr": 1e-30,
+            "schedule.name": "one_step_off",
+            "schedule.params": {},
+        }
+        attempt = server.train(config, {**settings, **probe})
+        assert attempt.code == 0, attempt.console
+        found[first + step] = AutoModelForCausalLM.from_pretrained(attempt.run_dir / "hf", dtype=torch.float32)
+    return found
+
+
+@pytest.mark.long
+def test_each_token_has_the_log_prob_of_its_version(server: ForkServer, tmp_path: Path) -> None:
+    """Against transformers with the weights of that version, also where a sample has tokens of several."""
+    config = make_config(tmp_path / "run")
+    params = {"schedule.name": "asynchronous", "schedule.params": {"max_lag": 2}}
+    saved = {"trainer.save_freq": 1, "trainer.max_ckpt_to_keep": 10, "actor.optim.lr": 5e-3}
+    one_warm_up_step = {"warmup.max_steps": 1, "warmup.test_freq": 1}  # whose state is saved
+    settings = {**SETTINGS, **LONG, **params, **saved, **one_warm_up_step}
+    run = server.train(config, settings, "--record")
+    assert_sound(run, max_lag=2)
+    models = log_probs_by_version(server, config, run, settings)
+    right, wrong, num_mixed = 0.0, [], 0
+    for batch in batches(run):
+        starts, lengths = batch.offsets.tolist(), sample_counts(batch.response_mask, batch.offsets).tolist()
+        for i, spans in enumerate(batch.version_spans or ()):
+            ids = batch.token_ids[starts[i] : starts[i + 1]]
+            engine = batch.rollout_log_probs[starts[i] : starts[i + 1]][-lengths[i] :]
+            spans = spans or ((int(batch.policy_versions[i]), 0, lengths[i]),)
+            num_mixed += len({version for version, _, _ in spans}) > 1
+            for version, begin, end in spans:
+                with torch.no_grad():
+                    logits = {v: models[v](ids[None]).logits[0, :-1].log_softmax(-1) for v in models}
+                of = {v: x.gather(-1, ids[1:, None])[-lengths[i] :, 0] for v, x in logits.items()}
+                right = max(right, (of[version] - engine)[begin:end].abs().max().item())
+                wrong += [(of[v] - engine)[begin:end].abs().max().item() for v in models if v != version]
+    assert num_mixed > 0, "no sample has tokens of several versions"
+    assert right <= 1e-4, right
+    assert min(wrong) > 1e-3 or sum(w > 1e-3 for w in wrong) > 0.95 * len(wrong), "the versions hardly differ"
 
 
 KILLS = [

@@ -24,6 +24,7 @@ from rlhf_megatron.scheduler.supply.drive import WAIT_S, Driver, Keeps, Scoring,
 from rlhf_megatron.scheduler.supply.early import Annotate, EarlyAnnotations
 from rlhf_megatron.scheduler.supply.ledger import Ledger, Taken
 from rlhf_megatron.scheduler.version_metrics import lags
+from rlhf_megatron.stop import RunStopped
 
 END_S = 20.0  # that a thread gets to end; it is a daemon
 
@@ -187,9 +188,10 @@ class Background:
         self.ledger.annotated([group.number for group in piece])
 
     def _await_engines(self) -> None:
-        """Nothing is generated when this returns, or no engine serves. The deadline of the stage sync ends it too."""
+        """Nothing is generated when this returns, or no engine serves, or the run is to stop: then what runs is not
+        waited for. The deadline of the stage sync ends it too."""
         ledger = self.ledger
-        while self._is_serving():
+        while self._is_serving() and not self._is_to_stop():
             with ledger.changed:
                 if ledger.changed.wait_for(lambda: ledger.error or not ledger.flow.num_running, WAIT_S):
                     if ledger.error:
@@ -197,6 +199,13 @@ class Background:
                     return
                 text = str(ledger)
             self._report(f"the sync waits for groups: {text}")
+
+    def _is_to_stop(self) -> bool:
+        try:
+            self._should_stop()
+        except RunStopped:
+            return True
+        return False
 
     def _metrics_of(self, taken: Taken, batch: ScoredBatch, seconds: float) -> dict[str, float]:
         """Raises AssertionError where a sample is older than the schedule allows."""
