@@ -117,6 +117,8 @@ def draw_family(axes: Any, result: Row, family: Family) -> None:
     for (member, rows), color in zip(shown, COLORS, strict=False):
         if rows:
             draw_member(axes, rows, member.name, color)
+    if not any(rows for _, rows in shown):
+        axes.text(0.5, 0.2, "not run yet", transform=axes.transAxes, ha="center", fontsize=8)
     axes.set_title(family.title, fontsize=9)
     axes.set_ylim(0.3, 1.0)
     axes.tick_params(labelsize=7)
