@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_megatron.cli import convert, doctor, engine, fetch, report
+from rlhf_megatron.cli import convert, doctor, engine, fetch, report, simulate
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,11 @@ def _check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-processes", metavar="N", type=int, default=16, help="processes of a run (%(default)s)")
     parser.add_argument("--no-run", action="store_true", help="configuration and memory only")
     parser.add_argument("--no-files", action="store_true", help="leave out weights, tokenizer and data on disk")
+
+
+def _simulate(parser: argparse.ArgumentParser) -> None:
+    add_run_config(parser)
+    simulate.add_arguments(parser)
 
 
 def _config(parser: argparse.ArgumentParser) -> None:
@@ -105,6 +110,9 @@ def add_traceback(parser: argparse.ArgumentParser) -> None:
 COMMANDS = (
     Command("train", "train a policy", _train, "rlhf_megatron.cli.train:train"),
     Command("check", "prove a run's layout on this machine, without GPUs", _check, "rlhf_megatron.cli.check:check"),
+    Command(
+        "simulate", "which schedule suits a run, and what it costs", _simulate, "rlhf_megatron.cli.simulate:simulate"
+    ),
     Command("doctor", "which fast paths are live here", doctor.add_arguments, "rlhf_megatron.cli.doctor:doctor"),
     Command("engine", "SGLang servers for runs to attach to", engine.add_arguments, "rlhf_megatron.cli.engine:engine"),
     Command("report", "what a run came to: one HTML page", report.add_arguments, "rlhf_megatron.cli.report:report"),

@@ -20,6 +20,7 @@ class Figures:
     step_s_max: float
     tokens_per_s: float  # of prompts and responses that were trained
     tokens_per_s_per_gpu: float
+    response_tokens: float  # mean length of the responses that were trained
     trainer_idle: float  # share of the time in which the trainer's pool neither annotates, updates nor sends weights
     engines_idle: float  # share of the engines' time in which they decode nothing and take part in no sync
     engines_syncing: float  # share of their time that weight syncs take
@@ -29,6 +30,11 @@ class Figures:
     lags: dict[int, float]  # lag -> share of the trained samples
     dropped: dict[str, float]  # reason -> groups, as a share of those that were begun
     regenerated: float  # the same, of those begun anew
+
+    @property
+    def lost(self) -> float:
+        """Groups that were generated in vain, as a share of those that were begun."""
+        return sum(self.dropped.values()) + self.regenerated
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -58,6 +64,7 @@ def figures(history: History, split: Split, num_warmup: int) -> Figures:
         step_s_max=max(seconds),
         tokens_per_s=num_tokens / total,
         tokens_per_s_per_gpu=num_tokens / total / split.gpus,
+        response_tokens=sum(step.num_response_tokens for step in steps) / max(1, num_samples),
         trainer_idle=_share(1 - (end.trainer - begin.trainer) / total),
         engines_idle=_share(1 - (end.engines - begin.engines) / total / history.num_engines - paused),
         engines_syncing=paused,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rlhf_megatron.config.schedule_rules import SYNCHRONOUS
@@ -82,6 +82,10 @@ class Study:
         except ValueError as error:
             return Case(schedule, split, None, str(error))
 
+    def shorter(self, num_steps: int) -> Study:
+        """The same, for a first look."""
+        return replace(self, num_steps=num_steps)
+
     def best_split(
         self, schedule: ScheduleConfig, gpus: int, most: int, told: Callable[[Case], None] = lambda case: None
     ) -> list[Case]:
@@ -130,15 +134,18 @@ def ranked(cases: Sequence[Case]) -> list[Case]:
     return sorted((case for case in cases if case.figures is not None), key=_order)
 
 
-def pick(cases: Sequence[Case], tolerance: float) -> Case:
-    """The one to choose: with the smallest largest lag of those within `tolerance` of the shortest steps."""
-    rows = ranked(cases)
+def pick(cases: Sequence[Case], tolerance: float, most_lost: float) -> Case:
+    """The one to choose: with the smallest largest lag of those within `tolerance` of the shortest steps.
+
+    Of those that lose more than `most_lost` of their groups none is chosen where there are others: they lose the long
+    ones first, so their steps are short because what they train on is.
+    """
+    rows = [case for case in ranked(cases) if _lost(case) <= most_lost] or ranked(cases)
     assert rows and rows[0].figures is not None, "no case has figures"
     bound = rows[0].figures.step_s * (1 + tolerance)
     close = [case for case in rows if case.figures is not None and case.figures.step_s <= bound]
-    return min(close, key=lambda case: (case.figures.lag_max if case.figures else 0, _loss(case), _order(case)))
+    return min(close, key=lambda case: (case.figures.lag_max if case.figures else 0, _lost(case), _order(case)))
 
 
-def _loss(case: Case) -> float:
-    """Groups that are generated in vain."""
-    return sum(case.figures.dropped.values()) + case.figures.regenerated if case.figures else 1.0
+def _lost(case: Case) -> float:
+    return case.figures.lost if case.figures else 1.0

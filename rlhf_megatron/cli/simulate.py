@@ -1,0 +1,196 @@
+"""`rlhf-megatron simulate RUN.yaml --durations FILE`: step time, idle shares and lag of a run that is to be."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlhf_megatron.config.schema import ScheduleConfig
+    from rlhf_megatron.scheduler.simulation.durations import Durations
+    from rlhf_megatron.scheduler.simulation.search import Case, Study
+
+MOST_LOST = 0.05  # share of the groups that the best schedule may lose
+TOLERANCE = 0.02  # of the step time: so near, the smaller lag counts
+LOOK_STEPS = 4  # behind the warm-up, of a first look at a split
+SHOWN_STEPS = 3  # of the first picture
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Behind RUN.yaml and its overrides."""
+    parser.add_argument(
+        "--durations", metavar="FILE|RUN_DIR", type=Path, required=True, help="YAML, or a run that was measured"
+    )
+    parser.add_argument(
+        "--write", metavar="FILE", type=Path, help="write the durations that a run has, simulate nothing"
+    )
+    parser.add_argument("--gpus", metavar="N", type=_count, help="find the best split of so many GPUs, too")
+    parser.add_argument("--splits", metavar="N", type=_count, default=6, help="tried for a schedule (%(default)s)")
+    parser.add_argument(
+        "--schedule",
+        metavar='"NAME key=value,... ..."',
+        action="append",
+        default=[],
+        help="compare this one instead of the usual ones; several values of a key make a grid; may be repeated",
+    )
+    parser.add_argument("--only", action="store_true", help="the run's own schedule and split, no comparison")
+    parser.add_argument("--steps", metavar="N", type=_count, default=20, help="that are simulated (%(default)s)")
+    parser.add_argument("--warmup", metavar="N", type=int, default=4, help="of them left out of figures (%(default)s)")
+    parser.add_argument("--seed", metavar="N", type=int, default=1, help="of the lengths (%(default)s)")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="all figures")
+    parser.add_argument("--timeline", metavar="FILE.svg", type=Path, help="the run as it is and the best one, as bars")
+    parser.add_argument(
+        "--trace", metavar="FILE.json", type=Path, help="the best one, for Chrome's and Perfetto's viewer"
+    )
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+    return int(text)
+
+
+def simulate(args: argparse.Namespace) -> None:
+    """Raises ConfigError, ValueError."""
+    from rlhf_megatron.config.load import load_run_config
+    from rlhf_megatron.scheduler.simulation.plan import make_workload, split_of
+    from rlhf_megatron.scheduler.simulation.search import Study
+    from rlhf_megatron.scheduler.simulation.table import detail_lines, run_lines, table_lines, verdict_lines
+
+    _check(args)
+    config = load_run_config(args.config, args.overrides, with_files=False).config
+    durations = _durations(args)
+    if args.write is not None:
+        _write_durations(args.write, durations)
+        return
+    workload = make_workload(config, durations, args.seed)
+    study = Study(config, durations, workload, args.steps, args.warmup)
+    for line in run_lines(config, durations, args.steps, args.warmup, args.seed):
+        print(line)
+    own = study.case(config.schedule, split_of(config, durations))
+    if own.figures is None:
+        raise ValueError(own.why_not)
+    cases = [own] if args.only else _compared(study, own, args)
+    best = own if args.only else _choose(cases)
+    if args.only:
+        print(*detail_lines(own), sep="\n")
+    else:
+        print(
+            "",
+            *table_lines(cases),
+            "",
+            *verdict_lines(best, cases, TOLERANCE, MOST_LOST),
+            "",
+            *detail_lines(best),
+            sep="\n",
+        )
+    _files(args, study, own, best, cases)
+
+
+def _check(args: argparse.Namespace) -> None:
+    if not 0 <= args.warmup < args.steps:
+        raise ValueError(
+            f"--warmup ({args.warmup}) must be from 0 to --steps ({args.steps}) - 1; lower it, or raise --steps."
+        )
+    if args.only and (args.gpus or args.schedule):
+        raise ValueError("--only simulates the run as it is; leave it out to compare (--gpus, --schedule).")
+
+
+def _durations(args: argparse.Namespace) -> Durations:
+    from rlhf_megatron.scheduler.simulation.durations import read_durations
+    from rlhf_megatron.scheduler.simulation.recorded import recorded_durations
+
+    return recorded_durations(args.durations) if args.durations.is_dir() else read_durations(args.durations)
+
+
+def _write_durations(path: Path, durations: Durations) -> None:
+    from rlhf_megatron.scheduler.simulation.recorded import as_yaml
+
+    with path.open("x", encoding="utf-8") as file:
+        file.write(as_yaml(durations))
+    print(f"durations: {path}")
+
+
+def _compared(study: Study, own: Case, args: argparse.Namespace) -> list[Case]:
+    """The run as it is, then each schedule: with the run's split, or with its best splits of `--gpus`."""
+    from rlhf_megatron.scheduler.simulation.search import CANDIDATES
+
+    schedules = [s for text in args.schedule for s in grid(text)] or list(CANDIDATES)
+    cases = [own]
+    for number, schedule in enumerate(schedules):
+        _progress(f"{number + 1}/{len(schedules)} {schedule.name}")
+        if args.gpus is None:
+            if schedule != own.schedule:
+                cases.append(study.case(schedule, own.split))
+        else:
+            first_look = study.shorter(min(args.steps, args.warmup + LOOK_STEPS))
+            found = first_look.best_split(schedule, args.gpus, args.splits)[0]
+            cases.append(study.case(schedule, found.split))
+    _progress("")
+    return cases
+
+
+def grid(text: str) -> list[ScheduleConfig]:
+    """ "asynchronous max_lag=1,2 late=wait,drop" -> its four schedules. Raises ConfigError for a wrong one."""
+    from rlhf_megatron.config.schema import ScheduleConfig
+    from rlhf_megatron.config.source import parse, plain
+    from rlhf_megatron.scheduler.schedules import load_schedule
+
+    name, *settings = text.split()
+    pairs = []
+    for setting in settings:
+        key, equals, values = setting.partition("=")
+        if not equals or not key or not values:
+            raise ValueError(f'--schedule "{text}": {setting} must be key=value or key=value,value; correct it.')
+        pairs.append([(key, plain(parse(value, "--schedule", 0))) for value in values.split(",")])
+    found = [ScheduleConfig(name, dict(choice)) for choice in itertools.product(*pairs)]
+    for schedule in found:
+        load_schedule(schedule)
+    return found
+
+
+def _choose(cases: Sequence[Case]) -> Case:
+    from rlhf_megatron.scheduler.simulation.search import pick
+
+    return pick(cases, TOLERANCE, MOST_LOST)
+
+
+def _files(args: argparse.Namespace, study: Study, own: Case, best: Case, cases: Sequence[Case]) -> None:
+    from rlhf_megatron.scheduler.simulation.picture import Panel, timeline_svg, window
+    from rlhf_megatron.scheduler.simulation.trace_file import trace_json
+
+    if args.json is not None:
+        found: dict[str, Any] = {"run": own.as_json(), "best": best.as_json(), "cases": [c.as_json() for c in cases]}
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        print(f"figures: {args.json}")
+    if args.timeline is None and args.trace is None:
+        return
+    drawn = [own] if best == own else [own, best]
+    histories = [study.history(case.schedule, case.split, keeps_all=True) for case in drawn]
+    if args.timeline is not None:
+        _, seconds = window(histories[0], args.warmup, SHOWN_STEPS)
+        panels = [
+            Panel(_title(case), history, window(history, args.warmup, SHOWN_STEPS)[0])
+            for case, history in zip(drawn, histories, strict=True)
+        ]
+        args.timeline.write_text(timeline_svg(panels, seconds))
+        print(f"timeline: {args.timeline}")
+    if args.trace is not None:
+        args.trace.write_text(trace_json(histories[-1], best.name))
+        print(f"trace: {args.trace}")
+
+
+def _title(case: Case) -> str:
+    assert case.figures is not None
+    return f"{case.name}, {case.split} GPUs: {case.figures.step_s:.1f} s a step"
+
+
+def _progress(text: str) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K{text}")
+        sys.stderr.flush()
