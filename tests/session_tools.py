@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -46,6 +47,8 @@ class Rig:
         self.servers = servers
         self.transfer = transfer
         self.resynced: list[str] = []
+        self.reasons: Counter[str] = Counter()  # why samples ended that engines sent, also those that nobody read
+        connect = partial(self._watched, connect)
         limits = (health_interval_s, 15.0)
         supervision = Supervision(servers if is_killing else None, connect, *limits, max_restarts=4)
         engines = [connect(address) for address in servers.addresses[:num_engines]]
@@ -53,6 +56,18 @@ class Rig:
         self.version = max(version or 0 for version in versions)
         self.fleet = EngineFleet(engines, request_timeout_s, 3, supervision=supervision, balancer=balancer)
         self.fleet.resync = self.resync
+
+    def _watched(self, connect: Callable[[EngineAddress], Engine], address: EngineAddress) -> Engine:
+        engine = connect(address)
+        generate = engine.generate
+
+        def watched(requests: Sequence[GenerateRequest], timeout_s: float, name: str = "") -> Groups:
+            groups = generate(requests, timeout_s, name)
+            self.reasons.update(sample.finish_reason for group in groups for sample in group)
+            return groups
+
+        engine.generate = watched  # type: ignore[method-assign]
+        return engine
 
     def sync(self, spoil: str = "", hold_s: float = 0.0, meanwhile: Callable[[], None] = lambda: None) -> None:
         """All engines to the next version; the one named `spoil` gets a damaged bucket. It takes `hold_s` at least."""
@@ -87,6 +102,7 @@ class Poller:
         self.session = session
         self.results: list[tuple[int, Groups]] = []
         self.error: BaseException | None = None
+        self.num_before_abort = 0  # results that had come when the last abort was ordered
         self._orders: list[tuple[str, object]] = [("submit", work)]
         self._is_ended = False
         self._thread = threading.Thread(target=self._run, name="poller", daemon=True)
@@ -101,6 +117,10 @@ class Poller:
     @property
     def came(self) -> list[int]:
         return [key for key, _ in self.results]
+
+    @property
+    def came_after_abort(self) -> set[int]:
+        return set(self.came[self.num_before_abort :])
 
     def wait(self, is_done: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None) -> None:
         deadline = time.monotonic() + WAIT_S
@@ -128,6 +148,7 @@ class Poller:
                 while self._orders:
                     verb, what = self._orders.pop(0)
                     if verb == "abort":
+                        self.num_before_abort = len(self.results)
                         self.session.abort(what)  # type: ignore[arg-type]
                     else:
                         for key, requests in what.items():  # type: ignore[attr-defined]

@@ -96,12 +96,13 @@ def test_every_token_is_of_the_version_that_it_says(
         poller.abort(range(100, 120))
         poller.submit(work_of(1, 200, 10))
         poller.wait(lambda: poller.came[-1:] == [200])
-        assert len(poller.results) <= len(work) + 3
+        assert poller.came_after_abort == {200}
         await_ends(rig.fleet, 20.0)
         poller.submit(work_of(6, 300, 200))
         poller.wait(lambda: session.num_running == 6)
         time.sleep(0.5)
         poller.end()
     await_ends(rig.fleet, 20.0)
-    assert poller.error is None and len(poller.results) <= len(work) + 3
+    assert poller.error is None and poller.came_after_abort == {200}
+    assert router or rig.reasons["abort"] > 30, "of 72 that were on their way"
     rig.fleet.close()

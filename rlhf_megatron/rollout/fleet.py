@@ -38,6 +38,7 @@ OnGroups = Callable[[int, Groups], None]
 
 COUNTERS = ("rollout/engine_failures", "rollout/engine_restarts", "rollout/requests_reissued")
 _HEALTH_S = 5.0
+_QUESTION_S = 30.0
 _PURPOSE = "generate"
 _VERB_S = 3600.0  # of any verb; the clients have deadlines of their own for each HTTP call in it
 
@@ -101,7 +102,7 @@ class EngineFleet:
     def resync(self) -> Callable[[Sequence[Engine]], object] | None:
         """Gives engines the current weights again, verified; raises EngineError. Set to `WeightSync.resync`.
 
-        Called inside `generate`, on its thread: nothing else may run on the hosts then.
+        Called inside `generate` and `Session.mend`, on their thread: nothing else may run on the hosts then.
         """
         return self._supervisor.resync
 
@@ -163,7 +164,7 @@ class EngineFleet:
         assert self._session is None, "a session is open"
         self._learn_version()
         found, _ = self._each(
-            "max_running", lambda engine: engine.max_running(), self._supervisor.of(State.SERVING), _HEALTH_S
+            "max_running", lambda engine: engine.max_running(), self._supervisor.of(State.SERVING), _QUESTION_S
         )
         for member, count in found.items():
             member.max_running = count
@@ -177,7 +178,8 @@ class EngineFleet:
         """Inside, nobody else changes what is known of the engines, nor sends them anything: for a weight sync beside a
         session, whose `poll` finds nothing meanwhile. Requests that run stay where they are, and go on afterwards.
 
-        Waits for the slices of other threads, which last milliseconds. The same thread may take it again.
+        Waits for the slices of other threads, which last milliseconds. The same thread may take it again. Raises
+        EngineError where what must be sent again has used up its retries.
         """
         with self._turn.taken():
             if self._session is not None:
@@ -293,8 +295,8 @@ class EngineFleet:
             work.abandon()
             raise
         finally:
-            self._work = None
             with self._turn.taken():
+                self._work = None
                 supervisor.unwatch(_PURPOSE)
 
     def _advance(self, work: Generation) -> list[tuple[Chunk, Groups]]:
