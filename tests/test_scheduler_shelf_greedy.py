@@ -11,12 +11,13 @@ import torch
 from scheduler_samples import MODEL
 
 from rlhf_megatron.algorithms.metric import find_in
-from rlhf_megatron.config.schema import AlgorithmConfig, DataConfig, RolloutConfig, RunConfig
-from rlhf_megatron.data.batch import AnnotatedBatch, PromptBatch, ScoredBatch, gain
+from rlhf_megatron.config.schema import AlgorithmConfig, DataConfig, FilterGroupsConfig, RolloutConfig, RunConfig
+from rlhf_megatron.data.batch import AnnotatedBatch, PromptBatch, ScoredBatch, gain, select
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.rewards import RewardResult, RewardSample
 from rlhf_megatron.rewards.base import masked
 from rlhf_megatron.rollout.engine import GeneratedSample, GenerateRequest
+from rlhf_megatron.scheduler.greedy import of_groups
 from rlhf_megatron.scheduler.journal import Journal
 from rlhf_megatron.scheduler.metric_names import METRICS
 from rlhf_megatron.scheduler.plugins import load_plugins
@@ -70,10 +71,12 @@ def reward(samples: Sequence[RewardSample]) -> list[RewardResult]:
     ]
 
 
-def stages_of(estimator: str, fleet: Fleet, journal: Journal | None = None) -> Stages:
+def stages_of(estimator: str, fleet: Fleet, journal: Journal | None = None, num_gen_batches: int = 0) -> Stages:
+    """`num_gen_batches`: above 0, groups are filtered, and a step is to have 2."""
+    filtering = FilterGroupsConfig(num_gen_batches > 0, max_num_gen_batches=max(1, num_gen_batches))
     config = RunConfig(
-        algorithm=AlgorithmConfig(adv_estimator=estimator),
-        data=replace(DataConfig(), task="addition"),
+        algorithm=AlgorithmConfig(adv_estimator=estimator, filter_groups=filtering),
+        data=replace(DataConfig(), task="addition", train_batch_size=2),
         rollout=RolloutConfig(n=2),
     )
     data = RunData(None, (), fleet.tokenizer, (14,))
@@ -111,6 +114,20 @@ def test_advantages_go_against_the_greedy_reward_and_metrics_count_it_apart() ->
         "greedy/response_length/min": 1.0,
     }
     assert all(find_in(METRICS, name) for name in found)
+
+
+def test_lengths_of_greedy_samples_are_those_of_the_groups_that_stay() -> None:
+    """The third group is right in both samples: its greedy response of one token goes with it."""
+    stages = stages_of("remax", Fleet(), num_gen_batches=1)
+    assert run(stages).group_ids.tolist() == [10, 10, 11, 11]
+    assert stages._step_metrics["greedy/response_length/mean"] == 2.5
+    assert stages._step_metrics["greedy/response_length/min"] == 2.0
+
+
+def test_lengths_of_greedy_samples_are_of_all_batches_of_a_step() -> None:
+    batch = run(stages_of("rloo", Fleet()))
+    both = of_groups([select(batch, [0, 2]), select(batch, [4])], torch.tensor([10, 12]))
+    assert both.group_ids.tolist() == [10, 12] and both.responses == ("12", "12")
 
 
 def _spans(offsets: torch.Tensor) -> list[tuple[int, int]]:

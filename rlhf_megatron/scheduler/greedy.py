@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.algorithms.groups import Groups
-from rlhf_megatron.data.batch import RolloutBatch, ScoredBatch
+from rlhf_megatron.data.batch import RolloutBatch, ScoredBatch, concat, select
 from rlhf_megatron.rewards import RewardResult, is_masked
 from rlhf_megatron.scheduler.batch_metrics import response_lengths, statistics
 
@@ -28,6 +28,12 @@ def greedy_rewards(rollout: RolloutBatch, greedy: RolloutBatch, results: Sequenc
         for group, result in zip(greedy.group_ids.tolist(), results, strict=True)
     }
     return torch.tensor([found[group] for group in rollout.group_ids.tolist()], dtype=torch.float32)
+
+
+def of_groups(batches: Sequence[RolloutBatch], group_ids: Tensor) -> RolloutBatch:
+    """The greedy samples of these groups, out of those of all batches that a step has generated."""
+    greedy = concat(batches)
+    return select(greedy, torch.isin(greedy.group_ids, group_ids).nonzero().view(-1).tolist())
 
 
 def greedy_length_metrics(greedy: RolloutBatch) -> dict[str, float]:

@@ -30,7 +30,7 @@ from rlhf_megatron.scheduler.evaluation import EvaluationResult, EvaluationSet, 
 from rlhf_megatron.scheduler.filter_groups import filtered, teaches_nothing
 from rlhf_megatron.scheduler.finite import bad_columns
 from rlhf_megatron.scheduler.generation import build_requests, collect
-from rlhf_megatron.scheduler.greedy import greedy_length_metrics
+from rlhf_megatron.scheduler.greedy import greedy_length_metrics, of_groups
 from rlhf_megatron.scheduler.head_watch import HeadWatch
 from rlhf_megatron.scheduler.journal import Journal
 from rlhf_megatron.scheduler.memory_watch import MemoryWatch
@@ -102,7 +102,8 @@ class Stages:
         self._step_began = 0.0
         self._is_filtered = config.algorithm.filter_groups.enable
         self._known: dict[int, list[GeneratedSample]] = {}  # groups that the journal has of the step
-        self._greedy: RolloutBatch | None = None  # of the step that is generated, until it is scored
+        self._greedy: RolloutBatch | None = None  # of the batch that is generated, until it is scored
+        self._greedy_of_step: list[RolloutBatch] = []
         self._is_policy_new = True  # the engines have not got it
         self.on_generated: Callable[[Sequence[int]], None] = lambda group_ids: None  # their samples have come
         self.trained_version = 0  # of the policy that the last batch was given to
@@ -120,6 +121,7 @@ class Stages:
     def begin(self) -> None:
         """A step: what the stages say from now on is of it."""
         self._step_metrics = {}
+        self._greedy_of_step = []
         self._step_began = time.monotonic()
 
     def next_prompts(self, step: int) -> PromptBatch:
@@ -166,6 +168,8 @@ class Stages:
         if self._is_filtered:
             scored, metrics = filtered(scored, self.config, lambda number: self._another(step, number))
             self._step_metrics |= metrics
+        if self._greedy_of_step:
+            self._step_metrics |= greedy_length_metrics(of_groups(self._greedy_of_step, scored.group_ids))
         self._write_journal(step, scored)
         faults.reach("loop.after_score")
         return scored
@@ -180,9 +184,9 @@ class Stages:
         greedy, self._greedy = self._greedy, None
         results = self.scorer(reward_samples(rollout) + (reward_samples(greedy) if greedy else []))
         results, of_greedy = results[: len(rollout)], results[len(rollout) :]
-        scored = to_scored(rollout, results, greedy, of_greedy)
-        self._step_metrics |= greedy_length_metrics(greedy) if greedy else {}
-        return scored
+        if greedy is not None:
+            self._greedy_of_step.append(greedy)
+        return to_scored(rollout, results, greedy, of_greedy)
 
     def annotate(self, step: int, scored: ScoredBatch) -> AnnotatedBatch:
         """Log-probs of the trainer's policy; values and the reference's log-probs where they are needed. What was
