@@ -1,0 +1,269 @@
+"""A run whose engines, rewards and trainer only sleep: the real loop, supplies, session and fleet, for the simulator.
+
+Engines make a token of each response at a time, tick by tick, in real time; the simulator never sees a token.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from supply_tools import TOKENIZER
+
+from rlhf_megatron.config.schema import FilterGroupsConfig, ScheduleConfig
+from rlhf_megatron.data.batch import AnnotatedBatch, PromptBatch, RolloutBatch, ScoredBatch, gain
+from rlhf_megatron.data.items import PromptItem, PromptSource
+from rlhf_megatron.data.stream import PromptStream
+from rlhf_megatron.rewards import RewardResult, RewardSample
+from rlhf_megatron.rollout.engine import EngineAddress, GeneratedSample, GenerateRequest, SamplingParams, VersionSpan
+from rlhf_megatron.rollout.fleet import EngineFleet
+from rlhf_megatron.scheduler.generation import build_requests, collect
+from rlhf_megatron.scheduler.keeper import Keeper
+from rlhf_megatron.scheduler.loop import LoopPlan, run
+from rlhf_megatron.scheduler.schedules import load_schedule
+from rlhf_megatron.scheduler.schedules.flow import Event, Flow
+from rlhf_megatron.scheduler.schedules.synchronous import Synchronous
+from rlhf_megatron.scheduler.scoring import reward_samples, to_scored
+from rlhf_megatron.scheduler.simulation.lengths import Workload
+from rlhf_megatron.scheduler.simulation.plan import Plan
+from rlhf_megatron.scheduler.supply.background import Background, Work
+from rlhf_megatron.scheduler.supply.foreground import Foreground
+from rlhf_megatron.scheduler.supply.score import ScoreGroups
+
+PROMPT_TOKENS, NUM_PROMPTS, TOKEN, FIRST_ID = 2, 100, 3, 2
+
+
+@dataclass(eq=False)
+class Row:
+    """A response on its way."""
+
+    name: str  # of the call
+    length: int
+    versions: list[int] = field(default_factory=list)  # of each token so far
+    is_over: bool = False
+
+
+class SleepingEngine:
+    """An `Engine`. `seconds_a_token[n]`: a tick with n responses; as many slots as it has entries behind the first."""
+
+    def __init__(self, number: int, seconds_a_token: Sequence[float], workload: Workload) -> None:
+        self.address = EngineAddress(f"engine{number}", "local", "", "")
+        self._pace = seconds_a_token
+        self._workload = workload
+        self._served: int | None = 1
+        self._changed = threading.Condition()
+        self._waiting: deque[Row] = deque()
+        self._running: list[Row] = []
+        self._is_paused = self._is_closed = False
+        threading.Thread(target=self._decode, daemon=True).start()
+
+    def generate(
+        self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = ""
+    ) -> list[list[GeneratedSample]]:
+        groups = [[Row(name, length) for length in self._lengths(request)] for request in requests]
+        rows = [row for group in groups for row in group]
+        with self._changed:
+            self._waiting += rows
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: all(row.is_over for row in rows), 600)
+        return [[_sample(row) for row in group] for group in groups]
+
+    def abort(self, names: Collection[str] = ()) -> None:
+        with self._changed:
+            for row in [*self._running, *self._waiting]:
+                row.is_over |= not names or row.name in names
+            self._waiting = deque(row for row in self._waiting if not row.is_over)
+            self._running = [row for row in self._running if not row.is_over]
+            self._changed.notify_all()
+
+    def max_running(self) -> int | None:
+        return len(self._pace) - 1
+
+    def begin_update(self, version: int, full_resync: bool = False) -> None:
+        with self._changed:
+            self._is_paused = True
+
+    def commit_update(self, version: int) -> None:
+        with self._changed:
+            self._served, self._is_paused = version, False
+            self._changed.notify_all()
+
+    def version(self) -> int | None:
+        return self._served
+
+    def health(self, timeout_s: float) -> None:
+        pass
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def _lengths(self, request: GenerateRequest) -> tuple[int, ...]:
+        low, high = request.prompt_ids
+        return self._workload.response_lengths(low - FIRST_ID + 10 * (high - FIRST_ID))
+
+    def _decode(self) -> None:
+        """What comes during a tick takes part from the next one on. A tick that a pause cuts short goes on after it."""
+        due = time.monotonic()
+        with self._changed:
+            while not self._is_closed:
+                while self._waiting and len(self._running) < len(self._pace) - 1:
+                    self._running.append(self._waiting.popleft())
+                if not self._running or self._is_paused:
+                    self._changed.wait_for(
+                        lambda: self._is_closed or ((self._running or self._waiting) and not self._is_paused)
+                    )
+                    due = time.monotonic()
+                    continue
+                due += self._pace[len(self._running)]
+                left = self._changed.wait_for(lambda: self._is_closed or self._is_paused, due - time.monotonic())
+                if left:
+                    continue
+                assert self._served is not None
+                for row in self._running:
+                    row.versions.append(self._served)
+                    row.is_over = len(row.versions) == row.length
+                self._running = [row for row in self._running if not row.is_over]
+                self._changed.notify_all()
+
+
+def _sample(row: Row) -> GeneratedSample:
+    count = len(row.versions)
+    starts = [i for i in range(count) if i == 0 or row.versions[i] != row.versions[i - 1]]
+    ends = [*starts[1:], count]
+    spans = tuple(VersionSpan(row.versions[s], s, e) for s, e in zip(starts, ends, strict=True))
+    first = row.versions[0] if row.versions else -1
+    return GeneratedSample((TOKEN,) * count, (-1.0,) * count, "stop" if count == row.length else "abort", first, spans)
+
+
+class SleepingStages:
+    """What the loop and a supply ask of `Stages`. It sleeps by the plan."""
+
+    def __init__(self, plan: Plan, workload: Workload, fleet: EngineFleet) -> None:
+        self.plan = plan
+        self.fleet = fleet
+        items = tuple(PromptItem((FIRST_ID + i % 10, FIRST_ID + i // 10), str(i), "1", "s") for i in range(NUM_PROMPTS))
+        sources = [PromptSource("s", 1.0, items)]
+        self.stream = PromptStream(sources, plan.batch_size, shuffle=False, seed=0)
+        self.version = self.trained_version = 1
+        self.on_generated: Any = lambda numbers: None
+
+    @property
+    def num_drawn(self) -> int:
+        return self.stream.num_drawn
+
+    def next_prompts(self, step: int) -> PromptBatch:
+        return self.stream.next(step)
+
+    def requests(self, prompts: PromptBatch) -> list[GenerateRequest]:
+        longest = SamplingParams(10**6)
+        return build_requests(prompts, self.plan.group_size, longest, 1, self.version)
+
+    def generate(self, step: int, prompts: PromptBatch) -> RolloutBatch:
+        def on_groups(first: int, groups: Sequence[Sequence[GeneratedSample]]) -> None:
+            self.on_generated(prompts.group_ids[first : first + len(groups)])
+
+        return collect(prompts, self.fleet.generate(self.requests(prompts), on_groups), TOKENIZER)
+
+    def score(self, step: int, rollout: RolloutBatch) -> ScoredBatch:
+        return to_scored(rollout, self.scorer(reward_samples(rollout)), None, [])
+
+    def scorer(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
+        time.sleep(self.plan.score_s(len(samples)))
+        return [RewardResult(1.0) for _ in samples]
+
+    def annotate(self, step: int, scored: ScoredBatch) -> AnnotatedBatch:
+        if isinstance(scored, AnnotatedBatch):
+            return scored
+        time.sleep(self.plan.annotate_s(scored.num_tokens))
+        return gain(AnnotatedBatch, scored)
+
+    def advantages(self, step: int, batch: AnnotatedBatch) -> AnnotatedBatch:
+        time.sleep(self.plan.advantages_s)
+        return batch
+
+    def update(self, step: int, batch: AnnotatedBatch) -> None:
+        time.sleep(self.plan.update_s(batch.num_tokens))
+
+    def sync(self) -> dict[str, float]:
+        self.fleet.begin_update(self.version + 1)
+        time.sleep(self.plan.sync_s)
+        self.fleet.commit_update(self.version + 1)
+        self.version += 1
+        return {}
+
+    def evaluate(self, is_final: bool = True) -> None:
+        return None
+
+
+class Stopwatch:
+    """In place of a tracker: when each step ended."""
+
+    def __init__(self) -> None:
+        self.begin = time.monotonic()
+        self.ends: list[float] = []
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        yield
+        self.ends.append(time.monotonic() - self.begin)
+
+    def batch(self, *of_step: object) -> None:
+        pass
+
+    def evaluation(self, step: int, result: None) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Slept:
+    ends: list[float]
+    events: list[str]
+
+
+def sleep_through(plan: Plan, section: ScheduleConfig, workload: Workload) -> Slept:
+    """The steps of the plan in real time."""
+    engines = [SleepingEngine(number, plan.seconds_a_token, workload) for number in range(plan.num_engines)]
+    fleet = EngineFleet(engines, 600.0, 0)
+    stages, events = SleepingStages(plan, workload, fleet), list[Event]()
+    flow, schedule = Flow(plan.batch_size, plan.last_step, version=1), load_schedule(section)
+    watch = Stopwatch()
+    if isinstance(schedule, Synchronous):
+        supply: Any = Foreground(stages, flow, schedule, on_events=events.extend)
+    else:
+        session = fleet.open_session()
+
+        def make_requests(prompts: PromptBatch, version: int) -> list[list[GenerateRequest]]:
+            return [[request] for request in stages.requests(prompts)]
+
+        score = ScoreGroups(TOKENIZER, stages.scorer, FilterGroupsConfig())
+        supply = Background(
+            flow,
+            schedule,
+            Work(session, stages.stream.at, make_requests, score, stages.annotate),
+            version=lambda: stages.version,
+            mini_batch_size=plan.least_annotated,
+            exclusive=fleet.exclusive,
+            on_events=events.extend,
+        )
+    try:
+        with supply:
+            watch.begin = time.monotonic()
+            guard: Any = partial(_no_guard)
+            run(stages, supply, watch, guard, Keeper(), LoopPlan(plan.last_step))  # type: ignore[arg-type]
+    finally:
+        fleet.close()
+        for engine in engines:
+            engine.close()
+    return Slept(watch.ends, [str(event) for event in events])
+
+
+def _no_guard(name: str, is_begun: bool = False) -> Any:
+    return nullcontext()
