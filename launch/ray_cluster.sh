@@ -54,11 +54,14 @@ check_token() {
     [[ $(stat -Lc %a "$TOKEN_FILE") == [46]00 ]] || fail "TOKEN_FILE ($TOKEN_FILE) can be read by others; chmod 600 it."
 }
 
-# What driver and servers need alike.
+# What driver and servers need alike: rlhf_megatron/runtime/ray_environment.py explains each.
 variables() {
     echo "RAY_AUTH_MODE=token"
     echo "RAY_AUTH_TOKEN_PATH=$(realpath "$TOKEN_FILE")"
     echo "RAY_USAGE_STATS_ENABLED=0"
+    echo "RAY_JOB_STOP_WAIT_TIME_S=120" # of ray job stop: the run saves its state (trainer.stop_grace_s) before SIGKILL
+    echo "RAY_memory_monitor_refresh_ms=0"
+    echo "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0"
     [[ $1 != 127.* ]] || echo "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0" # Ray's only switch for a loopback address
 }
 
