@@ -10,15 +10,19 @@ import torch
 from checkpointer_jobs import hosts
 from scheduler_samples import train_batch
 
+from rlhf_megatron.config.correction import is_bypass
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.data.batch import TrainBatch
 from rlhf_megatron.data.codec import read_file, write_file
 from rlhf_megatron.parallel.world import World
+from rlhf_megatron.scheduler.batch_metrics import valid_samples
 from rlhf_megatron.scheduler.capsule import Capsules
+from rlhf_megatron.scheduler.correction import correction_columns
 from rlhf_megatron.scheduler.finite import bad_columns
 from rlhf_megatron.scheduler.replay_capsule import Outcome, replay_capsule
 from rlhf_megatron.scheduler.skips import NonFiniteNumbers, Skips
 from rlhf_megatron.scheduler.update import actor_update, critic_update, leave_out, run_updates
+from rlhf_megatron.workers.correction import correction_params
 
 
 def small_batch() -> TrainBatch:
@@ -47,9 +51,19 @@ class Skipped:
     replays: dict[str, Outcome]
 
 
+def corrected(config: RunConfig, batch: TrainBatch) -> TrainBatch:
+    """With the columns of the rollout correction that the controller makes, where the configuration has one."""
+    section = config.algorithm.rollout_correction
+    noise = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(1))
+    if section != type(section)():
+        batch = replace(batch, rollout_log_probs=batch.rollout_log_probs + 0.1 * noise * batch.response_mask)
+    params = correction_params(section)
+    return replace(batch, **correction_columns(batch, valid_samples(batch), params, is_bypass(section))[0])
+
+
 def skipped_updates(world: World, config: RunConfig, run_dir: Path) -> Skipped:
     """Three steps whose sample 5 has an advantage without bound, in one of two mini-batches; replays of the first."""
-    batch = small_batch()
+    batch = corrected(config, small_batch())
     advantages = batch.advantages.clone()
     advantages[int(batch.offsets[6]) - 1] = torch.inf
     bad = replace(batch, advantages=advantages)

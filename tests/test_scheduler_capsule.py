@@ -23,6 +23,8 @@ from rlhf_megatron.config.schema import (
     CriticConfig,
     KLControlConfig,
     ModelConfig,
+    PolicyLossConfig,
+    RolloutCorrectionConfig,
     RunConfig,
     TrainerConfig,
 )
@@ -272,6 +274,46 @@ def test_a_mini_batch_is_skipped_kept_and_run_again(dist_pool: DistPool, tmp_pat
     assert again.lines[-1].startswith("reproduced: ") and again.lines[0].startswith("capsule of step 1, actor,")
     assert not mended.is_reproduced and mended.lines[-1].startswith("not reproduced: ")
     assert math.isfinite(mended.found["grad_norm"])
+
+
+@pytest.mark.dist
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("loss", "section"),
+    [
+        ("ppo_clip", RolloutCorrectionConfig("decoupled_seq_is_rs", rollout_is_batch_normalize=True)),
+        (
+            "reinforce",
+            RolloutCorrectionConfig(
+                "bypass_pg_is",
+                rollout_rs=("seq_mean_k1",),
+                rollout_rs_threshold=("0.1_30",),
+                rollout_is_threshold="1e8",
+            ),
+        ),
+    ],
+)
+def test_a_capsule_has_the_correction(
+    dist_pool: DistPool, tmp_path: Path, loss: str, section: RolloutCorrectionConfig
+) -> None:
+    """Columns of the controller, or weights of the policy as it moves: a replay makes the same losses of them."""
+    corrected = replace(
+        CONFIG,
+        actor=replace(CONFIG.actor, policy_loss=PolicyLossConfig(loss)),
+        algorithm=replace(CONFIG.algorithm, rollout_correction=section),
+    )
+    (result,) = dist_pool.run(skipped_updates, config=corrected, run_dir=tmp_path, timeout_s=300)
+    assert [metrics["actor/num_skipped_steps"] for metrics in result.metrics] == [1, 1, 1], result.error
+    path = tmp_path / "capsules" / "step_000001_actor"
+    capsule, facts = read_capsule(path), facts_of(path)
+    assert isinstance(capsule.mini_batch, MiniBatch)
+    weights = capsule.mini_batch.correction_weights
+    assert (weights is not None and weights.unique().numel() > 2) == (loss == "ppo_clip")
+    again, mended = result.replays["as it was"], result.replays["mended"]
+    assert again.is_reproduced and again.found["micro_batches"] == facts["micro_batches"], "to the last bit"
+    assert not mended.is_reproduced
+    (plain,) = dist_pool.run(skipped_updates, config=CONFIG, run_dir=tmp_path / "plain", timeout_s=300)
+    assert plain.replays["mended"].found["micro_batches"] != mended.found["micro_batches"], "nothing was corrected"
 
 
 @pytest.mark.dist
