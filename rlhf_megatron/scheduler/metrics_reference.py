@@ -35,6 +35,11 @@ VERL_NAMES: Mapping[str, tuple[str, str]] = {  # verl's name -> (ours, what diff
         "critic/rewards/mean",
         "KL in the reward is not subtracted: it stands in actor/reward_kl_penalty",
     ),
+    "training/off_policy/trajectory_staleness_worst/max": (
+        "training/off_policy/trajectory_staleness/max",
+        "here staleness is that of a sample's oldest token",
+    ),
+    "actor/kl_coef": ("actor/reward_kl_penalty_coeff", "that of the reward; actor.kl_loss_coef does not change"),
     "timing_s/gen": ("timing_s/generate", ""),
     "timing_s/reward": ("timing_s/score", ""),
     "timing_s/old_log_prob": ("timing_s/annotate", "with the reference's log-probs and the values"),
