@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 from end_to_end_tools import QUICKSTART
 
+from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import load_run_config
 from rlhf_megatron.rollout.engine import EngineError
 from rlhf_megatron.runtime.ray_seats import Seating, bundle_of_engine, gpus_per_engine, must_share_machine, seat_of
@@ -81,6 +82,17 @@ def test_turns_with_more_devices_than_there_are() -> None:
         "engine1 takes turns with devices 2 to 3 of the ranks on its machine, which have 3 (rollout.colocated); lower"
         " rollout.num_engines or its tp-size."
     )
+
+
+@pytest.mark.parametrize("key", ["rollout.sglang.args.base_gpu_id", "rollout.sglang.args.base-gpu-id"])
+def test_devices_are_for_ray_to_give(key: str) -> None:
+    settings = ["rollout.engine=sglang", f"{key}=2", "rollout.sglang.env.CUDA_VISIBLE_DEVICES='2,3'"]
+    load_run_config(QUICKSTART, settings)
+    with pytest.raises(ConfigError) as caught:
+        load_run_config(QUICKSTART, ["trainer.runtime=ray", *settings])
+    said = "names devices, but with trainer.runtime ray each server sees those that Ray gives it; remove it."
+    text = str(caught.value)
+    assert f"{key} {said}" in text and f"rollout.sglang.env.CUDA_VISIBLE_DEVICES {said}" in text
 
 
 def test_bundles_of_engines_follow_those_of_the_machines() -> None:

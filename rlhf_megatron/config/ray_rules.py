@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from rlhf_megatron.config.errors import Problem
 from rlhf_megatron.config.provenance import Loaded
+from rlhf_megatron.config.ray_engine_rules import engine_devices
 from rlhf_megatron.config.schema import RunConfig
 
 RUNTIME = "trainer.runtime"
@@ -39,4 +40,4 @@ def address(loaded: Loaded) -> Iterator[Problem]:
     yield Problem(f"{ADDRESS} ({value}) {why}; {fix}.", (ADDRESS,))
 
 
-RULES: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (address,)
+RULES: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (address, engine_devices)
