@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import services
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -35,6 +37,7 @@ LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 80 << 20  # Ray's least; only calls go through it
 END_S = 10.0  # for killed processes to be gone
 POLL_S = 0.1
+KNOCK_S = 10.0
 GPU = "GPU"
 
 
@@ -157,11 +160,13 @@ class Cluster:
                 )
             else:
                 try:
+                    _knock(address)
                     ray.init(address=address, log_to_driver=False, configure_logging=False)
-                except (ConnectionError, RuntimeError) as error:
+                except (OSError, RuntimeError, RayError) as error:  # ConnectionError and AuthenticationError among them
                     raise ValueError(
-                        f"ray.address ({address}): no Ray cluster answers there: {_first_lines(error)} Start one"
-                        " (ray start --head), or leave ray.address out for one of this machine."
+                        f"ray.address ({address}): no Ray cluster answers there: {_first_lines(error)}. Start one"
+                        " (launch/ray_cluster.sh), give this shell the cluster's token, or leave ray.address and"
+                        " RAY_ADDRESS out for a cluster of this machine."
                     ) from error
         self.address = LOOPBACK if self.is_own else ray.util.get_node_ip_address()  # of this process's machine
 
@@ -238,6 +243,16 @@ class Cluster:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _knock(address: str) -> None:
+    """Raises OSError where nothing listens: Ray would try for minutes."""
+    found = services.canonicalize_bootstrap_address(address)
+    if found is None:
+        raise ConnectionError("Ray knows of none on this machine.")
+    host, _, port = found.rpartition(":")
+    with socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_S):
+        pass
 
 
 @contextmanager
