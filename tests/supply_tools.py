@@ -154,6 +154,12 @@ class Bench:
         self.pieces: list[int] = []  # samples of each call of annotate
         self.schedule = load_schedule(ScheduleConfig(name, params or {})) if isinstance(name, str) else name
         filters = settings.pop("filter_groups", FilterGroupsConfig())
+        deadline = time.monotonic() + LIMIT_S
+
+        def in_time() -> None:
+            assert time.monotonic() < deadline, f"the supply waits: {self.supply.ledger}"
+
+        settings.setdefault("should_stop", in_time)
         work = Work(
             session=self.session,
             draw=self.stream.at,

@@ -23,9 +23,10 @@ from rlhf_megatron.scheduler.schedules.flow import Flow
 from rlhf_megatron.scheduler.state import RunState
 from rlhf_megatron.scheduler.supply.background import Found
 from rlhf_megatron.scheduler.supply.base import Finished, Progress
+from rlhf_megatron.scheduler.supply.drive import Driver
 from rlhf_megatron.scheduler.supply.foreground import Foreground
 from rlhf_megatron.scheduler.supply.group_journal import GroupJournal
-from rlhf_megatron.scheduler.supply.ledger import Ledger
+from rlhf_megatron.scheduler.supply.ledger import Ledger, Order
 from rlhf_megatron.scheduler.supply.make import find_groups
 from rlhf_megatron.scheduler.supply.score import LastSamples, ScoreGroups
 
@@ -137,6 +138,17 @@ def test_samples_of_a_group_that_was_started_again_are_not_taken_for_the_new_one
     again = finished(1, 2)
     ledger.generated(again, attempt=1)
     assert ledger.to_score == [again]
+
+
+def test_what_is_given_up_before_it_was_submitted_never_is() -> None:
+    """Group 1 was started and dropped since the driver looked; 2 was started, given up and started again."""
+    ledger, session = Ledger(Flow(1, 5, 1), Hasty()), HeldSession()
+    driver = Driver(ledger, session, stream_of().at, make_requests, None)
+    order = [("submit", 0, 0), ("submit", 1, 0), ("submit", 2, 0), ("abort", 1, 0), ("abort", 2, 0), ("submit", 2, 1)]
+    driver.follow([Order(kind, number, attempt, 1) for kind, number, attempt in order])
+    assert session.submitted == [0, 2] and session.aborted == []
+    driver.follow([Order("abort", 0, 0, 1), Order("abort", 2, 1, 1), Order("submit", 0, 1, 2)])
+    assert session.submitted == [0, 2, 0] and session.aborted == [0, 2]
 
 
 def test_seeds_are_of_the_version_that_a_group_is_started_with() -> None:

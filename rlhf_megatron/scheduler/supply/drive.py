@@ -37,7 +37,7 @@ class Driver:
         """Until the ledger is closed."""
         try:
             while not self._ledger.is_closed:
-                self._follow(self._ledger.orders())
+                self.follow(self._ledger.orders())
                 if self._session.num_running:
                     self._tell()
                 else:
@@ -45,7 +45,8 @@ class Driver:
         finally:
             self._session.close()
 
-    def _follow(self, orders: Sequence[Order]) -> None:
+    def follow(self, orders: Sequence[Order]) -> None:
+        """All that was ordered since the last time, in that order."""
         given_up = {order.number for order in orders if order.kind == "abort"}
         if running := sorted(given_up & self._running.keys()):
             self._session.abort(running)
