@@ -120,7 +120,7 @@ def test_kl_gradients(kind: str) -> None:
     torch.testing.assert_close(found, {"k1": torch.ones(20).double(), "k2": d, "k3": 1 - (-d).exp()}[kind])
 
 
-@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "abs"])
 def test_straight_through_has_the_value_of_the_estimate_and_the_gradient_of_k2(kind: str) -> None:
     differences = torch.tensor([0.3, -0.7, 0.0, 11.5, -50.0, 50.0], dtype=torch.float64)
     log_probs = torch.full((6,), -1.0, dtype=torch.float64, requires_grad=True)
@@ -148,6 +148,16 @@ def test_k2_and_k3_estimate_the_divergence_and_k1_loss_has_no_gradient_on_averag
         torch.testing.assert_close(grads[straight], exact_grad)
     torch.testing.assert_close(grads["k2"], exact_grad)
     torch.testing.assert_close(grads["k1"], torch.zeros(4, dtype=torch.float64), atol=1e-15, rtol=0)
+
+
+def test_abs_as_a_loss_has_the_gradient_of_twice_the_total_variation() -> None:
+    logits = torch.tensor([0.3, -0.2, 1.0, 0.1], dtype=torch.float64, requires_grad=True)
+    ref = torch.tensor([0.2, 0.1, 0.9, 0.0], dtype=torch.float64).log_softmax(0)
+    log_probs = logits.log_softmax(0)
+    (exact,) = torch.autograd.grad((log_probs.exp() - ref.exp()).abs().sum(), logits, retain_graph=True)
+    mean = (log_probs.exp().detach() * kl_estimate(log_probs, ref, "abs")).sum()
+    torch.testing.assert_close(torch.autograd.grad(mean, logits)[0], exact)
+    assert exact.abs().max() > 0.01
 
 
 def test_unknown_kl_is_refused() -> None:

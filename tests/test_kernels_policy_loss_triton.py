@@ -73,7 +73,7 @@ def exact(inputs: PolicyLossInputs, weights: tuple[Tensor, Tensor], regularizers
     return found
 
 
-@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "k3+"])
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "k3+", "abs", "abs+"])
 @pytest.mark.parametrize("coefficients", [(0.0, 0.0), (0.1, 0.03)])
 @pytest.mark.parametrize("without", [{}, {"correction_weights_T": None}], ids=["corrected", "plain"])
 def test_equals_eager(run: Run, kind: Any, coefficients: tuple[float, float], without: dict[str, None]) -> None:

@@ -170,7 +170,7 @@ class ActorConfig:
     entropy_coeff: float = doc("weight of the entropy bonus", 0.0)
     use_kl_loss: bool = doc("add a KL term against the reference to the loss (needs the reference role)", False)
     kl_loss_coef: float = doc("weight of the KL term", 0.001)
-    kl_loss_type: Literal["k1", "k2", "k3", "k1+", "k2+", "k3+"] = doc(
+    kl_loss_type: Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"] = doc(
         "estimator of the KL term; with +: its value, and the gradient of k2", "k3"
     )
     shuffle: bool = doc("shuffle samples before they are cut into mini-batches", True)

@@ -24,7 +24,7 @@ from rlhf_megatron.kernels.row_loss import RowSums, row_sums
 BLOCK = 512  # rows of a program: 64 programs for 32768 rows
 NAMES = ("actor/ppo_kl", "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/pg_loss")
 KL_NAME, ENTROPY_NAME = "actor/kl_loss", "actor/entropy_loss"
-KL_KINDS = {"k1": 1, "k2": 2, "k3": 3}
+KL_KINDS = {"k1": 1, "k2": 2, "k3": 3, "abs": 4}
 
 _MAX_LOG_RATIO = tl.constexpr(MAX_LOG_RATIO)
 _MAX_K3 = tl.constexpr(MAX_K3)
@@ -134,6 +134,9 @@ def _ppo_clip_kernel(
         elif KL_KIND == 2:
             kl_T = 0.5 * diff_T * diff_T
             kl_grad_T = diff_T
+        elif KL_KIND == 4:
+            kl_T = tl.abs(diff_T)
+            kl_grad_T = (diff_T > 0).to(tl.float32) - (diff_T < 0).to(tl.float32)
         else:
             log_ratio_T = _clamp(-diff_T, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
             raw_T = _exp_less_two_terms(log_ratio_T)

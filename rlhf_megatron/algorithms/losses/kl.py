@@ -3,15 +3,15 @@
 With d = log_probs - ref_log_probs:
 
     k1 = d                      unbiased value; as a loss its expected gradient is 0, so it regularises nothing
-    abs = |d|                   biased value, never negative; in a reward only: as a loss it estimates no gradient
+    abs = |d|                   on average no smaller than it; its expected gradient is that of twice the total variation
     k2 = d^2 / 2                biased value, low variance; its expected gradient is the true one's
     k3 = exp(-d) + d - 1        unbiased value, low variance, never negative; clamps: d to +-20, k3 to +-10
 
 The clamps are the field's. A clamped token has gradient 0.
 
-k1+, k2+, k3+, of a loss: straight through, the value of that estimator and the gradient of k2, also where a clamp holds
-the value. So what is reported is an unbiased estimate, and what trains is the one whose expected gradient is right (k2+
-is k2).
+k1+, k2+, k3+, abs+, of a loss: straight through, the value of that estimator and the gradient of k2, also where a clamp
+holds the value. So what k1+ and k3+ report is an unbiased estimate, and what trains is the one whose expected gradient
+is right (k2+ is k2).
 """
 
 # T tokens
@@ -25,9 +25,9 @@ from torch import Tensor
 
 from rlhf_megatron.algorithms.losses.scratch import Scratch
 
-KLType = Literal["k1", "k2", "k3", "k1+", "k2+", "k3+"]  # of a loss
+KLType = Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"]  # of a loss
 KLPenaltyType = Literal["k1", "k2", "k3", "abs"]  # of a reward
-KL_TYPES = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+")
+KL_TYPES = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+")
 STRAIGHT = "+"  # ends the names of the straight-through forms
 MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8 is far past any clip and far from overflow
 MAX_K3 = 10.0
@@ -69,6 +69,9 @@ def _plain_explicit(diff_T: Tensor, kind: str, scratch: Scratch) -> tuple[Tensor
     """May write over `diff_T`."""
     if kind == "k1":
         return diff_T, scratch.take().fill_(1.0)
+    if kind == "abs":
+        grad_T = torch.sign(diff_T, out=scratch.take())
+        return diff_T.abs_(), grad_T
     if kind == "k2":
         return torch.mul(diff_T, diff_T, out=scratch.take()).mul_(0.5), diff_T
     if kind == "k3":
@@ -78,4 +81,4 @@ def _plain_explicit(diff_T: Tensor, kind: str, scratch: Scratch) -> tuple[Tensor
         kl_T = torch.clamp(raw_T, -MAX_K3, MAX_K3, out=scratch.take())
         is_inside_T = raw_T.eq_(kl_T)  # where the first clamp bites, this one does: k3(+-20) is over 10
         return kl_T, grad_T.mul_(is_inside_T).neg_()
-    raise ValueError(f"unknown KL estimator {kind!r} of a loss; known: k1, k2, k3, k1+, k2+, k3+.")
+    raise ValueError(f"unknown KL estimator {kind!r} of a loss; known: {', '.join(KL_TYPES)}.")
