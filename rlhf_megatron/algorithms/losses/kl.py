@@ -3,7 +3,7 @@
 With d = log_probs - ref_log_probs:
 
     k1 = d                      unbiased value; as a loss its expected gradient is 0, so it regularises nothing
-    abs = |d|                   on average no smaller than it; its expected gradient is that of twice the total variation
+    abs = |d|                   on average no less than it; its expected gradient is that of twice the total variation
     k2 = d^2 / 2                biased value, low variance; its expected gradient is the true one's
     k3 = exp(-d) + d - 1        unbiased value, low variance, never negative; clamps: d to +-20, k3 to +-10
 
