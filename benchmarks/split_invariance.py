@@ -23,6 +23,7 @@ import argparse
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -156,11 +157,11 @@ def worst_rows(rows: Iterable[Row], *columns: str) -> list[Row]:
 
 
 def table(rows: Iterable[Row]) -> str:
-    lines = [f"{'kind':<22}{'what':<46}{'mode':<25}{'error':>9}{'bar':>9}  worst tensor alone; split"]
+    lines = [f"{'kind':<22}{'what':<58}{'mode':<25}{'error':>9}{'bar':>9}  worst tensor alone; split"]
     for row in rows:
         mark = "" if row.is_ok else "  OVER THE BAR"
         lines.append(
-            f"{row.kind:<22}{row.what:<46}{row.mode:<25}{row.error:9.1e}{row.bar:9.0e}"
+            f"{row.kind:<22}{row.what:<58}{row.mode:<25}{row.error:9.1e}{row.bar:9.0e}"
             f"  {row.worst_error:.1e} {row.worst_tensor}; {row.split}{mark}"
         )
     return "\n".join(lines)
@@ -207,7 +208,7 @@ def main(argv: list[str] | None = None) -> int:
     result = {
         "measure": "relative L2 error of all gradients against one rank and one micro-batch; metrics: absolute",
         "seconds": round(time.monotonic() - start, 1),
-        "num_comparisons": {row.kind: sum(other.kind == row.kind for other in rows) for row in rows},
+        "num_comparisons": dict(Counter(row.kind for row in rows)),
         "num_over_the_bar": len(misses),
         "rows_are": "the worst of each kind, loss or layout, and mode; all that are over the bar",
         "rows": [_rounded(row) for row in dict.fromkeys([*worst_rows(rows, "kind", "what", "mode"), *misses])],
