@@ -103,6 +103,6 @@ def test_every_token_is_of_the_version_that_it_says(
         time.sleep(0.5)
         poller.end()
     await_ends(rig.fleet, 20.0)
-    assert poller.error is None and poller.came_after_abort == {200}
+    assert poller.error is None and poller.came_after_abort <= {200, *range(300, 306)}
     assert router or rig.reasons["abort"] > 30, "of 72 that were on their way"
     rig.fleet.close()
