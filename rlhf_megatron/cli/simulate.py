@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MOST_LOST = 0.05  # share of the groups that the best schedule may lose
 TOLERANCE = 0.02  # of the step time: so near, the smaller lag counts
-LOOK_STEPS = 4  # behind the warm-up, of a first look at a split
+LOOK_STEPS = 8  # behind the warm-up, of a first look at a split
 SHOWN_STEPS = 3  # of the first picture
 
 

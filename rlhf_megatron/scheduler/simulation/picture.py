@@ -73,7 +73,7 @@ def _panel(panel: Panel, seconds: float, top: float) -> tuple[list[str], float]:
     scale = (WIDTH - LEFT - RIGHT) / seconds
     blocks = _blocks(len(panel.history.loads))
     rows: list[str | range] = [TRAINER, SCORER, *blocks]
-    first = top + 26
+    first = top + 38
     height = len(rows) * (ROW + GAP)
     parts = [f'<text class="ink title" x="{LEFT}" y="{top + 16:.0f}">{escape(panel.title)}</text>']
     for number, row in enumerate(rows):
@@ -86,7 +86,7 @@ def _panel(panel: Panel, seconds: float, top: float) -> tuple[list[str], float]:
     parts += _bars(panel, seconds, scale, first, len(blocks))
     parts += _versions(panel, seconds, scale, first, height)
     parts += _axis(seconds, scale, first + height)
-    return parts, 26 + height + 34
+    return parts, 38 + height + 30
 
 
 def _blocks(num_engines: int) -> list[range]:

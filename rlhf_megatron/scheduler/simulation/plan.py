@@ -191,9 +191,10 @@ def splits(config: RunConfig, durations: Durations, gpus: int, most: int) -> lis
     and engines in turns on all of them are another. Raises ConfigError where there is no way.
     """
     replica, per_engine = model_parallel_size(config), gpus_per_engine(config, durations)
-    counts = range(1, max(0, gpus - replica) // per_engine + 1)
-    chosen = sorted({counts[round(i * (len(counts) - 1) / max(1, most - 1))] for i in range(most)}) if counts else []
-    found = [Split((gpus - count * per_engine) // replica * replica, count, per_engine) for count in chosen]
+    sizes = range(gpus // replica * replica, 0, -replica)
+    every = [Split(size, (gpus - size) // per_engine, per_engine) for size in sizes if gpus - size >= per_engine]
+    indices = sorted({round(i * (len(every) - 1) / max(1, most - 1)) for i in range(most)}) if every else []
+    found = [every[i] for i in indices]
     if durations.sync.turns_s is not None and gpus >= max(replica, per_engine):
         found.append(Split(gpus // replica * replica, gpus // per_engine, per_engine, is_colocated=True))
     if not found:

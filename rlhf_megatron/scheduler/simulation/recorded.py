@@ -43,7 +43,9 @@ def recorded_durations(run_dir: Path) -> Durations:
     return Durations(
         lengths=lengths,
         prompts=LengthsConfig("constant", median=max(1.0, mean(row["prompt_length/mean"] for row in rows))),
-        engine=EngineDurations(DecodeConfig(points=((1, _decode(config, rows, assumed)),))),
+        engine=EngineDurations(
+            DecodeConfig(points=((1, _decode(config, rows, assumed)),)), slots=_slots(config, assumed)
+        ),
         trainer=_trainer(rows, assumed),
         score=ScoreDurations(per_sample_s=_score(config, rows, assumed)),
         sync=SyncDurations(seconds=_seconds(rows, "sync"), turns_s=_turns(config, rows)),
@@ -121,6 +123,15 @@ def _decode(config: RunConfig, rows: Sequence[Row], assumed: list[str]) -> float
         return max(row["response_length/max"], total / slots if slots else 0.0, 1.0)
 
     return median(row["timing_s/generate"] / tokens_in_turn(row) for row in rows)
+
+
+def _slots(config: RunConfig, assumed: list[str]) -> int | None:
+    """None: the run's settings say it."""
+    if config.rollout.engine == "local" or "max_running_requests" in config.rollout.sglang.args:
+        return None
+    slots = -(-config.data.train_batch_size * config.rollout.n // num_engines(config))
+    assumed.append(f"an engine decodes all of its share of a step's responses at once ({slots})")
+    return slots
 
 
 def _trainer(rows: Sequence[Row], assumed: list[str]) -> TrainerDurations:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from rlhf_megatron.scheduler.simulation.history import History
 from rlhf_megatron.scheduler.simulation.lengths import Workload
 from rlhf_megatron.scheduler.simulation.plan import Split, make_plan, splits
 from rlhf_megatron.scheduler.simulation.simulate import simulate
+from rlhf_megatron.scheduler.simulation.simulation import Stuck
 
 CANDIDATES = (
     ScheduleConfig("synchronous"),
@@ -75,53 +76,43 @@ class Study:
         return simulate(plan, load_schedule(schedule), self.workload, keeps_all)
 
     def case(self, schedule: ScheduleConfig, split: Split) -> Case:
+        """Raises ConfigError."""
         if split.is_colocated and schedule.name != SYNCHRONOUS:
             return Case(schedule, split, None, "trainer and engines take turns with the same GPUs")
         try:
-            return Case(schedule, split, figures(self.history(schedule, split), split, self.num_warmup))
-        except ValueError as error:
+            history = self.history(schedule, split)
+        except Stuck as error:
             return Case(schedule, split, None, str(error))
+        return Case(schedule, split, figures(history, split, self.num_warmup))
 
     def shorter(self, num_steps: int) -> Study:
         """The same, for a first look."""
         return replace(self, num_steps=num_steps)
 
-    def best_split(
-        self, schedule: ScheduleConfig, gpus: int, most: int, told: Callable[[Case], None] = lambda case: None
-    ) -> list[Case]:
+    def best_split(self, schedule: ScheduleConfig, gpus: int, most: int) -> list[Case]:
         """A coarse choice of splits, then those around the best of them, at most `most` in all; the best first."""
+        every = splits(self.config, self.durations, gpus, 1 << 20)
         coarse = splits(self.config, self.durations, gpus, max(2, most - most // 3))
-        cases: list[Case] = []
-
-        def look(split: Split) -> None:
-            if all(split != case.split for case in cases):
-                cases.append(self.case(schedule, split))
-                told(cases[-1])
-
+        cases: dict[Split, Case] = {}
         for split in coarse:
             if not split.is_colocated or schedule.name == SYNCHRONOUS:
-                look(split)
-        apart = sorted((case.split for case in cases if not case.split.is_colocated), key=lambda s: s.num_engines)
-        if apart:
-            self._refine(cases, apart, gpus, most, look)
-        return sorted(cases, key=_order)
-
-    def _refine(
-        self, cases: list[Case], apart: list[Split], gpus: int, most: int, look: Callable[[Split], None]
-    ) -> None:
-        """Halfway to the neighbours of the best one, again and again."""
-        by_count = {split.num_engines: split for split in splits(self.config, self.durations, gpus, 1 << 20)}
-        by_count = {count: split for count, split in by_count.items() if not split.is_colocated}
-        while len(cases) < most:
-            known = sorted(case.split.num_engines for case in cases if not case.split.is_colocated)
-            best = min((case for case in cases if not case.split.is_colocated), key=_order).split.num_engines
-            place = known.index(best)
-            ends = [known[i] for i in (place - 1, place + 1) if 0 <= i < len(known)]
-            halfway = {(best + end) // 2 for end in ends} - set(known)
+                cases[split] = self.case(schedule, split)
+        apart = [split for split in every if not split.is_colocated]
+        while apart and len(cases) < most:
+            halfway = self._halfway(apart, cases)
             if not halfway:
-                return
-            for count in sorted(halfway)[: most - len(cases)]:
-                look(by_count[count])
+                break
+            for split in halfway[: most - len(cases)]:
+                cases[split] = self.case(schedule, split)
+        return sorted(cases.values(), key=_order)
+
+    def _halfway(self, apart: list[Split], cases: dict[Split, Case]) -> list[Split]:
+        """Between the best split that is known and its neighbours, where there are others between them."""
+        known = [i for i, split in enumerate(apart) if split in cases]
+        place = min(range(len(known)), key=lambda k: _order(cases[apart[known[k]]]))
+        ends = [known[k] for k in (place - 1, place + 1) if 0 <= k < len(known)]
+        between = sorted({(known[place] + end) // 2 for end in ends} - set(known))
+        return [apart[i] for i in between]
 
 
 def _order(case: Case) -> tuple[float, int]:
