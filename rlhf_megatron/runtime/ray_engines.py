@@ -73,8 +73,11 @@ class ServerKeeper:
         try:
             launch.take(seat_of(whereabouts(), seating))
             launch.start()
-        except (EngineError, OSError) as error:
-            self._report = Report(error=f"{seating.name}: {error}")
+        except EngineError as error:
+            self._report = Report(error=str(error))
+            return
+        except OSError as error:
+            self._report = Report(error=f"{seating.name} could not be started: {error}")
             return
         self._launch = launch
         deadline = time.monotonic() + timeout_s
@@ -229,9 +232,13 @@ class ActorLaunch:
         raise AssertionError("Ray gives it a seat")
 
     def start(self) -> None:
-        """Returns before the actor has a process."""
+        """Returns before the actor has a process. Raises EngineError where a rank that it is to see has none."""
+        try:
+            seating = self.seating()
+        except (ProcessLostError, LateAnswerError) as error:
+            raise EngineError(f"{self.name} could not be started: {error}") from error
         keeper = self.make()
-        begun = keeper.submit("begin", self.launch, self.seating(), self.num_starts > 0, self.timeout_s)
+        begun = keeper.submit("begin", self.launch, seating, self.num_starts > 0, self.timeout_s)
         self.process = ActorProcess(self.name, self.log, keeper, begun)
         self.num_starts += 1
 

@@ -52,11 +52,11 @@ def transfer_bytes(config: RunConfig) -> int:
     return 2 * num_senders * config.rollout.update_weights_bucket_megabytes * MIB
 
 
-def machine_of(config: RunConfig) -> Machine:
-    """This machine's GPUs: the trainer's ranks take the first of them. Under Ray, which gives servers their devices
-    where it places them, none."""
+def machine_of(config: RunConfig, is_placed: bool = False) -> Machine:
+    """This machine's GPUs: the trainer's ranks take the first of them. `is_placed`: somebody else says where servers
+    run, and gives them their devices there."""
     trainer = config.trainer
-    if trainer.runtime == "ray":
+    if is_placed:
         return Machine(is_shared=config.rollout.colocated)
     num_trainer = 0 if trainer.device == "cpu" else trainer.n_gpus_per_node
     return Machine(num_devices(), num_trainer, config.rollout.colocated)
@@ -79,7 +79,7 @@ def check_engines(config: RunConfig) -> None:
             rollout.sglang.env,
             deterministic=config.trainer.deterministic,
             num_engines=rollout.num_engines,
-            machine=machine_of(config),
+            machine=machine_of(config, is_placed=config.trainer.runtime == "ray"),
         )
 
 
@@ -134,7 +134,7 @@ def start_sglang(
         env=rollout.sglang.env,
         startup_timeout_s=rollout.startup_timeout_s,
         deterministic=config.trainer.deterministic,
-        machine=machine_of(config),
+        machine=machine_of(config, is_placed=place is not here),
         is_one_machine=config.trainer.nnodes == 1,
         key=key,
         progress=progress,
