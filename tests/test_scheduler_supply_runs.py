@@ -7,6 +7,7 @@ import signal
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -238,3 +239,46 @@ def test_a_failing_reward_ends_the_run(server: ForkServer, tmp_path: Path) -> No
     settings = {**SETTINGS, "schedule.name": "one_step_off"}
     run = server.train(make_config(tmp_path / "run"), settings, faults="fail@reward.before_score:nth=3")
     assert run.code == 70 and "injected at reward.before_score" in run.console
+
+
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {  # settings, and a metric that only such a run has
+    "greedy samples": ({"schedule.name": "asynchronous", "algorithm.adv_estimator": "remax"}, "greedy/rewards/mean"),
+    "a critic, alone at first": (
+        {"schedule.name": "streaming", "algorithm.adv_estimator": "gae", "trainer.critic_warmup": 2},
+        "critic/grad_norm",
+    ),
+    "a reference": ({"schedule.name": "asynchronous", "algorithm.use_kl_in_reward": True}, "actor/reward_kl_penalty"),
+    "no log-probs of the trainer": (
+        {"schedule.name": "one_step_off", "algorithm.rollout_correction.preset": "bypass_ppo_clip"},
+        "training/off_policy/trajectory_staleness/max",
+    ),
+    "spare groups": (
+        {"schedule.name": "streaming", "schedule.params": {"tail": "drop", "oversampling": 1.5}},
+        "schedule/dropped_tail",
+    ),
+    "late groups again": (
+        {"schedule.name": "asynchronous", "schedule.params": {"max_lag": 1, "late": "again", "oversampling": 1.5}},
+        "schedule/started_again",
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_settings_train_beside_their_engines(server: ForkServer, tmp_path: Path, name: str) -> None:
+    """Killed in step 3, and a piece of log-probs made early where the schedule has any."""
+    settings, metric = OTHERS[name]
+    settings = {**SETTINGS, **settings, "trainer.save_freq": 1}
+    config = make_config(tmp_path / "run")
+    faults = "kill@loop.after_advantages:step=3; delay@rollout.mid_generate:nth=1,seconds=0.5"
+    assert server.train(config, settings, "--record", faults=faults).code == -signal.SIGKILL
+    run = server.train(config, settings, "--record", faults=faults)
+    assert run.code == 0, run.console
+    rows = steps_of(run)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert all(metric in row and metric_names.find(metric) for row in rows)
+    is_new = [True] * 5 if "critic_warmup" not in str(settings) else [False] * 2 + [True] * 3
+    versions = [row["policy/version"] for row in rows]
+    assert [b - a for a, b in pairwise(versions)] == [float(new) for new in is_new[1:]]
+    counts = Counter(number for batch in batches(run) for number in groups(batch))
+    assert len(counts) == 20 and set(counts.values()) == {1}

@@ -221,3 +221,25 @@ def test_a_synchronous_run_has_its_ledger_too() -> None:
         *("started group 2", "started group 3", "generated group 3", "generated group 2"),
         *("scored group 2", "scored group 3", "taken step 2", "updated step 2", "synced step 2"),
     ]
+
+
+class MadeOfTwo(Made):
+    """Group 1 has no signal: another batch is generated, of which 2 is enough."""
+
+    def score(self, step: int, rollout: RolloutBatch) -> ScoredBatch:
+        self.on_generated((2, 3))
+        return replace(scored(), group_ids=torch.tensor([0, 0, 2]))
+
+
+def test_what_a_synchronous_filter_leaves_out_leaves_the_ledger() -> None:
+    made, lines = MadeOfTwo(), []
+    schedule = load_schedule(ScheduleConfig("synchronous"))
+    supply = Foreground(made, Flow(2, 2, 1), schedule, lambda events: lines.extend(map(str, events)))
+    supply.take(1, lambda name: nullcontext())
+    with supply.syncing():
+        made.version += 1
+    assert lines[4:] == [
+        *("started group 2", "started group 3", "generated group 2", "generated group 3"),
+        *(f"scored group {number}" for number in range(4)),
+        *("dropped group 1 (no signal)", "dropped group 3 (tail)", "taken step 1", "updated step 1", "synced step 1"),
+    ]
