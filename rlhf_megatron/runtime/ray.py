@@ -8,6 +8,7 @@ before this module is imported.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import services
+from ray._private import services, worker
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -35,7 +36,8 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 80 << 20  # Ray's least; only calls go through it
-END_S = 10.0  # for killed processes to be gone
+GROWS_S = 10.0  # for a cluster of this machine to count what it has
+CLOSE_S = 10.0
 POLL_S = 0.1
 KNOCK_S = 10.0
 GPU = "GPU"
@@ -190,7 +192,7 @@ class Cluster:
         self._bundles = bundles
         resources = [bundle.resources or {"CPU": 0.001} for bundle in bundles]  # Ray refuses empty ones
         self._group = placement_group(resources, strategy="SPREAD" if is_spread else "PACK")
-        limit_s = min(timeout_s, END_S) if self.is_own else timeout_s
+        limit_s = min(timeout_s, GROWS_S) if self.is_own else timeout_s
         began = time.monotonic()
         deadline = began + limit_s
         while not self._group.wait(min(POLL_S, max(0.0, deadline - time.monotonic()))):  # signals act in between
@@ -227,16 +229,29 @@ class Cluster:
         return made
 
     def close(self) -> None:
-        """End the processes that were started here, give the room back, leave the cluster. Safe to call twice."""
+        """End the processes that were started here, give the room back, leave the cluster. Safe to call twice.
+
+        Takes CLOSE_S at most: a cluster that has lost a server of its own does not answer any more.
+        """
         if not ray.is_initialized():
             return
+        leaving = threading.Thread(target=self._leave, name="leaving Ray", daemon=True)
+        with _signals_kept():
+            leaving.start()
+            leaving.join(CLOSE_S)
+        if leaving.is_alive():
+            logger.error("the Ray cluster does not answer; left without giving the room back")
+            atexit.unregister(ray.shutdown)  # it would wait again
+            if self.is_own and (node := worker._global_node) is not None:
+                node.kill_all_processes(check_alive=False, allow_graceful=False)  # type: ignore[attr-defined]
+
+    def _leave(self) -> None:
         for made in self._objects:
             made.kill()
         with contextlib.suppress(RayError):
             if self._group is not None:
                 remove_placement_group(self._group)
-        with _signals_kept():
-            ray.shutdown()
+        ray.shutdown()
 
     def __enter__(self) -> Cluster:
         return self
