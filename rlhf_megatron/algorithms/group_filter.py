@@ -1,4 +1,4 @@
-"""Which samples are of a prompt that teaches something: dynamic sampling (DAPO, arXiv 2503.14476, section 3.2).
+"""Which samples are of a prompt that teaches something: dynamic sampling (DAPO, arXiv 2503.14476, equation 11).
 
 A group whose samples all have the same metric (all right, all wrong) has advantages of 0 and no gradient; it is left
 out, and another prompt generated in its place.

@@ -1,8 +1,9 @@
 """PPO's clipped objective with an asymmetric range and a dual clip.
 
 "Proximal Policy Optimization Algorithms" (arXiv 1707.06347, equation 7); separate lower and upper ranges from DAPO
-(arXiv 2503.14476); the dual clip bounds the loss of a token with negative advantage whose ratio ran away (arXiv
-1912.09729, equation 5). With the importance ratio r = exp(log_probs - old_log_probs), the exponent clamped to +-20:
+(arXiv 2503.14476, equation 10); the dual clip bounds the loss of a token with negative advantage whose ratio ran away
+(arXiv 1912.09729, equation 5). With the importance ratio r = exp(log_probs - old_log_probs), the exponent clamped to
++-20:
 
     loss = max(-A r, -A clip(r, 1 - low, 1 + high));    for A < 0 at most -A c
 
