@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +14,9 @@ from typing import Any
 
 import pytest
 import yaml
-from end_to_end_tools import MARKER, ROOT, overrides, processes_with, write_config
+from end_to_end_tools import MARKER, ROOT, overrides, write_config
 from launch_tools import TIMEOUT_S, environment
+from ray_leftovers import end, left_over, processes_of, short_directory
 from test_launch_slurm import FAKES, JOB, Job, steps_of
 
 from rlhf_megatron.stop import STOPPED_EXIT_CODE
@@ -47,42 +47,27 @@ class Script:
         )
 
     def processes(self) -> list[int]:
-        return processes_with(f"{MARKER}={self.marker}")
+        return processes_of(f"{MARKER}={self.marker}", self.directory)
 
-    def left_over(self, within_s: float = 40.0) -> list[int]:
-        deadline = time.monotonic() + within_s
-        while (found := self.processes()) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        return found
+    def left_over(self) -> list[str]:
+        return left_over(f"{MARKER}={self.marker}", self.directory, 40)
 
 
 @pytest.fixture
 def script() -> Iterator[Script]:
-    """Paths of sockets must be short."""
-    import tempfile
-
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as directory:
-        made = Script(Path(directory))
+    with short_directory() as directory:
+        made = Script(directory)
         yield made
-        for pid in made.processes():
-            os.kill(pid, signal.SIGKILL)
+        end(f"{MARKER}={made.marker}", directory)
 
 
-def listening(pids: list[int]) -> set[tuple[str, int]]:
-    """(address, port) of all listening sockets of these processes."""
-    own = set()
-    for pid in pids:
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
-            try:
-                own.add(os.readlink(entry))
-            except OSError:
-                continue
+def listening(ports: range) -> set[tuple[str, int]]:
+    """(address, port) of all listening sockets of this machine at these ports."""
     found = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            words = line.split()
-            if words[3] == "0A" and f"socket:[{words[9]}]" in own:
-                address, _, port = words[1].rpartition(":")
+            address, _, port = line.split()[1].rpartition(":")
+            if line.split()[3] == "0A" and int(port, 16) in ports:
                 found.add((address, int(port, 16)))
     return found
 
@@ -102,7 +87,7 @@ def test_a_cluster_of_one_machine(script: Script, tmp_path: Path) -> None:
     assert f"Ray head on 127.0.0.1 (process {(script.directory / 'state' / f'{PORTS}.pid').read_text().strip()}" in (
         began.stdout
     )
-    sockets = listening(script.processes())
+    sockets = listening(range(PORTS, PORTS + 900))
     assert {address for address, _ in sockets if not is_loopback(address)} == set()
     pinned = {port for _, port in sockets if PORTS <= port < PORTS + 100}
     assert {PORTS, PORTS + 1, PORTS + 2} <= pinned, "GCS, node manager, object manager"
@@ -133,7 +118,8 @@ def test_a_cluster_of_one_machine(script: Script, tmp_path: Path) -> None:
     status = [str(RAY), "status", "--address", f"127.0.0.1:{PORTS}"]
     wrong = tmp_path / "wrong"
     wrong.write_text("0" * 64)
-    stranger = environment(script.marker, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(wrong))
+    loopback = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    stranger = environment(script.marker, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(wrong), **loopback)
     refused = subprocess.run(status, env=stranger, capture_output=True, text=True, timeout=120)
     assert refused.returncode != 0 and "auth" in (refused.stdout + refused.stderr).lower()
     friend = {**stranger, "RAY_AUTH_TOKEN_PATH": str(token)}
@@ -240,7 +226,7 @@ def submit(tmp_path: Path) -> Iterator[Any]:
             process = subprocess.Popen(
                 ["bash", str(SBATCH), str(config), *overrides(settings)],
                 cwd=tmp_path,
-                env=environment(marker, **slurm, **more),
+                env=environment(marker, **(slurm | more)),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -251,14 +237,11 @@ def submit(tmp_path: Path) -> Iterator[Any]:
 
     yield start
     for job in jobs:
+        state = Path(f"/tmp/rlhf-ray-{os.getuid()}-{JOB}")
         try:
-            deadline = time.monotonic() + 40
-            while (left := processes_with(f"{MARKER}={job.marker}")) and time.monotonic() < deadline:
-                time.sleep(0.1)
-            assert left == []
+            assert left_over(f"{MARKER}={job.marker}", state, 40) == []
         finally:
-            for pid in processes_with(f"{MARKER}={job.marker}"):
-                os.kill(pid, signal.SIGKILL)
+            end(f"{MARKER}={job.marker}", state)
 
 
 @needs_ray
@@ -285,6 +268,27 @@ def test_a_job_whose_time_is_up_is_requeued_and_goes_on(submit, tmp_path: Path) 
         ("0o600", "0o700", 64)
     }
     assert list((tmp_path / ".rlhf_megatron").iterdir()) == [], "the tokens are gone"
+
+
+@needs_ray
+@pytest.mark.long
+@pytest.mark.dist
+def test_a_job_on_two_nodes(submit, tmp_path: Path) -> None:
+    """Both are this machine; a script between gives the second one other ports."""
+    if not subprocess.run(["hostname", "-I"], capture_output=True, text=True).stdout.split():
+        pytest.skip("this machine has no address but the loopback")
+    cluster = tmp_path / "cluster.sh"
+    cluster.write_text(f"""#!/bin/bash
+if [[ $1 == worker ]]; then PORTS=$((PORTS + 1000)); fi
+exec {CLUSTER} "$@"
+""")
+    cluster.chmod(0o700)
+    nodes = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "127.0.0.2,127.0.0.3", "NUM_CPUS": "2"}
+    # Three CPUs: more than either node has.
+    job = submit({**ONE_RANK, "trainer.nnodes": 2, "trainer.save_hf": False}, CLUSTER=str(cluster), **nodes)
+    assert job.wait() == 0, job.output()
+    assert steps_of(tmp_path / "runs" / "tiny") == [1, 2]
+    assert "attempt 1 on 2 node(s)" in job.output() and "the run has ended with exit code 0" in job.output()
 
 
 @needs_ray

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from end_to_end_tools import MARKER, ROOT, Finished, overrides, processes_with, write_config
+from ray_leftovers import end, left_over, short_directory
 
 from benchmarks.chaos.compare import differences
 
@@ -37,13 +38,15 @@ SETTINGS = {
 class Running:
     """A run that goes on while a test looks at it."""
 
-    def __init__(self, config: Path, settings: dict[str, Any], faults: str = "") -> None:
+    def __init__(self, config: Path, settings: dict[str, Any], faults: str, temporary: Path) -> None:
+        self.temporary = temporary
         self.config = config
         self.marker = f"{MARKER}={uuid.uuid4().hex}"
         self.fired = config.parent / "faults"
         given = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "TORCHELASTIC_"))}
         plan = {"RLHF_MEGATRON_FAULTS": faults, "RLHF_MEGATRON_FAULTS_DIR": str(self.fired)} if faults else {}
         own = {MARKER: self.marker.partition("=")[2], "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **plan}
+        own["TMPDIR"] = str(temporary)
         with (config.parent / "console").open("wb") as out:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "rlhf_megatron", "train", str(config), *overrides(settings)],
@@ -80,10 +83,11 @@ class Running:
         assert Path(f"/proc/{pid}/cmdline").read_text().startswith("ray::")
         return pid
 
+    def left_over(self, within_s: float) -> list[str]:
+        return left_over(self.marker, self.temporary, within_s)
+
     def end(self) -> None:
-        for pid in {self.process.pid, *processes_with(self.marker)}:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        end(self.marker, self.temporary)
         self.process.wait()
 
 
@@ -94,17 +98,19 @@ def start(tmp_path: Path) -> Iterator[Any]:
     def begin(name: str, faults: str = "", **settings: Any) -> Running:
         directory = tmp_path / name
         directory.mkdir()
-        running.append(Running(write_config(directory), SETTINGS | settings, faults))
+        running.append(Running(write_config(directory), SETTINGS | settings, faults, temporary))
         return running[-1]
 
-    yield begin
-    for run in running:
-        run.end()
+    with short_directory() as temporary:
+        yield begin
+        for run in running:
+            run.end()
 
 
 def test_an_engine_whose_actor_is_killed_while_it_generates_is_replaced(start) -> None:
     """Its samples are generated again with the same seeds: every number is that of a run that was left alone."""
-    undisturbed = start("undisturbed").wait()
+    alone = start("undisturbed")
+    undisturbed = alone.wait()
     assert undisturbed.exit_code == 0, undisturbed.console
     assert [row["step"] for row in undisturbed.rows("step")] == [1, 2, 3]
     # The server hangs from the begin of step 2 on, so that its requests are under way for certain.
@@ -118,7 +124,7 @@ def test_an_engine_whose_actor_is_killed_while_it_generates_is_replaced(start) -
     restarts = [row.get("rollout/engine_restarts", 0) for row in run.rows("step")]
     assert sum(restarts) == 1, restarts
     assert (run.run_dir / "engines" / "engine0.1.log").exists(), "the log of the engine that was lost is kept"
-    assert undisturbed.left_over(30) == [] and run.left_over(30) == []
+    assert alone.left_over(30) == [] and running.left_over(30) == []
 
 
 def test_more_losses_than_allowed_end_the_run_with_every_engines_words(start) -> None:
@@ -130,7 +136,7 @@ def test_more_losses_than_allowed_end_the_run_with_every_engines_words(start) ->
     assert run.exit_code == 1, run.console
     assert "no engine is left of 1: engine0 is lost: it exited with code -9" in run.console
     assert "its actor has ended" in run.console
-    assert run.left_over(30) == []
+    assert running.left_over(30) == []
 
 
 def test_nothing_is_left_of_a_run_whose_driver_is_killed(start) -> None:
@@ -138,11 +144,13 @@ def test_nothing_is_left_of_a_run_whose_driver_is_killed(start) -> None:
     running.wait_for_fault(0)
     assert running.server_of("engine1") != running.server_of("engine0")
     os.kill(running.process.pid, signal.SIGKILL)
-    assert running.wait().left_over(60) == []
+    running.wait()
+    assert running.left_over(60) == []
 
 
 def test_an_exception_of_the_run_leaves_nothing(start) -> None:
-    run = start("failed", "fail@rollout.after_generate:step=1").wait()
+    running = start("failed", "fail@rollout.after_generate:step=1")
+    run = running.wait()
     assert run.exit_code == 1 and "injected at rollout.after_generate" in run.console
-    assert run.left_over(30) == []
+    assert running.left_over(30) == []
     assert json.loads((run.run_dir / "attempts.jsonl").read_text().splitlines()[-1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -15,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from end_to_end_tools import MARKER, ROOT, processes_with
+from end_to_end_tools import MARKER, ROOT
+from ray_leftovers import end, left_over, short_directory
 from rollout_tools import tiny_qwen3
 
 pytest.importorskip("ray")
@@ -27,12 +27,19 @@ GONE_S = 15.0
 class Driver:
     """The program, and what it has said."""
 
-    def __init__(self, model: Path, folder: Path, num_engines: int) -> None:
+    def __init__(self, model: Path, folder: Path, num_engines: int, temporary: Path) -> None:
+        self.temporary = temporary
         self.marker = uuid.uuid4().hex
         folder.mkdir(exist_ok=True)
         self.process = subprocess.Popen(
             [sys.executable, str(PROGRAM), str(model), str(folder), str(num_engines)],
-            env={**os.environ, MARKER: self.marker, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            env={
+                **os.environ,
+                MARKER: self.marker,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(ROOT),
+                "TMPDIR": str(temporary),
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -55,21 +62,18 @@ class Driver:
         self.process.stdin.write(words + "\n")
         self.process.stdin.flush()
 
+    def ending(self, name: str) -> str:
+        """Ray may take a moment to tell that an actor has ended."""
+        deadline = time.monotonic() + ANSWER_S
+        while (found := self.ask(f"ending {name}")["ending"]) is None:
+            assert time.monotonic() < deadline
+        return found
+
     def left_over(self, within_s: float) -> list[str]:
-        """Command lines of processes of this driver that still live."""
-        deadline = time.monotonic() + within_s
-        while (found := processes_with(f"{MARKER}={self.marker}")) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        lines = []
-        for pid in found:
-            with contextlib.suppress(OSError):
-                lines.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
-        return lines
+        return left_over(f"{MARKER}={self.marker}", self.temporary, within_s)
 
     def end(self) -> None:
-        for pid in {self.process.pid, *processes_with(f"{MARKER}={self.marker}")}:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        end(f"{MARKER}={self.marker}", self.temporary)
         self.process.wait()
 
 
@@ -85,12 +89,13 @@ def start(model: Path, tmp_path: Path) -> Iterator[Any]:
     started: list[Driver] = []
 
     def begin(num_engines: int = 1, path: Path = model) -> Driver:
-        started.append(Driver(path, tmp_path / "run", num_engines))
+        started.append(Driver(path, tmp_path / "run", num_engines, temporary))
         return started[-1]
 
-    yield begin
-    for driver in started:
-        driver.end()
+    with short_directory() as temporary:
+        yield begin
+        for driver in started:
+            driver.end()
 
 
 def parent_of(pid: int) -> int:
@@ -138,7 +143,7 @@ def test_an_engine_is_killed_ended_and_replaced_with_its_actor(start, tmp_path: 
     assert driver.ask("ending engine0") == {"ending": None}
     os.kill(actors["engine0"], signal.SIGKILL)
     assert is_gone(servers["engine0"])
-    ending = driver.ask("ending engine0")["ending"]
+    ending = driver.ending("engine0")
     assert ending.startswith("it exited with code -9; the end of ") and "its actor has ended: engine0: " in ending
 
     # A new actor, another port, the former log under a number; the other engine is what it was.
@@ -152,7 +157,7 @@ def test_an_engine_is_killed_ended_and_replaced_with_its_actor(start, tmp_path: 
     # The server is killed under a living actor.
     os.kill(second["pids"]["engine0"], signal.SIGKILL)
     assert is_gone(second["pids"]["engine0"])
-    ending = driver.ask("ending engine0")["ending"]
+    ending = driver.ending("engine0")
     assert ending.startswith("it exited with code -9") and "listening on" in ending and "actor" not in ending
 
     # It is killed by name; its actor goes too.
