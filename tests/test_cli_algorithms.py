@@ -15,6 +15,7 @@ from rlhf_megatron.algorithms.losses import POLICY_LOSSES
 from rlhf_megatron.algorithms.losses.kl import KL_TYPES
 from rlhf_megatron.cli.algorithms import WIDTH, _registered
 from rlhf_megatron.cli.main import main
+from rlhf_megatron.config.correction import PRESETS
 from rlhf_megatron.registry import Registry
 from rlhf_megatron.rewards import REWARDS
 from rlhf_megatron.scheduler.schedules import SCHEDULES
@@ -39,6 +40,7 @@ def test_all_that_is_registered_is_listed(capsys: pytest.CaptureFixture[str]) ->
         *(("policy loss", name) for name in sorted(POLICY_LOSSES)),
         *(("aggregation", name) for name in LOSS_AGG_MODES),
         *(("KL estimator", name) for name in KL_TYPES),
+        *(("rollout correction", name) for name in PRESETS),
         *(("reward", name) for name in sorted(REWARDS)),
         *(("schedule", name) for name in sorted(SCHEDULES)),
     ]
@@ -86,6 +88,10 @@ def test_the_table_names_all_and_fits(capsys: pytest.CaptureFixture[str]) -> Non
     assert {*ADV_ESTIMATORS, *POLICY_LOSSES, *LOSS_AGG_MODES, *KL_TYPES, *REWARDS} <= words
     assert "parameters: gamma=1.0, lam=1.0, whiten=true" in out
     assert "policy loss (actor.policy_loss.loss_mode)" in out
+    assert (
+        " bypass_pg_is          mode=bypass, loss_type=reinforce, rollout_is=sequence, rollout_is_threshold=2.0" in out
+    )
+    assert set(PRESETS) <= words
 
 
 def test_needs_that_no_run_meets_are_told() -> None:

@@ -8,13 +8,14 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, fields
 from typing import Any
 
 from rlhf_megatron.algorithms import aggregate
 from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS
 from rlhf_megatron.algorithms.losses import POLICY_LOSSES, kl
+from rlhf_megatron.config.correction import PRESETS
 from rlhf_megatron.config.keys import field_types
 from rlhf_megatron.config.reference import type_name
 from rlhf_megatron.config.rules import VALUE_ESTIMATORS
@@ -89,8 +90,20 @@ def parts() -> Iterator[Part]:
         base = name.removesuffix(kl.STRAIGHT)
         straight = f"the value of {base}, the gradient of k2" if base != name else ""
         yield Part(name, "KL estimator", "actor.kl_loss_type", straight or _line_of(kl.__doc__, name))
+    for name, settings in PRESETS.items():
+        yield Part(name, "rollout correction", "algorithm.rollout_correction.preset", _preset(settings))
     yield from _registered(REWARDS, "reward.name", {OWN_PROCESS})
     yield from _registered(SCHEDULES, "schedule.name", set())
+
+
+def _preset(settings: Mapping[str, Any]) -> str:
+    """What it sets, in the order of the configuration; what does nothing is left out."""
+    none, found = PRESETS["disabled"], []
+    for name, value in settings.items():
+        is_needed = name == "rollout_is_threshold" and settings["rollout_is"] is not None
+        if value != none[name] or is_needed or (name == "loss_type" and settings["mode"] == "bypass"):
+            found.append(f"{name}={','.join(value) if isinstance(value, tuple) else value}")
+    return ", ".join(found) or "metrics only"
 
 
 def _registered(registry: Registry[Any], key: str, provided: set[str]) -> Iterator[Part]:
