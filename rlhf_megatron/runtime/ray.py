@@ -195,9 +195,16 @@ class Cluster:
         limit_s = min(timeout_s, GROWS_S) if self.is_own else timeout_s
         began = time.monotonic()
         deadline = began + limit_s
+        is_told = False
         while not self._group.wait(min(POLL_S, max(0.0, deadline - time.monotonic()))):  # signals act in between
             if time.monotonic() > deadline:
                 raise ValueError(shortage(bundles, self.machines(), time.monotonic() - began, self.is_own))
+            if not is_told and time.monotonic() > began + GROWS_S:
+                is_told = True
+                asked = "; ".join(map(str, bundles))
+                logger.warning(
+                    "waiting for room in the Ray cluster, up to %g s (ray.start_timeout_s): %s", limit_s, asked
+                )
 
     def start(
         self,
