@@ -14,6 +14,7 @@ MAX_ENGINE_ROWS = 12
 NUM_BINS = 320  # of time, for the engines' loads
 NUM_LEVELS = 6  # of load that can be told apart
 STAGES = {"annotate": "log-probs", "update": "update", "sync": "weight sync", "score": "rewards"}
+LOAD = "responses that an engine decodes: the fuller its slots the stronger"
 STYLE = """
  .page{fill:#ffffff} .ink{fill:#1b212b} .muted{fill:#56606e} .row{fill:#eef2f7} .grid{stroke:#c9d0d9}
  .version{stroke:#b3261e;stroke-dasharray:3 3} .mark{fill:#b3261e}
@@ -61,7 +62,7 @@ def timeline_svg(panels: Sequence[Panel], seconds: float) -> str:
 
 def _legend() -> Iterator[str]:
     x = float(LEFT)
-    for name, words in (*STAGES.items(), ("load", "responses that an engine decodes: darker is more of its slots")):
+    for name, words in (*STAGES.items(), ("load", LOAD)):
         yield f'<rect class="{name}" x="{x:.0f}" y="12" width="12" height="12" rx="2"/>'
         yield f'<text class="muted" x="{x + 17:.0f}" y="22">{words}</text>'
         x += 34 + 6.4 * len(words)
