@@ -282,3 +282,22 @@ def test_other_settings_train_beside_their_engines(server: ForkServer, tmp_path:
     assert [b - a for a, b in pairwise(versions)] == [float(new) for new in is_new[1:]]
     counts = Counter(number for batch in batches(run) for number in groups(batch))
     assert len(counts) == 20 and set(counts.values()) == {1}
+
+
+ENGINE_KILLS = [
+    ("one_step_off", "kill_engine@loop.after_advantages:step=2"),  # the sync of that step waits for what it generated
+    ("asynchronous", "kill_engine@actor.after_optimizer_step:step=3"),
+    ("streaming", "kill_engine@rollout.mid_generate:nth=6"),
+    ("asynchronous", "kill_engine@sync.after_begin:step=3"),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("schedule", "fault"), ENGINE_KILLS)
+def test_the_only_engine_is_replaced(server: ForkServer, tmp_path: Path, schedule: str, fault: str) -> None:
+    """It gets the current weights while the trainer waits for samples, or by the next sync."""
+    settings = {**SETTINGS, **LONG, "schedule.name": schedule, "trainer.save_freq": 1}
+    run = server.train(make_config(tmp_path / "run"), settings, "--record", faults=fault)
+    assert_sound(run, max_lag={"streaming": 0, "one_step_off": 1, "asynchronous": 2}[schedule])
+    assert sum(row["rollout/engine_failures"] for row in steps_of(run)) == 1
+    assert (run.run_dir.parent.parent / "faults" / "fired0").exists()
