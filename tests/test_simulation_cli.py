@@ -229,11 +229,20 @@ def test_a_run_that_is_simulated_again_takes_as_long(tmp_path: Path, capsys: pyt
     assert found == pytest.approx(sum(seconds) / len(seconds), rel=0.25)
 
 
-def test_it_starts_without_torch_and_fast() -> None:
+def test_it_runs_without_torch(small: Path) -> None:
+    words = ["simulate", "configs/quickstart.yaml", "--durations", str(small), "--steps", "5"]
     code = (
-        "import sys, rlhf_megatron.cli.simulate, rlhf_megatron.scheduler.simulation.search as s\n"
-        "import rlhf_megatron.scheduler.simulation.recorded, rlhf_megatron.scheduler.simulation.table\n"
-        "import rlhf_megatron.scheduler.simulation.trace_file, rlhf_megatron.scheduler.simulation.picture\n"
-        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules, 'it must start at once'"
+        "import sys\n"
+        "from rlhf_megatron.cli.main import main\n"
+        f"assert main({words!r}) == 0\n"
+        "assert not {'torch', 'numpy'} & sys.modules.keys(), 'it must start at once'"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=120, stdout=subprocess.DEVNULL)
+
+
+def test_colocated_runs_are_simulated_in_turns(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    colocated = "configs/quickstart_colocated.yaml"
+    assert simulate("--durations", small, "--steps", 5, "--schedule", "one_step_off", run=colocated) == 0
+    text = capsys.readouterr().out
+    assert "turns of trainer and engines take no time" in text
+    assert "one_step_off" in text and "not simulated: trainer and engines take turns with the same GPUs" in text

@@ -43,6 +43,8 @@ def run_lines(config: RunConfig, durations: Durations, num_steps: int, num_warmu
         yield f"durations: {durations.source}"
     for text in durations.assumed:
         yield f"assumed: {text}"
+    if config.rollout.colocated and durations.sync.turns_s is None:
+        yield "assumed: turns of trainer and engines take no time (sync.turns_s)"
 
 
 def lengths_text(lengths: LengthsConfig) -> str:
