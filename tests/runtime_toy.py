@@ -37,6 +37,7 @@ from rlhf_megatron.workers.contract import UpdateResult
 CALL_TIMEOUT_S = 2.0
 STOP_GRACE_S = {"busy": 1.5}  # of a scenario; others have plenty
 MEET_TIMEOUT_S = 40.0
+MACHINES = "RUNTIME_TOY_MACHINES"  # of a Ray run
 
 
 class Toy:
@@ -249,9 +250,10 @@ def under_ray(scenario: str, pools: Sequence[PoolSpec], directory: Path, deadlin
     from rlhf_megatron.runtime.ray_driver import RayJob, run_driver
 
     num_cpus = 1e6 if scenario == "no_room" else 0.1
+    nnodes = int(os.environ.get(MACHINES, "1"))
     config = RunConfig(
-        trainer=TrainerConfig(runtime="ray", n_gpus_per_node=pools[-1].end, device="cpu"),
-        ray=RayConfig(num_cpus_per_rank=num_cpus, start_timeout_s=1.0),
+        trainer=TrainerConfig(runtime="ray", nnodes=nnodes, n_gpus_per_node=pools[-1].end // nnodes, device="cpu"),
+        ray=RayConfig(num_cpus_per_rank=num_cpus, start_timeout_s=5.0, placement="spread"),
     )
     build = partial(make, scenario, [pool.name for pool in pools], directory, is_marked=True)
     stop = StopRequest()

@@ -14,6 +14,7 @@ pytest.importorskip("ray")
 
 from ray_tools import NUM_CPUS, free_cpus, running_cluster
 from runtime_tools import Run, Start, toy_runs
+from runtime_toy import MACHINES
 
 pytestmark = pytest.mark.dist
 
@@ -113,3 +114,42 @@ def test_a_signal_stops_the_run_where_its_state_is_whole(start: Start, victim: s
     told = {"controller": "SIGTERM to the controller", "host1": "SIGTERM to [actor dp0 pp1 tp0]"}
     assert (run.directory / "reason").read_text() == told[victim]
     assert hosts_left(run) == []
+
+
+@pytest.mark.long
+def test_a_rank_that_cannot_start_is_told_at_once(tmp_path: Path, cluster: dict[str, str]) -> None:
+    """Its plan of faults is none; nobody waits for it until the deadline, which is a minute."""
+    plan = {"RLHF_MEGATRON_FAULTS": "nonsense", "RLHF_MEGATRON_FAULTS_DIR": str(tmp_path / "faults")}
+    with toy_runs(tmp_path, "ray", cluster | plan) as begin:
+        run = begin("values", "2,2,1")
+        assert run.wait() == 3
+    told = "[actor dp0 pp0 tp0] did not start: ValueError: fault 'nonsense' is not of the form"
+    assert told in run.console() and "HostLostError" in run.console()
+
+
+def raylet_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.long
+def test_two_machines_have_their_shares_of_the_ranks(tmp_path: Path) -> None:
+    with (
+        running_cluster(num_machines=2) as environment,
+        toy_runs(tmp_path, "ray", environment | {MACHINES: "2"}) as begin,
+    ):
+        run = begin("stop", "4,2,1")
+        run.wait_for("ready")
+        pids = run.pids()
+        machines = [raylet_of(pids[f"host{rank}"]) for rank in range(4)]
+        assert machines[0] == machines[1] != machines[2] == machines[3]
+        run.agent.send_signal(signal.SIGTERM)
+        assert run.wait() == 75, run.console()
+        assert hosts_left(run) == []
+
+
+@pytest.mark.long
+def test_a_cluster_that_is_not_there_is_told_at_once(tmp_path: Path) -> None:
+    with toy_runs(tmp_path, "ray", {"RAY_ADDRESS": "127.0.0.1:1"}) as begin:
+        run = begin("values", "2,2,1")
+        assert run.wait() == 3
+    assert "ray.address (127.0.0.1:1): no Ray cluster answers there" in run.console()
