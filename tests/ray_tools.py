@@ -7,13 +7,11 @@ Its machines are raylets of this one: Ray tells them apart, though all have the 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,24 +57,18 @@ def main(directory: str, num_machines: int) -> None:
     from rlhf_megatron.runtime import ray_environment
 
     ray_environment.prepare(None, os.environ)
-    import ray
+    from ray.cluster_utils import Cluster
 
-    from rlhf_megatron.runtime.ray import Cluster
-
-    with Cluster(None, Path(directory), NUM_CPUS):
+    options = {"num_cpus": NUM_CPUS, "object_store_memory": 80 << 20, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args={**options, "temp_dir": directory})
+    try:
+        for _ in range(num_machines - 1):
+            cluster.add_node(**options)
         joined = {name: os.environ[name] for name in JOINED_BY}
-        address = ray.get_runtime_context().gcs_address
-        more = [str(Path(sys.executable).with_name("ray")), "start", f"--address={address}", f"--num-cpus={NUM_CPUS}"]
-        more += ["--block", f"--temp-dir={directory}", "--object-store-memory=80000000", "--disable-usage-stats"]
-        with contextlib.ExitStack() as stack:
-            for _ in range(num_machines - 1):
-                machine = subprocess.Popen(more, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
-                stack.callback(machine.wait, 60)
-                stack.callback(machine.terminate)
-            while len([node for node in ray.nodes() if node["Alive"]]) < num_machines:
-                time.sleep(0.1)
-            print(json.dumps({"RAY_ADDRESS": address, **joined}), flush=True)
-            sys.stdin.read()
+        print(json.dumps({"RAY_ADDRESS": cluster.address, **joined}), flush=True)
+        sys.stdin.read()
+    finally:
+        cluster.shutdown()
 
 
 if __name__ == "__main__":
