@@ -142,6 +142,7 @@ def test_a_killed_rank_ends_the_run_and_the_same_command_goes_on(start) -> None:
     assert run.wait() == 1
     run.assert_gone()
     assert f"HostLostError: [actor dp0 pp0 tp1] (process {rank1}) died" in run.console()
+    assert (run.run_dir / "logs" / "ray" / "raylet.out").stat().st_size > 0, "Ray's own words are kept"
     again = start(ENDLESS | {"trainer.total_training_steps": len(run.steps()) + 1})
     assert again.wait() == 0, again.console()
     assert again.steps() == list(range(1, again.steps()[-1] + 1)), "each step once"

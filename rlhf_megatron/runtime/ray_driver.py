@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -140,7 +141,12 @@ def run_driver(run: Callable[[RoutedGroups, Place], int], job: RayJob, stop: Sto
         devices = _devices(job, cluster)
         bundles = _bundles(job, devices, cluster.address)
         cluster.reserve(bundles, config.ray.placement == "spread", config.ray.start_timeout_s)
-        return _run_on(cluster, devices, run, job, stopping)
+        try:
+            return _run_on(cluster, devices, run, job, stopping)
+        except HostLostError:
+            if cluster.is_own:  # they go with the cluster
+                _keep_logs(own.path, job.log_dir / "ray")
+            raise
 
 
 @dataclass(frozen=True)
@@ -233,6 +239,12 @@ def _start_ranks(cluster: Cluster, devices: _Devices, job: RayJob, order: RankOr
         )
         tasks.append(process.submit("serve", replace(order, place=place), secret))
     return tasks
+
+
+def _keep_logs(directory: Path, kept: Path) -> None:
+    """What Ray's servers and processes wrote, beside the logs of the ranks."""
+    with contextlib.suppress(OSError, shutil.Error):
+        shutil.copytree(directory / "session_latest" / "logs", kept, dirs_exist_ok=True)
 
 
 def _lost(tasks: Sequence[Task]) -> HostError | None:
