@@ -14,6 +14,9 @@ from pathlib import Path
 
 from end_to_end_tools import processes_with
 
+AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")  # tell the GCS for a minute, which is gone too, and end
+AGENTS_S = 120.0
+
 
 @contextmanager
 def short_directory() -> Iterator[Path]:
@@ -35,21 +38,27 @@ def processes_of(marker: str, directory: Path) -> list[int]:
 
 
 def left_over(marker: str, directory: Path, within_s: float) -> list[str]:
-    """Command lines of those that still live then."""
-    deadline = time.monotonic() + within_s
-    while (found := processes_of(marker, directory)) and time.monotonic() < deadline:
+    """Command lines of those that still live then. Agents of a raylet that was killed have longer."""
+    began = time.monotonic()
+    while True:
+        lines = [line for pid in processes_of(marker, directory) if (line := _command_line(pid))]
+        seconds = time.monotonic() - began
+        others = [line for line in lines if not line.startswith(AGENTS)]
+        if not lines or seconds > AGENTS_S or (others and seconds > within_s):
+            return lines
         time.sleep(0.1)
-    lines = []
-    for pid in found:
-        with contextlib.suppress(OSError):
-            lines.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
-    return lines
 
 
 def end(marker: str, directory: Path) -> None:
     for pid in processes_of(marker, directory):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def _command_line(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+    return ""
 
 
 def _link(path: Path) -> str:
