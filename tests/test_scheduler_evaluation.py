@@ -1,5 +1,6 @@
 """Evaluation sets: figures by hand, intervals, masked samples, limits."""
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -145,6 +146,14 @@ def test_the_accuracy_of_all_is_what_it_was() -> None:
     assert (result.accuracy, result.num_items, result.mean_response_length) == (0.5, 4, 4.0)
     assert (result.low, result.high) == pytest.approx((0.15004, 0.84996), abs=1e-5)  # 2 of 4
     assert result == replace(result, low=wilson_interval(0.5, 4)[0])
+
+
+def test_scores_that_leave_the_unit_interval_have_an_interval_around_their_mean() -> None:
+    result = accuracy_of([2.0, 1.0, 2.0, 1.0], [1])
+    half = 3.182446305 * (1 / 3 / 4) ** 0.5  # t(3) x standard error; variance of the four is 1/3
+    assert (result.accuracy, result.low, result.high) == pytest.approx((1.5, 1.5 - half, 1.5 + half))
+    alone = accuracy_of([1.5], [1])
+    assert (alone.low, alone.high) == (-math.inf, math.inf)  # one says nothing of others
 
 
 def test_majority_answer() -> None:

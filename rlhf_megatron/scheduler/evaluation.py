@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from math import comb, sqrt
+from math import comb, inf, sqrt
 
 from rlhf_megatron.data.batch import PromptBatch
 from rlhf_megatron.rewards.base import RewardResult, RewardSample, is_masked
@@ -48,7 +48,7 @@ class EvaluationResult:
     """Of one evaluation, all sets together. An item's score is the mean over its samples."""
 
     accuracy: float  # mean score
-    low: float  # 95 % interval (Wilson) of the mean over items
+    low: float  # 95 % interval of the mean over items: Wilson's, or Student's where scores leave [0, 1]
     high: float
     num_items: int
     mean_response_length: float  # tokens
@@ -122,10 +122,16 @@ def summarize(answered: Sequence[Answered]) -> EvaluationResult:
 
 
 def accuracy_of(item_scores: Sequence[float], response_lengths: Sequence[int]) -> EvaluationResult:
-    """`item_scores`: one mean score in [0, 1] an item; `response_lengths`: tokens, one a sample."""
+    """`item_scores`: one mean score an item; `response_lengths`: tokens, one a sample.
+
+    Scores that leave [0, 1] (rewards with terms) are no shares: their interval is Student's.
+    """
     count = len(item_scores)
     accuracy = sum(item_scores) / count
-    low, high = wilson_interval(min(1.0, max(0.0, accuracy)), count)
+    if all(0.0 <= score <= 1.0 for score in item_scores):
+        low, high = wilson_interval(accuracy, count)
+    else:
+        low, high = interval_over_items([(score,) for score in item_scores]) or (-inf, inf)
     return EvaluationResult(accuracy, low, high, count, sum(response_lengths) / max(1, len(response_lengths)), ())
 
 

@@ -157,7 +157,9 @@ UPDATES: dict[str, Metric] = {
     ),
 }
 VALIDATION: dict[str, Metric] = {
-    "val/accuracy": Metric("share", "score of all held-out items", "mean", "held-out items", "higher"),
+    "val/accuracy": Metric(
+        "score", "score of all held-out items; a share where it is 0 or 1", "mean", "held-out items", "higher"
+    ),
     "val/accuracy_low": Metric("share", "lower end of its 95 % interval", "quantile", "held-out items"),
     "val/accuracy_high": Metric("share", "upper end of its 95 % interval", "quantile", "held-out items"),
     "val/num_items": Metric("count", "held-out items", "count", "an evaluation"),
@@ -171,7 +173,7 @@ VALIDATION: dict[str, Metric] = {
     "val/<source>/maj@<k>": Metric(
         "score",
         "expected score of the most common answer among k samples of an item; an answer is what stands in the last"
-        " \\boxed{...} of a response, or after its last ####, or else all of it; equally common ones count as their mean",
+        " \\boxed{...} of a response, or after its last ####, or else all of it; equally common ones count as their mean",  # noqa: E501
         "mean",
         ITEMS,
         "higher",
