@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rlhf_megatron.rollout.chunks import CHUNKS_IN_FLIGHT, Chunk, cut
+from rlhf_megatron.rollout.chunks import Chunk, cut
 from rlhf_megatron.rollout.engine import Engine, EngineError, GeneratedSample, GenerateRequest
+from rlhf_megatron.rollout.sizes import CHUNKS_IN_FLIGHT, OVERFILL
 from rlhf_megatron.rollout.supervisor import Member
 
 Groups = list[list[GeneratedSample]]
 _MAX_RUNNING = 256  # samples, of an engine that does not say what it decodes at once
-# Of groups in flight only some samples still run: with 8 samples of geometric lengths 1 / (1 + 1/2 + ... + 1/8) = 0.37.
-_OVERFILL = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,4 +108,4 @@ class LeastOutstanding:
 
 def samples_in_flight(member: Member) -> int:
     """Of a session, so that the engine's batch stays full while samples of unfinished groups have ended."""
-    return _OVERFILL * (member.max_running or _MAX_RUNNING)
+    return OVERFILL * (member.max_running or _MAX_RUNNING)

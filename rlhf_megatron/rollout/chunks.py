@@ -6,9 +6,7 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rlhf_megatron.rollout.engine import GenerateRequest
-
-CHUNK_SAMPLES = 512  # of one HTTP request, at most (a group is never cut)
-CHUNKS_IN_FLIGHT = 2  # per engine, so that its batch stays full while an answer travels
+from rlhf_megatron.rollout.sizes import CHUNK_SAMPLES, CHUNKS_IN_FLIGHT
 
 
 @dataclass(eq=False)

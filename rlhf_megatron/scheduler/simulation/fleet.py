@@ -13,11 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from rlhf_megatron.rollout.sizes import CHUNK_SAMPLES, CHUNKS_IN_FLIGHT, OVERFILL
 from rlhf_megatron.scheduler.simulation.engine import Engine, RunningGroup
 from rlhf_megatron.scheduler.simulation.plan import Plan
-
-CHUNK_SAMPLES, CHUNKS_IN_FLIGHT = 512, 2  # of rollout/chunks.py, which imports torch
-OVERFILL = 3  # of rollout/balancer.py, for the same reason
 
 
 @dataclass(eq=False)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from rlhf_megatron.rollout.sizes import CHUNKS_IN_FLIGHT
 from rlhf_megatron.scheduler.simulation.engine import RunningGroup
-from rlhf_megatron.scheduler.simulation.fleet import CHUNKS_IN_FLIGHT, Piece, cut
+from rlhf_megatron.scheduler.simulation.fleet import Piece, cut
 from rlhf_megatron.scheduler.simulation.simulation import Simulation
 
 
