@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from end_to_end_tools import MARKER, ROOT, overrides, processes_with, write_conf
 from test_security_run import is_loopback, listening
 
 from benchmarks import launchers
+from rlhf_megatron.runtime.processes import Child, children_of, state_of
 from rlhf_megatron.stop import STOPPED_EXIT_CODE
 
 pytestmark = [pytest.mark.dist, pytest.mark.long]
@@ -73,6 +74,16 @@ class Run:
                 names = [Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ") for pid in left]
                 raise AssertionError(f"{names} are left after {GONE_WITHIN_S} s")
             time.sleep(0.05)
+
+
+def wait_for_ends(children: Sequence[Child], within_s: float) -> list[int]:
+    """Those that live for longer."""
+    deadline = time.monotonic() + within_s
+    while left := [child.pid for child in children if state_of(child.pid) not in ("", "Z")]:
+        if time.monotonic() > deadline:
+            return left
+        time.sleep(0.05)
+    return []
 
 
 @pytest.fixture
@@ -170,12 +181,16 @@ def test_a_cluster_that_lost_its_raylet_does_not_hold_up_the_end(start) -> None:
     """Calls do not go through Ray, so the run can go on; Ray itself would be waited for without end."""
     run = start(ENDLESS)
     run.wait_for_steps(1)
-    for pid in processes_with(run.marker):
-        if Path(f"/proc/{pid}/comm").read_text().strip() == "raylet":
-            os.kill(pid, signal.SIGKILL)
+    raylets = [p for p in processes_with(run.marker) if Path(f"/proc/{p}/comm").read_text().strip() == "raylet"]
+    children = [child for raylet in raylets for child in children_of(raylet)]
+    names = [Path(f"/proc/{child.pid}/cmdline").read_text() for child in children]
+    assert {"ray::DashboardAgent", "ray::RuntimeEnvAgent"} <= {name.rstrip("\0 ") for name in names}
+    for pid in raylets:
+        os.kill(pid, signal.SIGKILL)
     time.sleep(3.0)
     run.process.send_signal(signal.SIGTERM)
     assert run.wait() in (1, STOPPED_EXIT_CODE), run.console()
+    assert wait_for_ends(children, 10.0) == []  # without Ray's own minute
     run.assert_gone()
 
 

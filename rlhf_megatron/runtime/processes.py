@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
@@ -72,6 +73,36 @@ def state_of(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return ""
+
+
+@dataclass(frozen=True)
+class Child:
+    """A process of this machine, told from a later one with its pid."""
+
+    pid: int
+    begin: str  # in the kernel's ticks since boot
+
+    def kill(self) -> None:
+        """SIGKILL, unless it has ended."""
+        if _begin_and_parent(self.pid)[0] == self.begin:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+
+def children_of(parent: int) -> list[Child]:
+    """Living ones of a process of this machine."""
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    found = [(pid, *_begin_and_parent(pid)) for pid in pids]
+    return [Child(pid, begin) for pid, begin, its_parent in found if its_parent == parent]
+
+
+def _begin_and_parent(pid: int) -> tuple[str, int]:
+    """("", 0) where it is gone."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "", 0
+    return words[19], int(words[1])
 
 
 def children_with(variable: str) -> list[int]:

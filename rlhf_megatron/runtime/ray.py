@@ -28,7 +28,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlhf_megatron.runtime.processes import machine_id
+from rlhf_megatron.runtime.processes import Child, children_of, machine_id
 from rlhf_megatron.runtime.ray_environment import local_rank
 from rlhf_megatron.runtime.ray_places import Bundle, shortage
 
@@ -171,6 +171,7 @@ class Cluster:
                         " RAY_ADDRESS out for a cluster of this machine."
                     ) from error
         self.address = LOOPBACK if self.is_own else ray.util.get_node_ip_address()  # of this process's machine
+        self._of_raylet = _children_of_raylet() if self.is_own else []
 
     @property
     def has_gpus(self) -> bool:
@@ -240,8 +241,12 @@ class Cluster:
 
         Takes CLOSE_S at most: a cluster that has lost a server of its own does not answer any more.
         """
-        if not ray.is_initialized():
-            return
+        if ray.is_initialized():
+            self._leave_in_time()
+        for child in self._of_raylet:  # where that was killed its agents would notice it after a minute only
+            child.kill()
+
+    def _leave_in_time(self) -> None:
         leaving = threading.Thread(target=self._leave, name="leaving Ray", daemon=True)
         with _signals_kept():
             leaving.start()
@@ -265,6 +270,13 @@ class Cluster:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _children_of_raylet() -> list[Child]:
+    """Of the raylet that this process has started: agents of Ray, and workers that wait."""
+    node = worker._global_node
+    started: list[Any] = [] if node is None else node.all_processes.get("raylet", [])
+    return [child for server in started for child in children_of(server.process.pid)]
 
 
 def _knock(address: str) -> None:

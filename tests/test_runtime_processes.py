@@ -1,0 +1,19 @@
+"""Children of a process, and their end: never that of a later process with the same pid."""
+
+import os
+import signal
+import subprocess
+from dataclasses import replace
+
+from rlhf_megatron.runtime.processes import children_of
+
+
+def test_a_child_is_found_and_ended_and_a_namesake_is_not() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        (child,) = [child for child in children_of(os.getpid()) if child.pid == process.pid]
+        replace(child, begin=str(int(child.begin) - 1)).kill()
+        assert process.poll() is None
+        child.kill()
+        assert process.wait(10) == -signal.SIGKILL
+    child.kill()  # gone: nothing
+    assert process.pid not in [child.pid for child in children_of(os.getpid())]
