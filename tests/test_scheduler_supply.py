@@ -132,6 +132,23 @@ def test_a_step_trains_on_what_there_is_when_its_batches_are_used_up(caplog: pyt
     assert words in caplog.text
 
 
+def test_a_limit_of_batches_does_not_leave_old_groups_behind() -> None:
+    """4 groups were scored since step 1, which is the limit, and three can train. But step 2 is the last that may have
+    group 0, which is still generated and began with version 1: it is waited for."""
+    filters = FilterGroupsConfig(enable=True, max_num_gen_batches=2)
+    bench = Bench("asynchronous", {"max_lag": 1}, filter_groups=filters)
+    bench.session.answers = {4: ("1", "1")}
+    with bench.supply:
+        bench.session.end(1, 2)
+        assert bench.take(1) == [1, 2]
+        bench.sync()
+        bench.session.end(3, 4, 5)
+        bench.session.end(6)  # which takes the place of 4
+        until(lambda: bench.log.count("scored group 6"))
+        with in_thread(lambda: bench.session.end(0)):
+            assert bench.take(2) == [0, 3]
+
+
 def test_a_step_without_any_signal_has_groups_that_teach_nothing(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench("one_step_off", filter_groups=FILTER, session=HeldSession(is_free=True), last_step=2)
     bench.session.answers = dict.fromkeys(range(50), ("9", "9"))

@@ -12,12 +12,13 @@ import torch
 from data_samples import scored
 from supply_tools import NUM_SAMPLES, TOKENIZER, Bench, Hasty, HeldSession, make_requests, right_or_wrong, stream_of
 
-from rlhf_megatron.config.schema import FilterGroupsConfig, ScheduleConfig
+from rlhf_megatron.config.schema import FilterGroupsConfig, RunConfig, ScheduleConfig
 from rlhf_megatron.data.batch import PromptBatch, RolloutBatch, ScoredBatch
 from rlhf_megatron.data.stream import PromptCursor
 from rlhf_megatron.reward_service.error_rate import RewardError
 from rlhf_megatron.rewards import RewardResult, RewardSample
 from rlhf_megatron.rollout.engine import GeneratedSample, VersionSpan
+from rlhf_megatron.scheduler.resume import check_schedule
 from rlhf_megatron.scheduler.schedules import load_schedule
 from rlhf_megatron.scheduler.schedules.flow import Flow
 from rlhf_megatron.scheduler.state import RunState
@@ -86,6 +87,26 @@ def test_a_later_process_goes_on_with_what_its_checkpoint_has_not_trained(tmp_pa
     assert found.known[0].prompts.group_ids == (1,) and found.known[0].prompts.prompts == ("1",)
     assert len(names(tmp_path)) == 2
     assert find_groups(None, stream_of(), Progress(6, (1, 3)), version=5) == Found(6, (), (1, 3))
+
+
+def test_groups_of_other_settings_do_not_wait_for_these_to_come_back(tmp_path: Path) -> None:
+    """Policies of the same version, made with other settings, are others. So is a damaged file of one."""
+    journal_with(tmp_path, finished(1, 5), finished(8, 5))
+    (tmp_path / "group_00000009.samples").write_bytes(b"half")
+    assert find_groups(GroupJournal(tmp_path, "others"), stream_of(), Progress(6, (1,)), version=5).known == ()
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("is_filtered", [False, True])
+def test_groups_in_flight_do_not_go_on_in_a_synchronous_run(is_filtered: bool) -> None:
+    config = RunConfig()
+    config = replace(config, algorithm=replace(config.algorithm, filter_groups=FilterGroupsConfig(is_filtered)))
+    state = RunState(2, 3, PromptCursor(num_drawn=4, batch_size=2, order=""))
+    check_schedule(config, state)
+    with pytest.raises(
+        ValueError, match=r"schedule.name \(synchronous\) cannot go on .* and 1 of them not been trained"
+    ):
+        check_schedule(config, replace(state, untrained=(3,)))
 
 
 def test_what_is_known_is_not_generated_and_what_is_lost_is() -> None:

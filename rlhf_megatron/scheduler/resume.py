@@ -87,7 +87,7 @@ def find_start(config: RunConfig, run_dir: Path, stream: PromptStream | None) ->
     changes = compare(before, flat(as_yaml(config)))
     _check_architecture(config, state)
     _check_steps(config, state, found.path, is_same_run)
-    _check_schedule(config, state)
+    check_schedule(config, state)
     _restore_stream(stream, state, changes)
     return Start(found, state, changes, is_same_run)
 
@@ -131,12 +131,12 @@ def _check_steps(config: RunConfig, state: RunState, checkpoint: Path, is_same_r
         )
 
 
-def _check_schedule(config: RunConfig, state: RunState) -> None:
-    """A synchronous run without a filter takes each step's prompts from a place of their own."""
-    if config.schedule.name != SYNCHRONOUS or config.algorithm.filter_groups.enable or state.cursor is None:
+def check_schedule(config: RunConfig, state: RunState) -> None:
+    """A synchronous run has no groups in flight. Without a filter its steps' prompts have places of their own."""
+    if config.schedule.name != SYNCHRONOUS or state.cursor is None:
         return
     expected = state.step * state.cursor.batch_size
-    if state.untrained or state.cursor.num_drawn != expected:
+    if state.untrained or not (config.algorithm.filter_groups.enable or state.cursor.num_drawn == expected):
         raise ValueError(
             f"schedule.name ({SYNCHRONOUS}) cannot go on from this checkpoint: {state.cursor.num_drawn} prompts had"
             f" been started and {len(state.untrained)} of them not been trained, where {expected} prompts of whole"

@@ -43,8 +43,9 @@ class Background(Simulation):
                 has_decided = True
         if not flow.is_training and flow.num_steps_left:
             numbers = schedule.batch(flow)
-            if numbers is None and self._num_scored >= self.plan.most_scored:
-                numbers = sorted(flow.scored_order[: flow.batch_size])  # with what there is
+            is_short = len(flow.scored_order) < flow.batch_size
+            if numbers is None and is_short and self._num_scored >= self.plan.most_scored:
+                numbers = sorted(flow.scored_order)  # with what there is
             if numbers is not None:
                 self._take(numbers)
                 has_decided = True

@@ -9,7 +9,7 @@ A later process goes on with those that its checkpoint has not trained and whose
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from rlhf_megatron import faults
@@ -60,6 +60,11 @@ class GroupJournal:
         if state.cursor is not None:
             untrained, num_drawn = {*state.untrained}, state.cursor.num_drawn
             self.forget([n for n, _ in self._files() if n < num_drawn and n not in untrained])
+
+    def keep(self, numbers: Collection[int]) -> None:
+        """Forget all others, also damaged ones and those of other settings: they are of another history of the run,
+        which may come back to their settings."""
+        self.forget([number for number, _ in self._files() if number not in numbers])
 
     def forget(self, numbers: Sequence[int]) -> None:
         for number in numbers:

@@ -223,8 +223,8 @@ class Ledger:
                     f"{self.schedule} makes a batch of no group for step {flow.step + 1}; let its batch return None"
                     " until there are groups that can train."
                 )
-            if numbers is None and self._most_scored is not None and self._num_scored >= self._most_scored:
-                numbers = sorted(flow.scored_order[: flow.batch_size])  # with what there is
+            if numbers is None and self._are_too_few:
+                numbers = sorted(flow.scored_order)  # with what there is
             if numbers is not None:
                 self._take(numbers)
                 has_decided = True
@@ -234,6 +234,13 @@ class Ledger:
             self._orders.append(Order("submit", number, 0, flow.version))
             has_decided = True
         return has_decided
+
+    @property
+    def _are_too_few(self) -> bool:
+        """A step's groups are used up and do not make a batch. A schedule that has enough and waits for older ones is
+        left to wait: those are generated already."""
+        is_used_up = self._most_scored is not None and self._num_scored >= self._most_scored
+        return is_used_up and len(self.flow.scored_order) < self.flow.batch_size
 
     def _take(self, numbers: Sequence[int]) -> None:
         flow = self.flow

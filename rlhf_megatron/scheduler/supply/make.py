@@ -98,7 +98,7 @@ def find_groups(journal: GroupJournal | None, stream: PromptStream, before: Prog
         if not is_trained and max(finished.versions) <= version:
             known[number] = finished
     if journal is not None:
-        journal.forget([number for number in groups if number not in known])
+        journal.keep(known)
     num_drawn = max([before.num_drawn, *(number + 1 for number in known)])
     positions = [*before.untrained, *range(before.num_drawn, num_drawn)]
     lost = tuple(position for position in positions if position not in known)
