@@ -134,6 +134,11 @@ def test_splits_are_whole_replicas_and_engines() -> None:
         (("update_tokens_per_s: 10000, ", ""), "trainer.update_tokens_per_s is missing"),
         (("seconds: 0.5", "seconds: -1"), r"seconds \(-1\) must be 0 or more"),
         (("kind: lognormal", "kind: lognorm"), "did you mean lognormal"),
+        (("sigma: 0.7", "sigma: 0.7, tail_index: 2"), r"kind \(lognormal\) has no tail_index"),
+        (("lognormal, median: 100, sigma: 0.7", "constant, median: 9, within_prompt: 1"), "has no within_prompt"),
+        (("sync:", "prompts: {kind: lognormal, median: 9, sigma: 1, within_prompt: 0.5}\nsync:"), "is of responses"),
+        ((SMALL, ""), "it has no sections; write lengths, engine and trainer"),
+        (("sync: {", "sync: ["), "not valid YAML"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_told(
@@ -144,7 +149,7 @@ def test_what_is_wrong_with_a_file_is_told(
     with pytest.raises(ConfigError, match=message):
         read_durations(small)
     assert simulate("--durations", small) == 2
-    assert "durations.yaml" in capsys.readouterr().err, "the message names the file"
+    assert capsys.readouterr().err.startswith("durations "), "the message names the file"
 
 
 def test_sglang_needs_slots_from_somebody(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,8 +166,41 @@ def test_a_grid_of_schedules() -> None:
     ]
     with pytest.raises(ConfigError, match="max_lags"):
         grid("asynchronous max_lags=1")
-    with pytest.raises(ValueError, match="must be key=value"):
+    with pytest.raises(ConfigError, match="must be key=value"):
         grid("asynchronous max_lag")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--warmup", 20], "--warmup (20) must be from 0 to --steps (20) - 1"),
+        (["--only", "--gpus", 8], "--only simulates the run as it is"),
+        (["--splits", 3], "--splits (3) are of --gpus N"),
+        (["--write", "{tmp}/new.yaml", "--only"], "--only needs a simulation, but --write makes none"),
+        (["--write", "{tmp}/durations.yaml"], "is there already"),
+        (["--json", "{tmp}/none/x.json"], "there is no directory {tmp}/none"),
+        (["--schedule", " "], "it names no schedule"),
+        (["--schedule", "asynchronous max_lag=0"], "max_lag (0) must be at least 1"),
+        (["--schedule", "sinchronous"], "unknown schedule 'sinchronous'"),
+        (["--gpus", 4], "--gpus (4) must hold a replica of the trainer (4) and an engine (1)"),
+    ],
+)
+def test_what_is_wrong_with_arguments_is_told(
+    words: list[object], message: str, small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [str(word).replace("{tmp}", str(tmp_path)) for word in words]
+    assert simulate("--durations", small, "--steps", 20, *given) == 2
+    text = capsys.readouterr().err
+    assert message.replace("{tmp}", str(tmp_path)) in text, text
+    assert text.startswith(("arguments of simulate: 1 problem", f'--schedule "{given[1]}": 1 problem')), text
+
+
+def test_a_line_that_is_not_whole_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "run", Shape(steps=3, total_steps=3))
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.write_text('{"kind": "st\n' + metrics.read_text())
+    assert simulate("--durations", tmp_path / "run", "--only") == 1
+    assert f"{metrics}:1 is not JSON" in capsys.readouterr().err
 
 
 def figures_of(step_s: float, lag: int, lost: float = 0.0) -> Figures:
@@ -178,6 +216,16 @@ def test_the_choice() -> None:
     assert pick(cases, 0.02, 0.05) == cases[2]
     assert pick(cases, 0.0, 0.05) == cases[1]
     assert pick(cases[:1], 0.02, 0.05) == cases[0], "where all lose, the fastest of them"
+
+
+def test_groups_without_signal_are_not_the_schedules_loss() -> None:
+    """Half of the groups have no signal whatever the schedule; only those that it drops for their lag count."""
+    split = Split(1, 1, 1)
+    slow = replace(figures_of(100.0, 1), dropped={"no signal": 0.5})
+    fast = replace(figures_of(90.0, 2), dropped={"no signal": 0.5, "lag": 0.2})
+    cases = [Case(ScheduleConfig(name), split, found) for name, found in (("fast", fast), ("slow", slow))]
+    assert fast.lost == 0.2 and slow.lost == 0.0
+    assert pick(cases, 0.02, 0.05) == cases[1]
 
 
 def test_lengths_have_the_quantiles_that_they_should() -> None:

@@ -57,7 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(args, "traceback"):
             raise
         if os.environ.get("LOCAL_RANK", "0") == "0":  # under torchrun all ranks of a node find the same
-            _complain(f"{_where(args)}: {len(error.problems)} problem(s)", *(f"  {p}" for p in error.problems))
+            _complain(
+                f"{error.subject or _where(args)}: {len(error.problems)} problem(s)",
+                *(f"  {p}" for p in error.problems),
+            )
         return USAGE_ERROR
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -6,7 +6,7 @@ import argparse
 import itertools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 MOST_LOST = 0.05  # share of the groups that the best schedule may lose
 TOLERANCE = 0.02  # of the step time: so near, the smaller lag counts
 LOOK_STEPS = 8  # behind the warm-up, of a first look at a split
+SPLITS = 6  # tried for a schedule
 SHOWN_STEPS = 3  # of the first picture
 
 
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--write", metavar="FILE", type=Path, help="write the durations that a run has, simulate nothing"
     )
     parser.add_argument("--gpus", metavar="N", type=_count, help="find the best split of so many GPUs, too")
-    parser.add_argument("--splits", metavar="N", type=_count, default=6, help="tried for a schedule (%(default)s)")
+    parser.add_argument("--splits", metavar="N", type=_count, help=f"tried for a schedule ({SPLITS})")
     parser.add_argument(
         "--schedule",
         metavar='"NAME key=value,... ..."',
@@ -63,6 +64,7 @@ def simulate(args: argparse.Namespace) -> None:
     from rlhf_megatron.scheduler.simulation.table import detail_lines, run_lines, table_lines, verdict_lines
 
     _check(args)
+    schedules = _schedules(args)
     config = load_run_config(args.config, args.overrides, with_files=False).config
     durations = _durations(args)
     if args.write is not None:
@@ -75,7 +77,7 @@ def simulate(args: argparse.Namespace) -> None:
     own = study.case(config.schedule, split_of(config, durations))
     if own.figures is None:
         raise ValueError(own.why_not)
-    cases = [own] if args.only else _compared(study, own, args)
+    cases = [own] if args.only else _compared(study, own, schedules, args)
     best = own if args.only else _choose(cases)
     if args.only:
         print(*detail_lines(own), sep="\n")
@@ -93,12 +95,32 @@ def simulate(args: argparse.Namespace) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
+    """Raises ConfigError with all that is wrong, before anything takes time."""
+    from rlhf_megatron.config.errors import ConfigError
+    from rlhf_megatron.scheduler.simulation.durations import ARGUMENTS
+
+    if problems := list(_problems(args)):
+        raise ConfigError(problems, ARGUMENTS)
+
+
+def _problems(args: argparse.Namespace) -> Iterator[str]:
     if not 0 <= args.warmup < args.steps:
-        raise ValueError(
-            f"--warmup ({args.warmup}) must be from 0 to --steps ({args.steps}) - 1; lower it, or raise --steps."
-        )
+        yield f"--warmup ({args.warmup}) must be from 0 to --steps ({args.steps}) - 1; lower it, or raise --steps."
     if args.only and (args.gpus or args.schedule):
-        raise ValueError("--only simulates the run as it is; leave it out to compare (--gpus, --schedule).")
+        yield "--only simulates the run as it is; leave it out to compare (--gpus, --schedule)."
+    if args.splits is not None and args.gpus is None:
+        yield f"--splits ({args.splits}) are of --gpus N; give that too, or leave it out."
+    outputs = {"--json": args.json, "--timeline": args.timeline, "--trace": args.trace}
+    if args.write is not None:
+        others = outputs | {"--only": args.only, "--gpus": args.gpus, "--schedule": args.schedule}
+        yield from (
+            f"{name} needs a simulation, but --write makes none; leave one out." for name in others if others[name]
+        )
+        if args.write.exists():
+            yield f"--write ({args.write}) is there already; name another file, or remove it."
+    for name, path in {**outputs, "--write": args.write}.items():
+        if path is not None and not path.parent.is_dir():
+            yield f"{name} ({path}): there is no directory {path.parent}; make it, or name another file."
 
 
 def _durations(args: argparse.Namespace) -> Durations:
@@ -116,11 +138,15 @@ def _write_durations(path: Path, durations: Durations) -> None:
     print(f"durations: {path}")
 
 
-def _compared(study: Study, own: Case, args: argparse.Namespace) -> list[Case]:
-    """The run as it is, then each schedule: with the run's split, or with its best splits of `--gpus`."""
+def _schedules(args: argparse.Namespace) -> list[ScheduleConfig]:
+    """That are compared. Raises ConfigError."""
     from rlhf_megatron.scheduler.simulation.search import CANDIDATES
 
-    schedules = [s for text in args.schedule for s in grid(text)] or list(CANDIDATES)
+    return [schedule for text in args.schedule for schedule in grid(text)] or list(CANDIDATES)
+
+
+def _compared(study: Study, own: Case, schedules: Sequence[ScheduleConfig], args: argparse.Namespace) -> list[Case]:
+    """The run as it is, then each schedule: with the run's split, or with its best splits of `--gpus`."""
     cases = [own]
     for number, schedule in enumerate(schedules):
         _progress(f"{number + 1}/{len(schedules)} {schedule.name}")
@@ -129,7 +155,7 @@ def _compared(study: Study, own: Case, args: argparse.Namespace) -> list[Case]:
                 cases.append(study.case(schedule, own.split))
         else:
             first_look = study.shorter(min(args.steps, args.warmup + LOOK_STEPS))
-            found = first_look.best_split(schedule, args.gpus, args.splits)[0]
+            found = first_look.best_split(schedule, args.gpus, args.splits or SPLITS)[0]
             cases.append(study.case(schedule, found.split))
     _progress("")
     return cases
@@ -137,20 +163,27 @@ def _compared(study: Study, own: Case, args: argparse.Namespace) -> list[Case]:
 
 def grid(text: str) -> list[ScheduleConfig]:
     """ "asynchronous max_lag=1,2 late=wait,drop" -> its four schedules. Raises ConfigError for a wrong one."""
+    from rlhf_megatron.config.errors import ConfigError
     from rlhf_megatron.config.schema import ScheduleConfig
     from rlhf_megatron.config.source import parse, plain
     from rlhf_megatron.scheduler.schedules import load_schedule
 
+    subject = f'--schedule "{text}"'
+    if not text.strip():
+        raise ConfigError(["it names no schedule; write one such as one_step_off."], subject)
     name, *settings = text.split()
     pairs = []
     for setting in settings:
         key, equals, values = setting.partition("=")
         if not equals or not key or not values:
-            raise ValueError(f'--schedule "{text}": {setting} must be key=value or key=value,value; correct it.')
+            raise ConfigError([f"{setting} must be key=value or key=value,value; correct it."], subject)
         pairs.append([(key, plain(parse(value, "--schedule", 0))) for value in values.split(",")])
     found = [ScheduleConfig(name, dict(choice)) for choice in itertools.product(*pairs)]
-    for schedule in found:
-        load_schedule(schedule)
+    try:
+        for schedule in found:
+            load_schedule(schedule)
+    except ConfigError as error:
+        raise ConfigError(error.problems, subject) from None
     return found
 
 

@@ -19,8 +19,10 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """Everything that is wrong with a configuration, one line a problem."""
+    """Everything that is wrong with a configuration, one line a problem. `subject`: what has them, where it is not the
+    run's configuration."""
 
-    def __init__(self, problems: Sequence[Problem | str]) -> None:
+    def __init__(self, problems: Sequence[Problem | str], subject: str = "") -> None:
+        self.subject = subject
         self.problems = [str(problem) for problem in problems]
         super().__init__("\n".join(self.problems))

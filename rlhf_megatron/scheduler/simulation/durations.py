@@ -16,8 +16,10 @@ from rlhf_megatron.config.convert import BROKEN, Converter
 from rlhf_megatron.config.errors import ConfigError, Problem
 from rlhf_megatron.config.keys import join, leaves, nearest
 from rlhf_megatron.config.load import display, read_text
-from rlhf_megatron.config.source import parse
+from rlhf_megatron.config.source import MappingNode, parse
 from rlhf_megatron.scheduler.simulation.lengths import LengthsConfig
+
+ARGUMENTS = "arguments of simulate"  # subject of what is wrong with them
 
 
 def _check(rules: Mapping[str, tuple[float, float, str]]) -> None:
@@ -47,8 +49,8 @@ class DecodeConfig:
             )
         if is_line:
             assert self.fixed_s is not None and self.per_response_s is not None
-            _check({"fixed_s": (self.fixed_s, 0.0, "use 0 or more")})
-            _check({"per_response_s": (self.per_response_s, 0.0, "use 0 or more")})
+            _check({"fixed_s": (self.fixed_s, 0.0, "use 0 for none")})
+            _check({"per_response_s": (self.per_response_s, 0.0, "use 0 for none")})
             if self.fixed_s + self.per_response_s <= 0:
                 raise ValueError("fixed_s and per_response_s are both 0: a token must take some time.")
         counts = [count for count, _ in self.points]
@@ -91,15 +93,15 @@ class ScoreDurations:
     workers: int | None = None  # samples that are scored at once; None: reward.num_workers
 
     def __post_init__(self) -> None:
-        _check({"per_sample_s": (self.per_sample_s, 0.0, "use 0 or more")})
-        _check({"fixed_s": (self.fixed_s, 0.0, "use 0 or more")})
+        _check({"per_sample_s": (self.per_sample_s, 0.0, "use 0 for none")})
+        _check({"fixed_s": (self.fixed_s, 0.0, "use 0 for none")})
         if self.workers is not None and self.workers < 1:
             raise ValueError(f"workers ({self.workers}) must be 1 or more.")
 
 
 @dataclass(frozen=True)
 class TrainerDurations:
-    """Of the whole pool of `gpus`, which may be other than those of the run: see scaling.py."""
+    """Of the whole pool of `gpus`, which may be other than those of the run: see `plan.slowdown`."""
 
     update_tokens_per_s: float  # tokens of prompts and responses that an epoch of the update goes through
     update_fixed_s: float = 0.0  # a step
@@ -118,7 +120,7 @@ class TrainerDurations:
             if item.name.endswith("_per_s") and not value > 0:
                 raise ValueError(f"{item.name} ({value:g}) must be above 0.")
             if item.name.endswith("_s") and not item.name.endswith("_per_s"):
-                _check({item.name: (value, 0.0, "use 0 or more")})
+                _check({item.name: (value, 0.0, "use 0 for none")})
         if self.gpus is not None and self.gpus < 1:
             raise ValueError(f"gpus ({self.gpus}) must be 1 or more.")
         if not 0.5 <= self.doubling_efficiency <= 1:
@@ -135,9 +137,9 @@ class SyncDurations:
     recomputes: bool = True  # responses that go on over a sync have their keys and values computed anew
 
     def __post_init__(self) -> None:
-        _check({"seconds": (self.seconds, 0.0, "use 0 or more")})
+        _check({"seconds": (self.seconds, 0.0, "use 0 for none")})
         if self.turns_s is not None:
-            _check({"turns_s": (self.turns_s, 0.0, "use 0 or more")})
+            _check({"turns_s": (self.turns_s, 0.0, "use 0 for none")})
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,11 @@ class Durations:
     assumed: tuple[str, ...] = ()  # what was not measured: text for readers
 
     def __post_init__(self) -> None:
+        if self.prompts.within_prompt:
+            raise ValueError(
+                f"prompts.within_prompt ({self.prompts.within_prompt:g}) is of responses; give it in lengths, or remove"
+                " it."
+            )
         if not 0 <= self.no_signal < 1:
             raise ValueError(f"no_signal ({self.no_signal:g}) must lie in 0 .. 1, without 1; use 0 for none.")
 
@@ -162,16 +169,21 @@ class Durations:
 def read_durations(path: Path) -> Durations:
     """Raises ConfigError with everything that is wrong with the file, with lines."""
     source = display(path)
+    subject = f"durations {source}"
     try:
         node = parse(read_text(path), source, 0)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError([Problem(f"cannot read {source}: {reason}; correct --durations.")]) from None
+        raise ConfigError([Problem(f"cannot read {source}: {reason}; correct --durations.")], ARGUMENTS) from None
+    except ConfigError as error:  # it is not YAML
+        raise ConfigError(error.problems, subject) from None
+    if not isinstance(node, MappingNode):
+        raise ConfigError([Problem("it has no sections; write lengths, engine and trainer at least.")], subject)
     known = _keys(Durations, "")
     converter = Converter(lambda key: nearest(key, known))
     found = converter.section(Durations, node, "")
     if converter.problems or found is BROKEN:
-        raise ConfigError(converter.problems)
+        raise ConfigError(converter.problems, subject)
     assert isinstance(found, Durations)
     return found
 

@@ -6,8 +6,11 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rlhf_megatron.scheduler.schedules.flow import DropReason
 from rlhf_megatron.scheduler.simulation.history import History
 from rlhf_megatron.scheduler.simulation.plan import Split
+
+NO_SIGNAL: DropReason = "no signal"
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,9 @@ class Figures:
 
     @property
     def lost(self) -> float:
-        """Groups that were generated in vain, as a share of those that were begun."""
-        return sum(self.dropped.values()) + self.regenerated
+        """Groups that the schedule drops or begins anew, as a share of those that were begun. Those without signal
+        would not train under any."""
+        return sum(share for reason, share in self.dropped.items() if reason != NO_SIGNAL) + self.regenerated
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -46,6 +46,11 @@ class LengthsConfig:
                 if self.kind in listed
                 else f"kind ({self.kind}) has no values; remove them, or set kind: values."
             )
+        for name, default in (("tail_share", 0.05), ("tail_index", 1.5)):
+            if self.kind != "pareto" and getattr(self, name) != default:
+                raise ValueError(f"kind ({self.kind}) has no {name}; remove it, or set kind: pareto.")
+        if self.kind in ("constant", "cycle") and self.within_prompt:
+            raise ValueError(f"kind ({self.kind}) has no within_prompt, since it draws nothing; remove it.")
         for name, value in (("median", self.median), ("tail_index", self.tail_index)):
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} ({value:g}) must be above 0; give a number such as 1.5.")

@@ -14,7 +14,7 @@ from rlhf_megatron.config.rules import (
     needs_reference,
 )
 from rlhf_megatron.config.schema import RunConfig
-from rlhf_megatron.scheduler.simulation.durations import Durations
+from rlhf_megatron.scheduler.simulation.durations import ARGUMENTS, Durations
 from rlhf_megatron.scheduler.simulation.lengths import Workload
 
 BEYOND = 1000
@@ -202,6 +202,7 @@ def splits(config: RunConfig, durations: Durations, gpus: int, most: int) -> lis
             [
                 f"--gpus ({gpus}) must hold a replica of the trainer ({replica}) and an engine ({per_engine}); give"
                 f" {replica + per_engine} or more."
-            ]
+            ],
+            ARGUMENTS,
         )
     return found

@@ -58,21 +58,31 @@ def recorded_durations(run_dir: Path) -> Durations:
 def _steps(run_dir: Path) -> list[Row]:
     path = run_dir / METRICS
     try:
-        lines = path.read_text().split("\n")
+        found = _json_lines(path)
     except OSError as error:
         raise ValueError(
             f"cannot read {path}: {error.strerror}; give a durations file, or the directory of a run with the logger"
             " jsonl."
         ) from error
     by_step: dict[int, Row] = {}
-    for line in lines[:-1]:  # the last one is empty, or cut off
-        row = json.loads(line)
+    for row in found:
         if row["kind"] == "step":
             by_step[row["step"]] = row
     rows = [by_step[step] for step in sorted(by_step)]
     if not rows:
         raise ValueError(f"{path} has no step; wait for some, or give a durations file.")
     return rows[1:] or rows
+
+
+def _json_lines(path: Path) -> list[Row]:
+    """Raises OSError, and ValueError for a line that is not whole."""
+    rows = []
+    for number, line in enumerate(path.read_text().split("\n")[:-1], 1):  # the last one is empty, or cut off
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"{path}:{number} is not JSON ({error}); remove the line, or give another run.") from None
+    return rows
 
 
 def _lengths(run_dir: Path, rows: Sequence[Row], assumed: list[str]) -> LengthsConfig:
@@ -104,8 +114,7 @@ def _of_record(directory: Path, steps: Sequence[int]) -> list[int]:
 def _of_samples(path: Path) -> list[int]:
     if not path.exists():
         return []
-    lines = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
-    return [line["num_tokens"] for line in lines if line["kind"] == "random" and line["num_tokens"]]
+    return [line["num_tokens"] for line in _json_lines(path) if line["kind"] == "random" and line["num_tokens"]]
 
 
 def _decode(config: RunConfig, rows: Sequence[Row], assumed: list[str]) -> float:

@@ -34,7 +34,8 @@ def run_lines(config: RunConfig, durations: Durations, num_steps: int, num_warmu
         f" {samples} samples a step; {num_steps} steps, figures of the last {num_steps - num_warmup}, seed {seed}"
     )
     cut = config.data.max_response_length
-    yield f"responses: {lengths_text(durations.lengths)}, cut at {cut}; prompts: {lengths_text(durations.prompts)}"
+    yield f"responses: {lengths_text(durations.lengths)}, cut at {cut}"
+    yield f"prompts: {lengths_text(durations.prompts)}, cut at {config.data.max_prompt_length}"
     yield (
         f"trainer's rates: of {measured_gpus(config, durations)} GPUs; twice as many make"
         f" {2 * durations.trainer.doubling_efficiency:g} times the tokens a second"
@@ -53,7 +54,7 @@ def lengths_text(lengths: LengthsConfig) -> str:
     if lengths.values:
         what = "in their order" if lengths.kind == "cycle" else "drawn"
         mean = sum(lengths.values) / len(lengths.values)
-        return f"{len(lengths.values)} given lengths {what}, {mean:.0f} tokens in the mean"
+        return f"{len(lengths.values)} given lengths {what}, {round(mean, 1):g} tokens in the mean"
     text = f"lognormal, median {lengths.median:g} tokens, sigma {lengths.sigma:g}"
     if lengths.kind == "pareto":
         text += f", the longest {lengths.tail_share:.0%} with a Pareto tail of index {lengths.tail_index:g}"
@@ -61,7 +62,7 @@ def lengths_text(lengths: LengthsConfig) -> str:
 
 
 def table_lines(cases: Sequence[Case]) -> Iterator[str]:
-    """Rows in the order of their step time; `lost`: groups dropped or begun anew; `trained`: mean tokens of
+    """Rows in the order of their step time; `lost`: see `Figures.lost`; `trained`: mean tokens of
     a response that trains, which are fewer where long ones are lost."""
     rows = [_row(case.name, str(case.split), case.figures) for case in ranked(cases) if case.figures]
     widths = [max(len(row[i]) for row in [HEADINGS, *rows]) for i in range(len(HEADINGS))]
@@ -141,4 +142,4 @@ def verdict_lines(best: Case, cases: Sequence[Case], tolerance: float, most_lost
     limit = "the trainer" if found.trainer_idle <= found.engines_idle else "generation"
     yield f"  what limits it now: {limit}, which is idle the least"
     cost = f"samples are {found.lag_mean:.2f} versions old in the mean, {found.lag_max} at most"
-    yield f"  cost: {cost if found.lag_max else 'none in lag'}; {found.lost:.1%} of the groups are generated in vain"
+    yield f"  cost: {cost if found.lag_max else 'none in lag'}; {found.lost:.1%} of the groups are lost"
