@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,15 @@ from rollout_tools import request
 from rlhf_megatron.rollout.balancer import LeastOutstanding, Load, Sent, samples_in_flight
 from rlhf_megatron.rollout.calls import call_name, sample_names
 from rlhf_megatron.rollout.chunks import Chunk
-from rlhf_megatron.rollout.engine import EngineAddress, GeneratedSample, VersionSpan
+from rlhf_megatron.rollout.engine import (
+    EngineAddress,
+    EngineError,
+    EngineRequestError,
+    GeneratedSample,
+    GenerateRequest,
+    VersionSpan,
+)
+from rlhf_megatron.rollout.fleet import EngineFleet
 from rlhf_megatron.rollout.local import wire
 from rlhf_megatron.rollout.local_client import LocalEngine
 from rlhf_megatron.rollout.supervisor import Member
@@ -163,3 +172,45 @@ def test_a_call_has_a_name_and_its_samples_have_theirs() -> None:
         wire.names_from_json({"names": [""]})
     with pytest.raises(ValueError, match="name must be a string, not 3"):
         wire.name_from_json({"name": 3})
+
+
+class Refusing:
+    """An engine that refuses the prompt (0,), and ends others when it is told to."""
+
+    address = EngineAddress("engine0", "local", "http://127.0.0.1:1", "")
+
+    def __init__(self) -> None:
+        self.is_over = threading.Event()
+
+    def generate(self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = "") -> None:
+        if requests[0].prompt_ids == (0,):
+            raise EngineRequestError("the prompt is refused")
+        assert self.is_over.wait(60)
+        raise EngineError("it was ended")
+
+    def abort(self, names: Sequence[str] = ()) -> None:
+        self.is_over.set()
+
+    def max_running(self) -> int:
+        return 8
+
+    def version(self) -> int:
+        return 1
+
+    def health(self, timeout_s: float) -> None:
+        raise EngineError("no answer")
+
+
+def test_what_a_session_was_closed_for_is_not_hidden_by_who_mends_it() -> None:
+    """Key 1 is on its way when 0 ends the session. Then the engine fails; no retries are left to send it again."""
+    fleet = EngineFleet([Refusing()], 60.0, 0)  # type: ignore[list-item]
+    session = fleet.open_session()
+    session.submit(1, [request((1,), (0,), 4)])
+    session.submit(0, [request((0,), (0,), 4)])
+    deadline = time.monotonic() + 60
+    with session, pytest.raises(EngineRequestError, match="refused"):
+        while time.monotonic() < deadline:
+            session.poll()
+    fleet.set_aside("engine0", "it is gone")
+    session.mend()
+    assert session.num_running == 0

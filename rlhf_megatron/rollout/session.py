@@ -110,8 +110,11 @@ class Session:
 
     def mend(self) -> None:
         """Bring engines that were started again, or are STALE, to the current weights. Called by the thread that syncs,
-        while the hosts are free. Returns at once where there are none."""
+        while the hosts are free. Returns at once where there are none, and after `close`: another thread may have
+        closed it because of an error, which is to be heard."""
         with self._turn.taken():
+            if self._is_closed:
+                return
             self._supervisor.advance(self._served.current)
             self._work.take_back()
             self._supervisor.mend(self._served.current)

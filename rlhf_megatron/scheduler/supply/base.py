@@ -64,10 +64,11 @@ class Session(Protocol):
         """These are not wanted any more."""
 
     def mend(self) -> None:
-        """By the main thread, while nothing runs on the hosts: engines that were started again get their weights."""
+        """By the main thread, while nothing runs on the hosts: engines that were started again get their weights.
+        Nothing once it is closed."""
 
     def close(self) -> None:
-        """Ends what runs. After it nothing else is called."""
+        """Ends what runs. After it nothing else but `mend` is called."""
 
 
 @dataclass(frozen=True)
