@@ -177,16 +177,19 @@ def test_nothing_is_left_when_the_driver_is_killed(start) -> None:
     run.assert_gone()
 
 
-def test_a_cluster_that_lost_its_raylet_does_not_hold_up_the_end(start) -> None:
+@pytest.mark.parametrize("servers", [("raylet",), ("raylet", "gcs_server")])
+def test_a_cluster_that_lost_a_server_does_not_hold_up_the_end(start, servers: tuple[str, ...]) -> None:
     """Calls do not go through Ray, so the run can go on; Ray itself would be waited for without end."""
     run = start(ENDLESS)
     run.wait_for_steps(1)
-    raylets = [p for p in processes_with(run.marker) if Path(f"/proc/{p}/comm").read_text().strip() == "raylet"]
+    named = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in processes_with(run.marker)}
+    raylets = [pid for pid, name in named.items() if name == "raylet"]
     children = [child for raylet in raylets for child in children_of(raylet)]
     names = [Path(f"/proc/{child.pid}/cmdline").read_text() for child in children]
     assert {"ray::DashboardAgent", "ray::RuntimeEnvAgent"} <= {name.rstrip("\0 ") for name in names}
-    for pid in raylets:
-        os.kill(pid, signal.SIGKILL)
+    for pid, name in named.items():
+        if name in servers:
+            os.kill(pid, signal.SIGKILL)
     time.sleep(3.0)
     run.process.send_signal(signal.SIGTERM)
     assert run.wait() in (1, STOPPED_EXIT_CODE), run.console()

@@ -145,6 +145,7 @@ class Cluster:
 
     def __init__(self, address: str | None, directory: Path, num_cpus: int, has_dashboard: bool = False) -> None:
         self.is_own = address is None
+        self.is_stuck = False  # it was left though it did not answer: threads of Ray still wait for it
         self._group: PlacementGroup | None = None
         self._bundles: Sequence[Bundle] = ()
         self._objects: list[RemoteObject] = []
@@ -252,6 +253,7 @@ class Cluster:
             leaving.start()
             leaving.join(CLOSE_S)
         if leaving.is_alive():
+            self.is_stuck = True
             logger.error("the Ray cluster does not answer; left without giving the room back")
             atexit.unregister(ray.shutdown)  # it would wait again
             if self.is_own and (node := worker._global_node) is not None:
@@ -283,7 +285,7 @@ def _knock(address: str) -> None:
     """Raises OSError where nothing listens: Ray would try for minutes."""
     found = services.canonicalize_bootstrap_address(address)
     if found is None:
-        raise ConnectionError("Ray knows of none on this machine.")
+        raise ConnectionError("Ray knows of none on this machine")
     host, _, port = found.rpartition(":")
     with socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_S):
         pass

@@ -12,8 +12,10 @@ rank as an argument of a call, inside the cluster. Who reaches the cluster runs 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -142,11 +144,22 @@ def run_driver(run: Callable[[RoutedGroups, Place], int], job: RayJob, stop: Sto
         bundles = _bundles(job, devices, cluster.address)
         cluster.reserve(bundles, config.ray.placement == "spread", config.ray.start_timeout_s)
         try:
-            return _run_on(cluster, devices, run, job, stopping)
+            exit_code = _run_on(cluster, devices, run, job, stopping)
         except HostLostError:
             if cluster.is_own:  # they go with the cluster
                 _keep_logs(own.path, job.log_dir / "ray")
             raise
+    if cluster.is_stuck:
+        _end_process(exit_code)
+    return exit_code
+
+
+def _end_process(exit_code: int) -> None:
+    """A thread of Ray's that is in C++ while the interpreter shuts down crashes the process, and its code is lost."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
 
 
 @dataclass(frozen=True)
