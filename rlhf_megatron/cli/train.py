@@ -187,10 +187,11 @@ def _inline(args: argparse.Namespace, config: RunConfig, opened: OpenRunDir) -> 
 
 def _ray(args: argparse.Namespace, config: RunConfig) -> int:
     from rlhf_megatron.runtime.ray_driver import RayJob, run_driver
-    from rlhf_megatron.runtime.ray_environment import check_installed
+    from rlhf_megatron.runtime.ray_environment import address_of, check_installed
 
     _install_faults("controller")
     check_installed()
+    address_of(config, os.environ)  # a wrong one is told before a run directory is made
     _check(args, config)
     if _is_complete(args, config):
         return 0

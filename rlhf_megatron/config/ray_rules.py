@@ -28,16 +28,21 @@ def idle_settings(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], st
 
 
 def address(loaded: Loaded) -> Iterator[Problem]:
-    """Ray Client (ray://) runs the driver's calls elsewhere, where the run directory is not."""
     value = loaded.config.ray.address
-    if value is None or value == "auto" or _HOST_AND_PORT.fullmatch(value):
-        return
+    if value is not None and (problem := wrong_address(ADDRESS, value)):
+        yield Problem(problem, (ADDRESS,))
+
+
+def wrong_address(name: str, value: str) -> str:
+    """Empty: it is right. Ray Client (ray://) runs the driver's calls elsewhere, where the run directory is not."""
+    if value == "auto" or _HOST_AND_PORT.fullmatch(value):
+        return ""
     if "://" in value:
         why = "names a service of Ray, but the driver must run on a machine of the cluster"
         fix = "submit the run there (ray job submit), or write HOST:PORT of the head's GCS"
     else:
         why, fix = "must be HOST:PORT, or auto", "write the address that ray start --head says, such as 10.0.0.1:6379"
-    yield Problem(f"{ADDRESS} ({value}) {why}; {fix}.", (ADDRESS,))
+    return f"{name} ({value}) {why}; {fix}."
 
 
 RULES: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (address, engine_devices)

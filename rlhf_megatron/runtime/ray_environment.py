@@ -25,7 +25,7 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 
-from rlhf_megatron.config.ray_rules import OLDEST_RAY
+from rlhf_megatron.config.ray_rules import OLDEST_RAY, wrong_address
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.parallel.determinism import ENVIRONMENT as DETERMINISM
 
@@ -50,8 +50,13 @@ _ONE_QUEUE_HURTS = ("B", "GB")  # names of accelerators, as Ray has them, that b
 
 
 def address_of(config: RunConfig, environment: Mapping[str, str]) -> str | None:
-    """Of the cluster to join; None: one is made."""
-    return config.ray.address or environment.get(ADDRESS_ENV) or None
+    """Of the cluster to join; None: one is made. Raises ValueError for an environment that names none."""
+    if config.ray.address is not None:
+        return config.ray.address
+    found = environment.get(ADDRESS_ENV) or None
+    if found is not None and (problem := wrong_address(ADDRESS_ENV, found)):
+        raise ValueError(problem)
+    return found
 
 
 def check_installed() -> None:
