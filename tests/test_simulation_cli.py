@@ -195,6 +195,21 @@ def test_what_is_wrong_with_arguments_is_told(
     assert text.startswith(("arguments of simulate: 1 problem", f'--schedule "{given[1]}": 1 problem')), text
 
 
+def test_a_run_that_has_learnt_nothing_yet_tells_its_durations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    write_run(run_dir, Shape(steps=3, total_steps=3))
+    metrics = run_dir / "metrics.jsonl"
+    rows = [json.loads(line) | {"reward/uniform_groups": 1.0} for line in metrics.read_text().splitlines()]
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    durations = recorded_durations(run_dir)
+    assert durations.no_signal == 0.0 and any("none of this run had" in text for text in durations.assumed)
+    (run_dir / "config.yaml").unlink()
+    assert simulate("--durations", run_dir) == 2
+    assert capsys.readouterr().err.startswith(f"durations {run_dir}: 1 problem")
+
+
 def test_a_line_that_is_not_whole_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "run", Shape(steps=3, total_steps=3))
     metrics = tmp_path / "run" / "metrics.jsonl"

@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import read_run_config
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.scheduler.simulation.durations import (
@@ -37,7 +38,10 @@ Row = Mapping[str, Any]
 def recorded_durations(run_dir: Path) -> Durations:
     """Raises ValueError, ConfigError where the run does not tell enough."""
     rows = _steps(run_dir)
-    config = read_run_config(run_dir / CONFIG).config
+    try:
+        config = read_run_config(run_dir / CONFIG).config
+    except ConfigError as error:
+        raise ConfigError(error.problems, f"durations {run_dir}") from None
     assumed: list[str] = []
     lengths = _lengths(run_dir, rows, assumed)
     return Durations(
@@ -49,7 +53,7 @@ def recorded_durations(run_dir: Path) -> Durations:
         trainer=_trainer(rows, assumed),
         score=ScoreDurations(per_sample_s=_score(config, rows, assumed)),
         sync=SyncDurations(seconds=_seconds(rows, "sync"), turns_s=_turns(config, rows)),
-        no_signal=mean(row.get("reward/uniform_groups", 0.0) for row in rows),
+        no_signal=_no_signal(rows, assumed),
         source=f"{len(rows)} steps of {run_dir.name}",
         assumed=tuple(assumed),
     )
@@ -178,6 +182,14 @@ def _score(config: RunConfig, rows: Sequence[Row], assumed: list[str]) -> float:
     )
     per_sample = [row.get("timing_s/score", 0.0) / row["rollout/num_samples"] for row in rows]
     return median(per_sample) * config.reward.num_workers
+
+
+def _no_signal(rows: Sequence[Row], assumed: list[str]) -> float:
+    share = mean(row.get("reward/uniform_groups", 0.0) for row in rows)
+    if share < 1:
+        return share
+    assumed.append("all groups have signal, though none of this run had")
+    return 0.0
 
 
 def _turns(config: RunConfig, rows: Sequence[Row]) -> float | None:
