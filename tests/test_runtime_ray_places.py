@@ -140,6 +140,9 @@ def test_the_cluster_is_that_of_the_file_then_of_the_job_then_a_new_one() -> Non
     for value, why in (("ray://10.0.0.2:10001", "names a service of Ray"), ("10.0.0.2", "must be HOST:PORT, or auto")):
         with pytest.raises(ValueError, match=rf"RAY_ADDRESS \({re.escape(value)}\) {why}"):
             ray_environment.address_of(RunConfig(), {"RAY_ADDRESS": value})
+    with pytest.raises(ValueError, match=r"ray.dashboard \(true\) is of a cluster that the run makes"):
+        ray_environment.address_of(RunConfig(ray=RayConfig(dashboard=True)), {"RAY_ADDRESS": "10.0.0.2:6379"})
+    assert ray_environment.address_of(RunConfig(ray=RayConfig(dashboard=True)), {}) is None
 
 
 def test_ray_that_is_missing_or_too_old_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

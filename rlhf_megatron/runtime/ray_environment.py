@@ -50,12 +50,18 @@ _ONE_QUEUE_HURTS = ("B", "GB")  # names of accelerators, as Ray has them, that b
 
 
 def address_of(config: RunConfig, environment: Mapping[str, str]) -> str | None:
-    """Of the cluster to join; None: one is made. Raises ValueError for an environment that names none."""
+    """Of the cluster to join; None: one is made. Raises ValueError for an environment that names none, or one that the
+    settings do not fit."""
     if config.ray.address is not None:
         return config.ray.address
     found = environment.get(ADDRESS_ENV) or None
     if found is not None and (problem := wrong_address(ADDRESS_ENV, found)):
         raise ValueError(problem)
+    if found is not None and config.ray.dashboard:
+        raise ValueError(
+            f"ray.dashboard (true) is of a cluster that the run makes, but {ADDRESS_ENV} ({found}) names one that runs;"
+            f" remove the setting, or unset {ADDRESS_ENV}."
+        )
     return found
 
 
