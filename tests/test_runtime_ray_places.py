@@ -82,7 +82,9 @@ def test_no_room_says_what_is_missing(bundles: list[Bundle], machines: list[dict
     assert words in said and str(bundles[0]) in said
     assert all(f"machine {n}: 8 CPU" in said for n in range(len(machines)))
     assert "add machines to the cluster" in said and "ray.num_cpus_per_rank" in said
-    assert "set ray.address to a larger cluster" in shortage(bundles, machines, 2.0, is_own_cluster=True)
+    assert "after 2 s (ray.start_timeout_s)" in said
+    of_own = shortage(bundles, machines, 2.0, is_own_cluster=True)
+    assert "set ray.address to a larger cluster" in of_own and "start_timeout_s" not in of_own, "it does not grow"
 
 
 def ranks_environment(config: RunConfig, given: dict[str, str], **more: object) -> dict[str, str]:

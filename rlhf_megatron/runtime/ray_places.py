@@ -78,7 +78,8 @@ def shortage(
     asked = _sum([bundle.resources for bundle in bundles])
     total = _sum(machines)
     missing = {name: amount for name, amount in asked.items() if amount > total.get(name, 0)}
-    lines = [f"the Ray cluster has no place for this run after {seconds:.0f} s (ray.start_timeout_s). Asked for:"]
+    limit = "" if is_own_cluster else " (ray.start_timeout_s)"  # a cluster of this machine does not grow
+    lines = [f"the Ray cluster has no place for this run after {seconds:.0f} s{limit}. Asked for:"]
     lines += [f"  {bundle}" for bundle in bundles]
     lines += ["The cluster has:"]
     lines += [f"  machine {n}: {amounts(machine)}" for n, machine in enumerate(machines)] or ["  no machine"]
