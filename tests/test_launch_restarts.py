@@ -37,6 +37,7 @@ os.kill(os.getpid(), -end) if end < 0 else sys.exit(end)
 """
 CHECKPOINT_2, CHECKPOINT_4 = {"checkpoints/step_000002": 0}, {"checkpoints/step_000004": 0}
 GROUPS_3, MORE_GROUPS_3 = {"journal/step_000003.groups": 10}, {"journal/step_000003.groups": 20}
+FINISHED_70, FINISHED_71 = {"journal/group_00000070.samples": 10}, {"journal/group_00000071.samples": 5}
 TRAIN_3, UNFINISHED = {"journal/step_000003.train": 5}, {"checkpoints/.step_000009.partial": 0}
 
 Start = Callable[..., subprocess.Popen[str]]
@@ -73,6 +74,9 @@ def attempts(directory: Path) -> list[list[str]]:
             6,
             "ended with exit code 134 in step 5; the run is started again (5 of 5)",
         ),
+        # Of a schedule that generates ahead: a group is finished, then a later one; the same again is no progress.
+        ([[CHECKPOINT_2, 1], [FINISHED_70, 1], [FINISHED_71, 1], [FINISHED_70, 3], [{}, 0]], 0, 5, "3 of 5"),
+        ([[CHECKPOINT_2, 1], [FINISHED_71, 1], [FINISHED_70, 1], [{}, 4]], 4, 4, "2 in a row made no progress"),
         ([[CHECKPOINT_2, 1], [UNFINISHED, 1], [{}, 3], [{}, 0]], 3, 3, "2 in a row made no progress"),
         ([[CHECKPOINT_2, 1], [{}, 1], [CHECKPOINT_4, 1], [{}, 1], [{}, 1]], 1, 5, "2 in a row made no progress"),
         ([[{f"checkpoints/step_{n:06d}": 0}, 1] for n in range(1, 8)], 1, 6, "MAX_RESTARTS (5) is used up"),

@@ -35,8 +35,9 @@ LEAVE_S = 30.0  # for what an attempt has left to end: its controller, where the
 _CHECKPOINT = re.compile(r"step_(\d+)")
 _RECORD = re.compile(r"step_(\d+)\.(groups|scored|train)")
 _STAGES = ("groups", "scored", "train")
+_GROUP = re.compile(r"group_(\d+)\.samples")  # of a schedule that generates ahead
 
-Progress = tuple[int, int, int]  # step, stage in it (-1: nothing yet), bytes
+Progress = tuple[int, int, int]  # step, stage in it (-1: nothing yet), bytes, or groups of the run so far
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,15 @@ class Restartable:
 
 
 def _progress(run_dir: Path) -> Iterator[Progress]:
+    next_step = 0
     for entry in _entries(run_dir / "checkpoints"):
         if match := _CHECKPOINT.fullmatch(entry.name):
-            yield int(match[1]) + 1, -1, 0
+            next_step = max(next_step, int(match[1]) + 1)
+    yield next_step, -1, 0
     for entry in _entries(run_dir / "journal"):
-        if match := _RECORD.fullmatch(entry.name):
+        if match := _GROUP.fullmatch(entry.name):
+            yield next_step, 0, int(match[1]) + 1
+        elif match := _RECORD.fullmatch(entry.name):
             with contextlib.suppress(FileNotFoundError):
                 yield int(match[1]), _STAGES.index(match[2]), entry.stat().st_size
 
