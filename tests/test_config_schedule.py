@@ -8,10 +8,11 @@ import pytest
 from config_samples import VALID
 
 from rlhf_megatron.config.load import read_run_config
-from rlhf_megatron.config.schedule_rules import may_lag
+from rlhf_megatron.config.schedule_rules import BUNDLED, may_lag
 from rlhf_megatron.config.schema import RunConfig, ScheduleConfig
 from rlhf_megatron.config.show import as_yaml
 from rlhf_megatron.config.validate import validate
+from rlhf_megatron.scheduler.schedules import SCHEDULES
 
 ASYNCHRONOUS, STREAMING = "schedule.name=asynchronous", "schedule.name=streaming"
 CARRY = ("schedule.params.tail=carry_over", "schedule.params.max_lag=1", "schedule.params.oversampling=1.5")
@@ -95,6 +96,7 @@ def test_a_choice_of_the_file_is_one_also_below_the_command_line(run_file: Path)
         ("one_step_off", {}, True),
         ("asynchronous", {"max_lag": 1}, True),
         ("of_a_plugin", {}, True),
+        ("asynchronus", {}, False),  # there is none of that name, which is all that is to be said
     ],
 )
 def test_who_may_train_on_old_tokens(name: str, params: dict[str, object], lags: bool) -> None:
@@ -104,3 +106,7 @@ def test_who_may_train_on_old_tokens(name: str, params: dict[str, object], lags:
 @pytest.mark.parametrize("odd", ["schedule.params.max_lag=many", "schedule.params.max_lag=true", "schedule.params={}"])
 def test_odd_parameters_are_the_schedules_own_matter(run_file: Path, odd: str) -> None:
     assert validate(read_run_config(run_file, [ASYNCHRONOUS, CORRECTED, odd])) == []
+
+
+def test_the_bundled_schedules_are_those_that_are_registered() -> None:
+    assert set(BUNDLED) == set(SCHEDULES)

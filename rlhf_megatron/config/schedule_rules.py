@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ NAME, PARAMS = "schedule.name", "schedule.params"
 SYNCHRONOUS, STREAMING = "synchronous", "streaming"
 CORRECTION, FILTER = "algorithm.rollout_correction", "algorithm.filter_groups.enable"
 STEPS = "trainer.total_training_steps"
+BUNDLED = ("asynchronous", "one_step_off", STREAMING, SYNCHRONOUS)
 
 
 def idle_settings(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str, str]]:
@@ -21,8 +23,11 @@ def idle_settings(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], st
 
 
 def may_lag(config: RunConfig) -> bool:
-    """Whether a step may train on tokens of an older policy than it trains."""
+    """Whether a step may train on tokens of an older policy than it trains. Of a misspelt schedule nothing is said:
+    whoever looks it up says that there is none of that name."""
     schedule = config.schedule
+    if schedule.name not in BUNDLED and difflib.get_close_matches(schedule.name, BUNDLED):
+        return False
     if schedule.name == STREAMING:
         return schedule.params.get("tail") == "carry_over"
     return schedule.name != SYNCHRONOUS
