@@ -159,7 +159,10 @@ class ForkedServer:
         return self.exit_code_seen
 
     def tail(self, num_lines: int = 20) -> str:
-        return "\n".join(self.log.read_text().splitlines()[-num_lines:])
+        try:  # a restart may have given the log its number
+            return "\n".join(self.log.read_text().splitlines()[-num_lines:])
+        except FileNotFoundError:
+            return ""
 
     def send_signal(self, number: int) -> None:
         os.killpg(self.pid, number)
