@@ -74,6 +74,7 @@ def test_a_killed_rank_is_named_and_ends_the_run(start: Start, cluster: dict[str
     assert free_cpus(cluster) == NUM_CPUS
 
 
+@pytest.mark.long  # its words are tested in test_runtime_ray_places.py
 def test_no_room_is_said_with_what_there_is(start: Start) -> None:
     run = start("no_room", "2,2,1")
     assert run.wait() == 3
