@@ -4,10 +4,11 @@
 #   launch/ray_cluster.sh head                           on the first machine
 #   launch/ray_cluster.sh worker 10.0.0.1                on each of the others, with the address of the first
 #   launch/ray_cluster.sh stop                           on each: ends what this script has started there, nothing else
+#   launch/ray_cluster.sh env                            on the first: the file that a driver there is to source
 #   launch/ray_cluster.sh up 10.0.0.1 10.0.0.2 ...       all of it by ssh: head on the first, workers on the others
 #   launch/ray_cluster.sh down 10.0.0.1 10.0.0.2 ...     stop on each by ssh
 #
-# Then, on the first machine: source the file that `head` names, and rlhf-megatron train x.yaml trainer.runtime=ray
+# Then, on the first machine: source "$(launch/ray_cluster.sh env)", and rlhf-megatron train x.yaml trainer.runtime=ray
 #
 # ADDRESS         address of this machine on a private network (head: 127.0.0.1, a cluster of this machine alone that
 #                 nobody else reaches; worker: the one that leads to the head). Away from the loopback Ray's servers listen
@@ -17,7 +18,7 @@
 #                 where it is missing. `up` writes it to every machine
 # DASHBOARD       1: the head's dashboard, on 127.0.0.1 at PORTS + 7, which job submission needs (0)
 # NUM_CPUS, NUM_GPUS   what Ray is to count on this machine (what it finds)
-# STATE_DIR       sockets, logs and process ids, mode 0700, a short path (/tmp/rlhf-ray-UID)
+# STATE_DIR       sockets, logs and process ids, mode 0700, a short path (rlhf-ray-UID where mktemp puts its files)
 # FOREGROUND      1: stay until a signal comes, or a server of Ray ends (0); launch/slurm_ray.sbatch uses it
 # RAY             the program ray (ray)
 # SSH             of up and down (ssh -o BatchMode=yes)
@@ -35,12 +36,12 @@ fail() {
 verb=${1:-}
 PORTS=${PORTS:-6379}
 TOKEN_FILE=${TOKEN_FILE:-$HOME/.ray/auth_token}
-STATE_DIR=${STATE_DIR:-/tmp/rlhf-ray-$(id -u)}
+STATE_DIR=${STATE_DIR:-$(dirname "$(mktemp -u)")/rlhf-ray-$(id -u)}
 RAY=${RAY:-ray}
 SSH=${SSH:-ssh -o BatchMode=yes}
 state=$STATE_DIR/$PORTS
 
-# Others may make directories in /tmp, too.
+# Others may make directories beside it, too.
 private_directory() {
     (umask 077 && mkdir -p "$1")
     [[ -O $1 && ! -L $1 && $(stat -c %a "$1") == 700 ]] || fail "$1 must be a directory of yours with mode 700; remove it, or set STATE_DIR."
@@ -187,6 +188,10 @@ case $verb in
         ;;
     stop)
         stop
+        ;;
+    env)
+        [[ -e $state.env ]] || fail "no head runs here at PORTS=$PORTS ($state.env is not there); start one: launch/ray_cluster.sh head."
+        echo "$state.env"
         ;;
     up)
         [[ $# -ge 2 ]] || explain

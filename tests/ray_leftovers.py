@@ -21,7 +21,7 @@ AGENTS_S = 120.0
 @contextmanager
 def short_directory() -> Iterator[Path]:
     """Paths of Ray's sockets must be short."""
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as directory:
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as directory:
         yield Path(directory)
 
 

@@ -165,7 +165,7 @@ class Cluster:
                 try:
                     _knock(address)
                     ray.init(address=address, log_to_driver=False, configure_logging=False)
-                except (OSError, RuntimeError, RayError) as error:  # ConnectionError and AuthenticationError among them
+                except (OSError, OverflowError, RuntimeError, RayError) as error:  # of a port; of connection and token
                     raise ValueError(
                         f"ray.address ({address}): no Ray cluster answers there: {_first_lines(error)}. Start one"
                         " (launch/ray_cluster.sh), give this shell the cluster's token, or leave ray.address and"
