@@ -35,11 +35,11 @@ from rlhf_megatron.data.batch import PromptBatch
 from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
 from rlhf_megatron.rollout.clients import connect
 from rlhf_megatron.rollout.engine import EngineAddress, GenerateRequest, SamplingParams
-from rlhf_megatron.rollout.fleet import EngineFleet
+from rlhf_megatron.rollout.fleet.fleet import EngineFleet
+from rlhf_megatron.rollout.fleet.process import EngineServers, start_local_engines
+from rlhf_megatron.rollout.fleet.start import engine_dtype, start_engines
 from rlhf_megatron.rollout.http import HttpClient
-from rlhf_megatron.rollout.process import EngineServers, start_local_engines
-from rlhf_megatron.scheduler.engines import engine_dtype, start_engines
-from rlhf_megatron.scheduler.generation import build_requests
+from rlhf_megatron.rollout.requests import build_requests
 from rlhf_megatron.scheduler.run_data import load_data, run_data
 
 CONFIGS = {"quickstart": "configs/quickstart_sglang.yaml", "smollm2": "configs/smollm2_sglang.yaml"}

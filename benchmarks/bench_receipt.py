@@ -22,8 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import Timings, ratios, significant, take_turns, write_result
-from rlhf_megatron.resharding.digest import digest
-from rlhf_megatron.resharding.digest_parts import digest_part
+from rlhf_megatron.resharding.digest import digest, digest_part
 
 MIB = 1 << 20
 SIZES_MIB = (1, 8, 64, 512)

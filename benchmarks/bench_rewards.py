@@ -35,8 +35,8 @@ from benchmarks import reward_samples
 from benchmarks.common import ROOT, significant, spread, versions, write_result
 from benchmarks.reward_samples import Bad
 from rlhf_megatron.config.schema import RewardConfig
-from rlhf_megatron.reward_service.scorer import make_scorer
-from rlhf_megatron.rewards import RewardResult, RewardSample
+from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
+from rlhf_megatron.rewards.service.scorer import make_scorer
 
 FUNCTION = f"{ROOT / 'benchmarks' / 'reward_samples.py'}:similarity"
 

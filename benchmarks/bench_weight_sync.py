@@ -131,8 +131,8 @@ def rank_main(model: str, tp: int, repetitions: int, output: Path) -> None:
 def engine(hf_config: dict[str, Any], bucket_bytes: int) -> Iterator[tuple[Any, Path]]:
     """A local engine without weights, its client, and the directory of the buckets."""
     from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
-    from rlhf_megatron.rollout.local_client import LocalEngine
-    from rlhf_megatron.rollout.process import start_local_engines
+    from rlhf_megatron.rollout.fleet.process import start_local_engines
+    from rlhf_megatron.rollout.local.client import LocalEngine
 
     with tempfile.TemporaryDirectory() as folder, make_transfer_dir(None, 2 * bucket_bytes) as transfer:
         Path(folder, "config.json").write_text(json.dumps(hf_config))
@@ -166,7 +166,7 @@ def measure(
     """Syncs and copies in turns; the first of each is a warm-up."""
     import torch
 
-    from rlhf_megatron.scheduler.weight_sync import verify
+    from rlhf_megatron.sync.weight_sync import verify
 
     syncs, copies, num_bytes = [], [], 0
     parts: dict[str, list[float]] = {part: [] for part in PARTS}

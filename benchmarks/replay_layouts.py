@@ -200,7 +200,7 @@ def step_metrics(run_dir: Path) -> list[dict[str, float]]:
 
 def mean_abs_advantage(recorded: Path, step: int) -> float:
     """Over response tokens: (reward - mean of the group) / standard deviation of the group."""
-    from rlhf_megatron.scheduler.recorder import Recorder
+    from rlhf_megatron.recovery.recorder import Recorder
 
     batch = Recorder(recorded / "record").read(step)
     total = 0.0

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rlhf_megatron.rewards import RewardSample
+from rlhf_megatron.rewards.scorers import RewardSample
 
 
 @dataclass(frozen=True)

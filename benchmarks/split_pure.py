@@ -24,14 +24,14 @@ from rlhf_megatron.algorithms.aggregate import LOSS_AGG_MODES
 from rlhf_megatron.algorithms.losses import POLICY_LOSSES
 from rlhf_megatron.algorithms.losses.kl import KLType
 from rlhf_megatron.algorithms.sequences import Sequences
-from rlhf_megatron.config.correction import is_bypass
+from rlhf_megatron.config.correction_presets import is_bypass
 from rlhf_megatron.config.schema import ActorConfig, PolicyLossConfig, RolloutCorrectionConfig
 from rlhf_megatron.data.batch import MiniBatch, TrainBatch
 from rlhf_megatron.data.plan import take
+from rlhf_megatron.observe.metrics.batch import valid_samples
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.runtime.dispatch import scatter_calls
-from rlhf_megatron.scheduler.batch_metrics import valid_samples
-from rlhf_megatron.scheduler.correction import correction_columns
+from rlhf_megatron.scheduler.advantages import correction_columns
 from rlhf_megatron.scheduler.mini_batches import cut, picked, weighed
 from rlhf_megatron.workers.correction import CorrectedRowLoss, correction_params, moving_correction
 from rlhf_megatron.workers.losses import RowLoss, Sums, make_row_losses

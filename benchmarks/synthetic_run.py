@@ -18,7 +18,7 @@ from typing import Any
 
 from rlhf_megatron.config.load import read_run_config
 from rlhf_megatron.config.show import as_yaml
-from rlhf_megatron.scheduler.run_dir import write_json
+from rlhf_megatron.observe.run_dir import write_json
 
 SOURCES = {"addition": (0.5, 0.45), "percentages": (0.3, 0.3), "chain_sum": (0.2, 0.12)}  # weight, accuracy at first
 STAGES = {"next": 0.01, "generate": 5.2, "score": 0.4, "annotate": 2.1, "advantages": 0.05, "update": 6.4, "sync": 0.7}

@@ -50,6 +50,6 @@ supervisor=()
 if ((${MAX_RESTARTS:-0} > 0)); then
     supervisor=("$PYTHON" -m rlhf_megatron.cli.restarts "$MAX_RESTARTS")
 fi
-# rlhf_megatron.runtime.agent is torch.distributed.run with the run's own exit code and without its log lines.
-exec ${supervisor[@]+"${supervisor[@]}"} "$PYTHON" -m rlhf_megatron.runtime.agent "${rendezvous[@]}" --nproc-per-node "$NPROC_PER_NODE" \
+# rlhf_megatron.runtime.torchrun.agent is torch.distributed.run with the run's own exit code and without its log lines.
+exec ${supervisor[@]+"${supervisor[@]}"} "$PYTHON" -m rlhf_megatron.runtime.torchrun.agent "${rendezvous[@]}" --nproc-per-node "$NPROC_PER_NODE" \
     -m rlhf_megatron train "$@"

@@ -10,17 +10,17 @@ import torch
 from checkpointer_jobs import hosts
 from scheduler_samples import train_batch
 
-from rlhf_megatron.config.correction import is_bypass
+from rlhf_megatron.config.correction_presets import is_bypass
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.data.batch import TrainBatch
 from rlhf_megatron.data.codec import read_file, write_file
+from rlhf_megatron.observe.metrics.batch import valid_samples
+from rlhf_megatron.observe.metrics.finite import bad_columns
 from rlhf_megatron.parallel.world import World
-from rlhf_megatron.scheduler.batch_metrics import valid_samples
-from rlhf_megatron.scheduler.capsule import Capsules
-from rlhf_megatron.scheduler.correction import correction_columns
-from rlhf_megatron.scheduler.finite import bad_columns
-from rlhf_megatron.scheduler.replay_capsule import Outcome, replay_capsule
-from rlhf_megatron.scheduler.skips import NonFiniteNumbers, Skips
+from rlhf_megatron.proof.replay_capsule import Outcome, replay_capsule
+from rlhf_megatron.recovery.capsule import Capsules
+from rlhf_megatron.recovery.skips import NonFiniteNumbers, Skips
+from rlhf_megatron.scheduler.advantages import correction_columns
 from rlhf_megatron.scheduler.update import actor_update, critic_update, leave_out, run_updates
 from rlhf_megatron.workers.correction import correction_params
 

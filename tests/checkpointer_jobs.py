@@ -20,9 +20,8 @@ from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.data.stream import PromptCursor
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.parallel.world import World, create_world, destroy_world
+from rlhf_megatron.recovery.checkpointer import Checkpointer, RunState, SaveFailed
 from rlhf_megatron.runtime.inline import InlineGroup
-from rlhf_megatron.scheduler.checkpointer import Checkpointer, SaveFailed
-from rlhf_megatron.scheduler.state import RunState
 
 
 @dataclass

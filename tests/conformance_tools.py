@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_megatron.rollout.engine import Engine, EngineError, GeneratedSample, GenerateRequest
-from rlhf_megatron.rollout.local_client import LocalEngine
-from rlhf_megatron.rollout.process import start_local_engines
-from rlhf_megatron.rollout.sglang_client import SGLangEngine
-from rlhf_megatron.rollout.sglang_process import start_sglang_engines
+from rlhf_megatron.rollout.fleet.process import start_local_engines
+from rlhf_megatron.rollout.local.client import LocalEngine
+from rlhf_megatron.rollout.sglang.client import SGLangEngine
+from rlhf_megatron.rollout.sglang.process import start_sglang_engines
 
 PROMPT = (1, 2, 3, 4)
 LONG = 200  # tokens of a response that takes a while

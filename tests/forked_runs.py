@@ -168,7 +168,7 @@ class ForkedServer:
         os.killpg(self.pid, number)
 
     def keep_log(self) -> None:
-        from rlhf_megatron.rollout.process import keep_log
+        from rlhf_megatron.rollout.fleet.process import keep_log
 
         keep_log(self.log)
 
@@ -202,7 +202,7 @@ def _serve_engine(arguments: list[str]) -> int:
 
 def _run(request: dict[str, Any]) -> int:
     from rlhf_megatron.cli.main import main
-    from rlhf_megatron.rollout import process
+    from rlhf_megatron.rollout.fleet import process
 
     os.setsid()
     console = os.open(request["console"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)

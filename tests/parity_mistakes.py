@@ -62,7 +62,8 @@ def each_replica_its_own_count(patch: pytest.MonkeyPatch) -> None:
 
 def labels_shifted_after_the_cut(patch: pytest.MonkeyPatch) -> None:
     """At the end of a chunk the label is the next token that this cp rank has, not the next one of the document."""
-    from rlhf_megatron.workers import actor, forward, pack
+    from rlhf_megatron.workers import actor, pack
+    from rlhf_megatron.workers import pipeline as forward
 
     def shifted(*args: Any, **kwargs: Any) -> pack.Packed:
         packed = pack.pack(*args, **kwargs)
@@ -112,7 +113,8 @@ def head_bias_counted_by_every_tp_rank(patch: pytest.MonkeyPatch) -> None:
 
 def values_of_the_next_row(patch: pytest.MonkeyPatch) -> None:
     """The value of the tokens up to and with t in place of those before t."""
-    from rlhf_megatron.workers import critic, forward, pack
+    from rlhf_megatron.workers import critic, pack
+    from rlhf_megatron.workers import pipeline as forward
 
     def shifted(*args: Any, **kwargs: Any) -> pack.Packed:
         packed = pack.pack(*args, **kwargs)

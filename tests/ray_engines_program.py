@@ -16,17 +16,17 @@ from end_to_end_tools import QUICKSTART
 
 from rlhf_megatron.config.load import load_run_config
 from rlhf_megatron.rollout.engine import EngineError
-from rlhf_megatron.rollout.process import EngineServers, start_local_engines
-from rlhf_megatron.runtime import ray_environment
-from rlhf_megatron.runtime.ray_places import cpus_of_own_cluster, engine_bundles, rank_bundles
+from rlhf_megatron.rollout.fleet.process import EngineServers, start_local_engines
+from rlhf_megatron.runtime.ray import environment as ray_environment
+from rlhf_megatron.runtime.ray.places import cpus_of_own_cluster, engine_bundles, rank_bundles
 
 
 def main(model: Path, folder: Path, num_engines: int) -> None:
     settings = ["trainer.runtime=ray", f"rollout.num_engines={num_engines}", "ray.num_cpus_per_engine=0.5"]
     config = load_run_config(QUICKSTART, settings).config
     ray_environment.prepare(None, os.environ)
-    from rlhf_megatron.runtime.ray import Cluster, whereabouts
-    from rlhf_megatron.runtime.ray_engines import RayEngines
+    from rlhf_megatron.runtime.ray.cluster import Cluster, whereabouts
+    from rlhf_megatron.runtime.ray.engines import RayEngines
 
     bundles = [*rank_bundles(config, False), *engine_bundles(config, False)]
     with (

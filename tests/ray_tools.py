@@ -54,7 +54,7 @@ def _say(program: str, environment: dict[str, str]) -> str:
 
 
 def main(directory: str, num_machines: int) -> None:
-    from rlhf_megatron.runtime import ray_environment
+    from rlhf_megatron.runtime.ray import environment as ray_environment
 
     ray_environment.prepare(None, os.environ)
     from ray.cluster_utils import Cluster

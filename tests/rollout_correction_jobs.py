@@ -27,13 +27,13 @@ from rlhf_megatron.config.schema import (
 )
 from rlhf_megatron.data.batch import MiniBatch, ScoredBatch, TokenBatch, offsets_from_lengths
 from rlhf_megatron.data.tokenizer import load_tokenizer
+from rlhf_megatron.observe.metrics.names import find
 from rlhf_megatron.parallel.world import World
+from rlhf_megatron.proof.replay import ReplayStages
+from rlhf_megatron.recovery.recorder import Recorder
 from rlhf_megatron.runtime.inline import InlineGroup
-from rlhf_megatron.scheduler.metric_names import find
-from rlhf_megatron.scheduler.plugins import load_plugins
-from rlhf_megatron.scheduler.recorder import Recorder
-from rlhf_megatron.scheduler.replay import ReplayStages
-from rlhf_megatron.scheduler.weight_sync import NoSync
+from rlhf_megatron.scheduler.parts import load_plugins
+from rlhf_megatron.sync.weight_sync import NoSync
 
 GROUPS, GROUP_SIZE, PROMPT, NUM_STEPS = 4, 4, 6, 3
 

@@ -23,14 +23,13 @@ from end_to_end_tools import MARKER
 from rlhf_megatron.data.batch import LogProbs, TokenBatch, gain
 from rlhf_megatron.data.plan import ReplicaPlan
 from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.rollout.process import ServerProcess
+from rlhf_megatron.recovery.watchdog import StageWatchdog
+from rlhf_megatron.rollout.fleet.process import ServerProcess
 from rlhf_megatron.runtime.controller import Deadlines
 from rlhf_megatron.runtime.failures import HostError
-from rlhf_megatron.runtime.pool import Pool
-from rlhf_megatron.runtime.pools import ACTOR, CRITIC, PoolSpec
+from rlhf_megatron.runtime.pool import ACTOR, CRITIC, Pool, PoolSpec
 from rlhf_megatron.runtime.routed import RoutedGroups
-from rlhf_megatron.runtime.torchrun import launch_single_node, run_controller, run_host
-from rlhf_megatron.scheduler.watchdog import StageWatchdog
+from rlhf_megatron.runtime.torchrun.launcher import launch_single_node, run_controller, run_host
 from rlhf_megatron.stop import STOPPED_EXIT_CODE, StopRequest
 from rlhf_megatron.workers.contract import UpdateResult
 
@@ -247,7 +246,7 @@ def under_ray(scenario: str, pools: Sequence[PoolSpec], directory: Path, deadlin
     from runtime_toy import make_roles as make  # as ranks import it: this module is __main__ here
 
     from rlhf_megatron.config.schema import RayConfig, RunConfig, TrainerConfig
-    from rlhf_megatron.runtime.ray_driver import RayJob, run_driver
+    from rlhf_megatron.runtime.ray.driver import RayJob, run_driver
 
     num_cpus = 1e6 if scenario == "no_room" else 0.1
     nnodes = int(os.environ.get(MACHINES, "1"))

@@ -18,13 +18,13 @@ from rlhf_megatron.data.batch import TokenBatch
 from rlhf_megatron.data.plan import take
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.parallel.world import World
+from rlhf_megatron.proof.replay import ReplayStages
+from rlhf_megatron.recovery.recorder import Recorder
 from rlhf_megatron.runtime import roles
 from rlhf_megatron.runtime.dispatch import join, plan_call
-from rlhf_megatron.runtime.pools import ACTOR
-from rlhf_megatron.scheduler.plugins import load_plugins
-from rlhf_megatron.scheduler.recorder import Recorder
-from rlhf_megatron.scheduler.replay import ReplayStages
-from rlhf_megatron.scheduler.weight_sync import NoSync
+from rlhf_megatron.runtime.pool import ACTOR
+from rlhf_megatron.scheduler.parts import load_plugins
+from rlhf_megatron.sync.weight_sync import NoSync
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ import torch
 from rollout_tools import tiny_qwen3, weights_of, with_entry, write_buckets
 from torch import Tensor
 
-from rlhf_megatron.rollout.balancer import Balancer
 from rlhf_megatron.rollout.engine import Engine, EngineAddress, EngineError, GeneratedSample, GenerateRequest
-from rlhf_megatron.rollout.fleet import EngineFleet
-from rlhf_megatron.rollout.process import EngineServers
-from rlhf_megatron.rollout.session import Session
-from rlhf_megatron.rollout.supervisor import Supervision
+from rlhf_megatron.rollout.fleet.balancer import Balancer
+from rlhf_megatron.rollout.fleet.fleet import EngineFleet
+from rlhf_megatron.rollout.fleet.process import EngineServers
+from rlhf_megatron.rollout.fleet.session import Session
+from rlhf_megatron.rollout.fleet.supervisor import Supervision
 from rlhf_megatron.rollout.versions import spans_of
 
 Groups = list[list[GeneratedSample]]

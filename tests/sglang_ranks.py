@@ -23,8 +23,8 @@ from torch import Tensor, nn  # noqa: E402
 
 from rlhf_megatron.resharding.digest import as_hex, digest  # noqa: E402
 from rlhf_megatron.resharding.manifest import BucketManifest, TensorEntry  # noqa: E402
-from rlhf_megatron.rollout import receipts  # noqa: E402
-from rlhf_megatron.rollout.sglang_server import loader  # noqa: E402
+from rlhf_megatron.rollout.sglang import receipts  # noqa: E402
+from rlhf_megatron.rollout.sglang.server import loader  # noqa: E402
 
 HEADS, HEAD_DIM, HIDDEN, LAYERS, EXPERTS = 8, 16, 128, 2, 8
 

@@ -20,21 +20,21 @@ from rlhf_megatron.config.schema import FilterGroupsConfig, ScheduleConfig
 from rlhf_megatron.data.batch import AnnotatedBatch, PromptBatch, RolloutBatch, ScoredBatch, gain
 from rlhf_megatron.data.items import PromptItem, PromptSource
 from rlhf_megatron.data.stream import PromptStream
-from rlhf_megatron.rewards import RewardResult, RewardSample
+from rlhf_megatron.recovery.keeper import Keeper
+from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
 from rlhf_megatron.rollout.engine import EngineAddress, GeneratedSample, GenerateRequest, SamplingParams, VersionSpan
-from rlhf_megatron.rollout.fleet import EngineFleet
-from rlhf_megatron.scheduler.generation import build_requests, collect
-from rlhf_megatron.scheduler.keeper import Keeper
+from rlhf_megatron.rollout.fleet.fleet import EngineFleet
+from rlhf_megatron.rollout.requests import build_requests, collect
 from rlhf_megatron.scheduler.loop import LoopPlan, run
+from rlhf_megatron.scheduler.samples import reward_samples, to_scored
 from rlhf_megatron.scheduler.schedules import load_schedule
 from rlhf_megatron.scheduler.schedules.flow import Event, Flow
 from rlhf_megatron.scheduler.schedules.synchronous import Synchronous
-from rlhf_megatron.scheduler.scoring import reward_samples, to_scored
-from rlhf_megatron.scheduler.simulation.lengths import Workload
-from rlhf_megatron.scheduler.simulation.plan import Plan
 from rlhf_megatron.scheduler.supply.background import Background, Work
+from rlhf_megatron.scheduler.supply.drive import ScoreGroups
 from rlhf_megatron.scheduler.supply.foreground import Foreground
-from rlhf_megatron.scheduler.supply.score import ScoreGroups
+from rlhf_megatron.simulator.lengths import Workload
+from rlhf_megatron.simulator.plan import Plan
 
 PROMPT_TOKENS, NUM_PROMPTS, TOKEN, FIRST_ID = 2, 100, 3, 2
 

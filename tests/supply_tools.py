@@ -17,15 +17,15 @@ from rlhf_megatron.data.batch import AnnotatedBatch, PromptBatch, ScoredBatch, g
 from rlhf_megatron.data.items import PromptItem, PromptSource
 from rlhf_megatron.data.stream import PromptStream
 from rlhf_megatron.data.tokenizer import load_tokenizer
-from rlhf_megatron.rewards import RewardResult, RewardSample
+from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
 from rlhf_megatron.rollout.engine import GeneratedSample, GenerateRequest, SamplingParams, VersionSpan
+from rlhf_megatron.rollout.requests import build_requests
 from rlhf_megatron.scheduler.filter_groups import FewGroups
-from rlhf_megatron.scheduler.generation import build_requests
 from rlhf_megatron.scheduler.schedules import Schedule, load_schedule
 from rlhf_megatron.scheduler.schedules.base import OnStale, OnSync
 from rlhf_megatron.scheduler.schedules.flow import Event, Flow
 from rlhf_megatron.scheduler.supply.background import Background, Work
-from rlhf_megatron.scheduler.supply.score import ScoreGroups
+from rlhf_megatron.scheduler.supply.drive import ScoreGroups
 
 LIMIT_S = 20.0  # of anything that a test waits for
 TOKENIZER = load_tokenizer(MODEL)

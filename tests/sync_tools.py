@@ -14,10 +14,10 @@ from rlhf_megatron.config.schema import ModelConfig, RolloutConfig, RunConfig, T
 from rlhf_megatron.parallel.world import destroy_world
 from rlhf_megatron.rollout.engine import Engine, GenerateRequest
 from rlhf_megatron.rollout.fault_proxy import FaultProxy, ProxyFault
-from rlhf_megatron.rollout.fleet import EngineFleet
+from rlhf_megatron.rollout.fleet.fleet import EngineFleet
 from rlhf_megatron.runtime.inline import InlineGroup
-from rlhf_megatron.scheduler.probe import Probe, make_probe
-from rlhf_megatron.scheduler.weight_sync import WeightSync
+from rlhf_megatron.sync.probe import Probe, make_probe
+from rlhf_megatron.sync.weight_sync import WeightSync
 
 BUCKET_BYTES = 100_000  # several buckets; the parts of an attention block stay in one
 PROMPTS = [(1, 2, 3), (4, 5), (6, 7, 8, 9), (3,)]

@@ -12,14 +12,14 @@ import pytest
 from config_samples import VALID
 
 from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS
-from rlhf_megatron.config.algorithm_rules import reward_parts, term_parts
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import read_run_config
-from rlhf_megatron.config.rules import GROUP_ESTIMATORS, VALUE_ESTIMATORS
+from rlhf_megatron.config.rules.algorithm import reward_parts, term_parts
+from rlhf_megatron.config.rules.run import GROUP_ESTIMATORS, VALUE_ESTIMATORS
+from rlhf_megatron.config.rules.validate import validate
 from rlhf_megatron.config.schema import AlgorithmConfig, RewardConfig, RewardTermConfig, RunConfig
-from rlhf_megatron.config.validate import validate
-from rlhf_megatron.reward_service.components import load_components
-from rlhf_megatron.scheduler.plugins import ESTIMATOR_PROVIDED, load_plugins
+from rlhf_megatron.rewards.service.components import load_components
+from rlhf_megatron.scheduler.parts import ESTIMATOR_PROVIDED, load_plugins
 
 NAMES = [
     "gae",

@@ -118,7 +118,7 @@ def test_cases_are_chosen_by_part_pattern_and_layout() -> None:
 @pytest.mark.parametrize(
     ("words", "environment", "role"),
     [
-        (["python", "-m", "rlhf_megatron.runtime.agent", "-m", "rlhf_megatron", "train"], {}, "agent"),
+        (["python", "-m", "rlhf_megatron.runtime.torchrun.agent", "-m", "rlhf_megatron", "train"], {}, "agent"),
         (["python", "-m", "rlhf_megatron", "train", "c.yaml"], {"RANK": "1"}, "rank1"),
         (["python", "-m", "rlhf_megatron", "train"], {"RLHF_MEGATRON_RUN_DIR": "runs/x"}, "controller"),
         (["python", "-m", "rlhf_megatron", "train"], {}, "inline"),

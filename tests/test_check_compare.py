@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_megatron.scheduler.check.compare import (
+from rlhf_megatron.proof.check.compare import (
     LOSS,
     NATS,
     NORM,

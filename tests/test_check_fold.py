@@ -13,7 +13,8 @@ import pytest
 from table_samples import BIASED_LLAMA, LLAMA3_ROPE, SMALL_LLAMA, SMALL_QWEN2
 
 from rlhf_megatron.config.load import load_run_config
-from rlhf_megatron.config.rules import critic_ranks, megatron_sections
+from rlhf_megatron.config.rules.run import critic_ranks, megatron_sections
+from rlhf_megatron.config.rules.validate import validate_model
 from rlhf_megatron.config.schema import (
     ActorConfig,
     AlgorithmConfig,
@@ -23,15 +24,13 @@ from rlhf_megatron.config.schema import (
     RunConfig,
     TrainerConfig,
 )
-from rlhf_megatron.config.validate import validate_model
 from rlhf_megatron.models.families.base import family_for, table_for
 from rlhf_megatron.models.table import check_tensor_parallel
 from rlhf_megatron.parallel.layout import layout_of
-from rlhf_megatron.scheduler.check import tiny_files
-from rlhf_megatron.scheduler.check.fold_config import fold_config
-from rlhf_megatron.scheduler.check.fold_layout import UNSHARDED, Folded, FoldedPool, fold_layouts, replica_size
-from rlhf_megatron.scheduler.check.fold_model import fold_model, fold_recompute, layers_per_chunk
-from rlhf_megatron.scheduler.check.proof import Models, fold_models
+from rlhf_megatron.proof.check import tiny_files
+from rlhf_megatron.proof.check.fold_config import fold_config, fold_model, fold_recompute, layers_per_chunk
+from rlhf_megatron.proof.check.fold_layout import UNSHARDED, Folded, FoldedPool, fold_layouts, replica_size
+from rlhf_megatron.proof.check.proof import Models, fold_models
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))

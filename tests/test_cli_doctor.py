@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_megatron.cli.doctor_facts import Facts, Probe, gather, links_between_gpus
-from rlhf_megatron.cli.doctor_host import device_rows, host_rows, runs_on
-from rlhf_megatron.cli.doctor_probe import MegatronFacts
-from rlhf_megatron.cli.doctor_rows import Row, Wanted, package_rows, trainer_rows
-from rlhf_megatron.cli.doctor_run import of_this_machine, run_problems, wanted_by
+from rlhf_megatron.cli.doctor.facts import Facts, Probe, gather, links_between_gpus
+from rlhf_megatron.cli.doctor.host import device_rows, host_rows, runs_on
+from rlhf_megatron.cli.doctor.probe import MegatronFacts
+from rlhf_megatron.cli.doctor.rows import Row, Wanted, package_rows, trainer_rows
+from rlhf_megatron.cli.doctor.run import of_this_machine, run_problems, wanted_by
 from rlhf_megatron.config.load import load_run_config
 from rlhf_megatron.config.schema import KernelsConfig, RunConfig
 from rlhf_megatron.parallel.packages import NOT_NVIDIAS, Package
@@ -133,7 +133,7 @@ def test_a_probe_answers_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> No
         {},
         "ModuleNotFoundError: No module named 'no_such_module'",
     )
-    monkeypatch.setattr("rlhf_megatron.cli.doctor_facts.TIMEOUT_S", 0.2)
+    monkeypatch.setattr("rlhf_megatron.cli.doctor.facts.TIMEOUT_S", 0.2)
     assert Probe("torch").result() == ({}, "did not finish in 0 s")
 
 

@@ -8,9 +8,9 @@ import pytest
 from config_samples import VALID
 
 from rlhf_megatron.algorithms import kl_in_reward
-from rlhf_megatron.config.algorithm_rules import MAX_ERROR
 from rlhf_megatron.config.load import read_run_config
-from rlhf_megatron.config.validate import validate
+from rlhf_megatron.config.rules.algorithm import MAX_ERROR
+from rlhf_megatron.config.rules.validate import validate
 
 KL = "algorithm.use_kl_in_reward=true"
 ADAPTIVE = "algorithm.kl_ctrl.type=adaptive"

@@ -11,8 +11,8 @@ from config_samples import VALID
 
 from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS
 from rlhf_megatron.config.load import read_run_config
-from rlhf_megatron.config.rules import VALUE_ESTIMATORS, actor_ranks, megatron_sections
-from rlhf_megatron.config.validate import problems_of_files, validate, validate_model
+from rlhf_megatron.config.rules.run import VALUE_ESTIMATORS, actor_ranks, megatron_sections
+from rlhf_megatron.config.rules.validate import problems_of_files, validate, validate_model
 
 OWN_POOL = (
     VALID

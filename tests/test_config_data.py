@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from config_samples import VALID
 
-from rlhf_megatron.config import file_rules
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import load_run_config, read_run_config
+from rlhf_megatron.config.rules import files as file_rules
+from rlhf_megatron.config.rules.validate import validate
 from rlhf_megatron.config.show import as_yaml
-from rlhf_megatron.config.validate import validate
 
 ADD, MUL = "{name: add, task: few_shot_addition}", "{name: mul, task: few_shot_addition, weight: 2}"
 SOURCES = VALID.replace("task: addition", f"sources: [{ADD}, {MUL}]")
@@ -181,5 +181,5 @@ def test_rules_need_no_pyarrow_or_jinja() -> None:
     """Configurations are checked on machines that have neither torch nor what reads the data."""
     import subprocess
 
-    code = "import sys; import rlhf_megatron.config.validate; print({'pyarrow', 'jinja2', 'torch'} & set(sys.modules))"
+    code = "import sys; import rlhf_megatron.config.rules.validate; print({'pyarrow', 'jinja2', 'torch'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"

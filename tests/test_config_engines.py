@@ -11,8 +11,8 @@ import pytest
 from config_samples import VALID
 
 from rlhf_megatron.config.load import read_run_config
-from rlhf_megatron.config.provenance import Loaded
-from rlhf_megatron.config.validate import problems_of_files, validate
+from rlhf_megatron.config.rules.validate import problems_of_files, validate
+from rlhf_megatron.config.source import Loaded
 
 Load = Callable[..., Loaded]
 SGLANG = VALID.replace("engine: local", "engine: sglang")

@@ -15,12 +15,12 @@ from verl_samples import GRPO_BY_HAND, GRPO_SCRIPT, PPO_BY_HAND, PPO_YAML
 from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS
 from rlhf_megatron.algorithms.losses import POLICY_LOSSES
 from rlhf_megatron.cli.main import main
-from rlhf_megatron.config.from_verl.draft import Parts, Told
-from rlhf_megatron.config.from_verl.read import add_overrides, read
-from rlhf_megatron.config.from_verl.translate import Translation, translate
 from rlhf_megatron.config.keys import value_of
 from rlhf_megatron.config.load import load_run_config
-from rlhf_megatron.rewards import REWARDS
+from rlhf_megatron.rewards.scorers import REWARDS
+from rlhf_megatron.verl.draft import Parts, Told
+from rlhf_megatron.verl.read import add_overrides, read
+from rlhf_megatron.verl.translate import Translation, translate
 
 ENVIRONMENT = {"HOME": "/home/me"}
 NOTHING = Told(home="/home/me")

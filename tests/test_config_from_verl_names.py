@@ -8,15 +8,15 @@ import pytest
 
 from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS
 from rlhf_megatron.algorithms.losses import POLICY_LOSSES
-from rlhf_megatron.config.from_verl.draft import Parts, Told
-from rlhf_megatron.config.from_verl.given import one_name
-from rlhf_megatron.config.from_verl.setting import Setting, Written
-from rlhf_megatron.config.from_verl.translate import translate
 from rlhf_megatron.config.keys import leaf_keys
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.source import MappingNode, parse
 from rlhf_megatron.config.verl_names import VERL_NAMES, entry_of, suggest
-from rlhf_megatron.rewards import REWARDS
+from rlhf_megatron.rewards.scorers import REWARDS
+from rlhf_megatron.verl.draft import Parts, Told
+from rlhf_megatron.verl.given import one_name
+from rlhf_megatron.verl.setting import Setting, Written
+from rlhf_megatron.verl.translate import translate
 
 OPTIM = """lr lr_warmup_steps lr_warmup_steps_ratio lr_decay_style min_lr weight_decay betas optimizer clip_grad
  override_optimizer_config.optimizer_cpu_offload override_optimizer_config.optimizer_offload_fraction

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from rlhf_megatron.config.errors import ConfigError
-from rlhf_megatron.config.from_verl.given import Given
-from rlhf_megatron.config.from_verl.read import add_overrides, hydra_value, read
-from rlhf_megatron.config.from_verl.shell import UNKNOWN, Script
+from rlhf_megatron.verl.given import Given
+from rlhf_megatron.verl.read import add_overrides, hydra_value, read
+from rlhf_megatron.verl.shell import UNKNOWN, Script
 
 
 def settings(text: str, source: str = "run.sh", environment: dict[str, str] | None = None) -> dict[str, Any]:

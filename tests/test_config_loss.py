@@ -9,8 +9,8 @@ from config_samples import VALID
 
 from rlhf_megatron.algorithms.losses import POLICY_LOSSES
 from rlhf_megatron.config.load import read_run_config
-from rlhf_megatron.config.loss_rules import OWN_MODES
-from rlhf_megatron.config.validate import validate
+from rlhf_megatron.config.rules.algorithm import OWN_MODES
+from rlhf_megatron.config.rules.validate import validate
 
 LOSS, MODE, FACTOR = "actor.policy_loss.loss_mode", "actor.loss_agg_mode", "actor.loss_scale_factor"
 

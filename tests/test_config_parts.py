@@ -4,12 +4,12 @@ from dataclasses import fields
 
 from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS
 from rlhf_megatron.algorithms.losses import POLICY_LOSSES
-from rlhf_megatron.config.model_rules import FAMILIES
-from rlhf_megatron.config.rules import GROUP_ESTIMATORS
+from rlhf_megatron.config.rules.model import FAMILIES
+from rlhf_megatron.config.rules.run import GROUP_ESTIMATORS
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.verl_names import VERL_NAMES
 from rlhf_megatron.models.families import base
-from rlhf_megatron.rewards import REWARDS
+from rlhf_megatron.rewards.scorers import REWARDS
 
 
 def test_model_families() -> None:

@@ -9,11 +9,11 @@ from config_samples import VALID
 
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import read_run_config
-from rlhf_megatron.config.reward_rules import IN_CONTROLLER
+from rlhf_megatron.config.rules.data import IN_CONTROLLER
+from rlhf_megatron.config.rules.validate import validate
 from rlhf_megatron.config.schema import RewardConfig, RewardTermConfig
-from rlhf_megatron.config.validate import validate
-from rlhf_megatron.reward_service.scorer import check_sources
-from rlhf_megatron.rewards import OWN_PROCESS, REWARDS
+from rlhf_megatron.rewards.scorers import OWN_PROCESS, REWARDS
+from rlhf_megatron.rewards.service.scorer import check_sources
 
 SOURCES = VALID.replace(
     "task: addition",

@@ -8,10 +8,10 @@ import pytest
 from config_samples import VALID
 
 from rlhf_megatron.config.load import read_run_config
-from rlhf_megatron.config.schedule_rules import BUNDLED, may_lag
+from rlhf_megatron.config.rules.schedule import BUNDLED, may_lag
+from rlhf_megatron.config.rules.validate import validate
 from rlhf_megatron.config.schema import RunConfig, ScheduleConfig
 from rlhf_megatron.config.show import as_yaml
-from rlhf_megatron.config.validate import validate
 from rlhf_megatron.scheduler.schedules import SCHEDULES
 
 ASYNCHRONOUS, STREAMING = "schedule.name=asynchronous", "schedule.name=streaming"

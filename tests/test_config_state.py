@@ -6,7 +6,7 @@ import pytest
 from config_samples import VALID
 
 from rlhf_megatron.config.load import read_run_config
-from rlhf_megatron.config.validate import validate
+from rlhf_megatron.config.rules.validate import validate
 
 PATH = "trainer.resume_from_path=runs/x/checkpoints/step_000002"
 

@@ -12,11 +12,10 @@ from config_samples import VALID
 
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.keys import leaf_keys, section_keys
-from rlhf_megatron.config.load import load_run_config, read_run_config
-from rlhf_megatron.config.overrides import parse_overrides
-from rlhf_megatron.config.ranges import INTERVALS
+from rlhf_megatron.config.load import load_run_config, parse_overrides, read_run_config
+from rlhf_megatron.config.rules.ranges import INTERVALS
+from rlhf_megatron.config.rules.validate import check_world_size, validate, validate_model
 from rlhf_megatron.config.schema import RunConfig
-from rlhf_megatron.config.validate import check_world_size, validate, validate_model
 from rlhf_megatron.config.verl_names import RENAMED_SECTIONS, VERL_NAMES
 
 HF_CONFIG: dict[str, Any] = {

@@ -11,8 +11,8 @@ from config_samples import VALID
 from pyarrow import parquet
 
 from rlhf_megatron.config.load import read_run_config
+from rlhf_megatron.config.rules.validate import validate
 from rlhf_megatron.config.schema import DataConfig
-from rlhf_megatron.config.validate import validate
 from rlhf_megatron.data.items import PromptItem
 from rlhf_megatron.data.prompts import PromptSets, load_prompts
 from rlhf_megatron.data.stream import PromptStream

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_megatron.data import packing
-from rlhf_megatron.data.dealing import EVEN, Bin, Share, deal, exchange_documents, imbalance
-from rlhf_megatron.data.packing import fewest_bins, pack
+from rlhf_megatron.data.packing import EVEN, Bin, Share, deal, exchange_documents, fewest_bins, imbalance, pack
 from rlhf_megatron.data.plan import NO_OP, plan_replicas
 
 

@@ -9,8 +9,17 @@ from data_samples import written
 
 from rlhf_megatron.config.schema import DataConfig, FewShotConfig, SourceConfig
 from rlhf_megatron.data.arithmetic import FewShotParams, few_shot_addition
-from rlhf_megatron.data.encode import Limit, PromptFormat, Truncation, cut, encode_rows, take_shots
-from rlhf_megatron.data.items import PromptItem, prompt_batch, supervised_batch
+from rlhf_megatron.data.items import (
+    Limit,
+    PromptFormat,
+    PromptItem,
+    Truncation,
+    cut,
+    encode_rows,
+    prompt_batch,
+    supervised_batch,
+    take_shots,
+)
 from rlhf_megatron.data.prompts import load_prompts
 from rlhf_megatron.data.rows import ChatMessage, PromptRow
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer, write_character_tokenizer

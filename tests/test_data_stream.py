@@ -14,9 +14,8 @@ from hypothesis import strategies as some
 from rlhf_megatron.config.schema import DataConfig
 from rlhf_megatron.data import codec
 from rlhf_megatron.data.items import PromptItem, PromptSource, WeightedItems
-from rlhf_megatron.data.mixture import MAX_PERIOD, make_mixture, period_counts
 from rlhf_megatron.data.prompts import load_prompts
-from rlhf_megatron.data.stream import PromptStream
+from rlhf_megatron.data.stream import MAX_PERIOD, PromptStream, make_mixture, period_counts
 from rlhf_megatron.data.tokenizer import load_tokenizer
 
 MODEL = Path(__file__).parent.parent / "examples" / "quickstart" / "model"

@@ -10,9 +10,9 @@ from end_to_end_tools import ONE_RANK, ROOT, Finished, train, write_config
 from safetensors.torch import load_file
 
 from rlhf_megatron.data.batch import ScoredBatch
-from rlhf_megatron.scheduler import metric_names
-from rlhf_megatron.scheduler.batch_metrics import response_lengths
-from rlhf_megatron.scheduler.recorder import Recorder
+from rlhf_megatron.observe.metrics import names as metric_names
+from rlhf_megatron.observe.metrics.batch import response_lengths
+from rlhf_megatron.recovery.recorder import Recorder
 
 pytestmark = pytest.mark.dist
 CRITIC_LR = 1e-4

@@ -11,8 +11,8 @@ from rlhf_megatron.config.load import load_run_config
 from rlhf_megatron.config.show import as_yaml
 from rlhf_megatron.data.batch import ScoredBatch
 from rlhf_megatron.data.tokenizer import load_tokenizer
-from rlhf_megatron.scheduler import metric_names
-from rlhf_megatron.scheduler.recorder import RecordedStart, Recorder
+from rlhf_megatron.observe.metrics import names as metric_names
+from rlhf_megatron.recovery.recorder import RecordedStart, Recorder
 
 pytestmark = pytest.mark.dist
 LAUNCH = (str(ROOT / "launch" / "torchrun.sh"),)

@@ -49,8 +49,8 @@ from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.models.head import head_weight
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.parallel.world import create_world, destroy_world
-from rlhf_megatron.rollout.calls import call_name
 from rlhf_megatron.rollout.engine import EngineError, EngineRequestError, GeneratedSample
+from rlhf_megatron.rollout.fleet.calls import call_name
 from rlhf_megatron.rollout.http import HttpClient
 
 LogProbs = Callable[[tuple[int, ...], tuple[int, ...]], Tensor]

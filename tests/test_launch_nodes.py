@@ -14,7 +14,7 @@ import pytest
 from end_to_end_tools import DP2, ONE_RANK, Finished, train, write_config
 from launch_tools import TIMEOUT_S, TORCHRUN, Nodes, environment, start_nodes
 
-from rlhf_megatron.runtime.nodes import interface_towards
+from rlhf_megatron.runtime.torchrun.nodes import interface_towards
 
 pytestmark = pytest.mark.dist
 TWO_NODES = DP2 | {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 1}
@@ -188,7 +188,7 @@ def test_an_agent_that_hangs_when_another_node_has_ended_is_ended() -> None:
     code = """if True:
         import time
         from torch.distributed import TCPStore
-        from rlhf_megatron.runtime import nodes
+        from rlhf_megatron.runtime.torchrun import nodes
         nodes.POLL_S, nodes.GRACE_S, nodes.LIMIT_S = 0.1, 0.2, 0.5
         server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         say = lambda word: lambda: print(word, flush=True)

@@ -17,7 +17,7 @@ import pytest
 from end_to_end_tools import MARKER, ROOT, overrides, processes_with, write_config
 from launch_tools import TIMEOUT_S, TORCHRUN
 
-from rlhf_megatron.scheduler.watchdog import HANG_REPORT
+from rlhf_megatron.recovery.watchdog import HANG_REPORT
 from rlhf_megatron.stop import STOPPED_EXIT_CODE
 
 pytestmark = [pytest.mark.dist, pytest.mark.chaos]
@@ -56,7 +56,7 @@ class Run:
 
     @staticmethod
     def _role(words: list[bytes], variables: dict[bytes, bytes]) -> str:
-        if b"rlhf_megatron.runtime.agent" in words:
+        if b"rlhf_megatron.runtime.torchrun.agent" in words:
             return "agent"
         if b"rlhf_megatron.rollout.local.server" in words and not words[0].endswith(b"sh"):
             return "engine"

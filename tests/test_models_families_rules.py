@@ -17,7 +17,7 @@ from table_samples import (
     tied,
 )
 
-from rlhf_megatron.config.model_rules import model_problems
+from rlhf_megatron.config.rules.model import model_problems
 from rlhf_megatron.config.schema import DataConfig, MegatronConfig, ModelConfig, RunConfig
 
 VPP = "virtual_pipeline_model_parallel_size"

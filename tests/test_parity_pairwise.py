@@ -25,7 +25,7 @@ from benchmarks.parity.layouts import (
 from benchmarks.parity.pairwise import pairs_of, pairwise
 from benchmarks.replay_layouts import CONFIG, in_layout
 from rlhf_megatron.config.load import read_run_config
-from rlhf_megatron.config.validate import validate, validate_model
+from rlhf_megatron.config.rules.validate import validate, validate_model
 from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.models.table import check_tensor_parallel
 from rlhf_megatron.parallel.layout import Layout

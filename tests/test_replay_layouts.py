@@ -24,9 +24,9 @@ from benchmarks.replay_layouts import (
     replay_all,
 )
 from rlhf_megatron.config.load import read_run_config
-from rlhf_megatron.config.validate import validate
+from rlhf_megatron.config.rules.validate import validate
 from rlhf_megatron.data.batch import ScoredBatch, offsets_from_lengths
-from rlhf_megatron.scheduler.recorder import RecordedStart, Recorder
+from rlhf_megatron.recovery.recorder import RecordedStart, Recorder
 
 GROUPS, GROUP_SIZE, PROMPT = 8, 4, 6
 SMALL = [

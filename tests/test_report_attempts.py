@@ -3,11 +3,11 @@
 import json
 from pathlib import Path
 
-from rlhf_megatron.report.attempts import attempt_rows
-from rlhf_megatron.report.files import read_run
-from rlhf_megatron.report.page import run_page
-from rlhf_megatron.report.records import Span
-from rlhf_megatron.report.timeline import Bar, StepTime, timeline
+from rlhf_megatron.observe.report.attempts import attempt_rows
+from rlhf_megatron.observe.report.files import read_run
+from rlhf_megatron.observe.report.page import run_page
+from rlhf_megatron.observe.report.records import Span
+from rlhf_megatron.observe.report.timeline import Bar, StepTime, timeline
 from tests.report_samples import Page, write_lines, write_run_dir
 
 LINES = [

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from rlhf_megatron.cli.main import main
-from rlhf_megatron.report.compare import compare_charts, compare_page
-from rlhf_megatron.report.figures import plain
-from rlhf_megatron.report.files import read_run
-from rlhf_megatron.report.groups import differing_settings, group_runs
+from rlhf_megatron.observe.report.compare import compare_charts, compare_page, differing_settings, group_runs
+from rlhf_megatron.observe.report.figures import plain
+from rlhf_megatron.observe.report.files import read_run
 from tests.report_samples import Page, evaluation_row, mismatch_line, sample, step_row, write_run_dir
 
 

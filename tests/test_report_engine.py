@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_megatron.report.engine import as_bytes, engine_facts, memory_rows
-from rlhf_megatron.report.files import read_run
-from rlhf_megatron.report.page import run_page
+from rlhf_megatron.observe.report.engine import as_bytes, engine_facts, memory_rows
+from rlhf_megatron.observe.report.files import read_run
+from rlhf_megatron.observe.report.page import run_page
 from tests.report_samples import Page, step_row, write_run_dir
 
 

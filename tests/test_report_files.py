@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_megatron.report.facts import layouts, settings, status
-from rlhf_megatron.report.files import read_run
+from rlhf_megatron.observe.report.facts import layouts, settings, status
+from rlhf_megatron.observe.report.files import read_run
 from tests.report_samples import evaluation_row, mismatch_line, sample, step_row, write_run_dir
 
 TRACE = """[

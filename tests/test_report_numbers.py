@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_megatron.report.catalogue import Spec
-from rlhf_megatron.report.charts import matching, section_charts
-from rlhf_megatron.report.facts import Estimate, duration, gain, mean_reward
-from rlhf_megatron.report.files import read_run
-from rlhf_megatron.report.groups import difference, mean_over_runs
-from rlhf_megatron.report.mismatch import MAX_COLUMNS, mismatch
-from rlhf_megatron.report.numbers import significant, spread_evenly, thin
-from rlhf_megatron.report.records import MismatchGroup, MismatchStep, Row, Sample, Span
-from rlhf_megatron.report.samples import choose, cut_text
-from rlhf_megatron.report.timeline import MAX_STEPS, timeline
+from rlhf_megatron.observe.report.catalogue import Spec
+from rlhf_megatron.observe.report.charts import matching, section_charts
+from rlhf_megatron.observe.report.compare import difference, mean_over_runs
+from rlhf_megatron.observe.report.facts import Estimate, duration, gain, mean_reward
+from rlhf_megatron.observe.report.files import read_run
+from rlhf_megatron.observe.report.mismatch import MAX_COLUMNS, mismatch
+from rlhf_megatron.observe.report.numbers import significant, spread_evenly, thin
+from rlhf_megatron.observe.report.records import MismatchGroup, MismatchStep, Row, Sample, Span
+from rlhf_megatron.observe.report.sections import choose, cut_text
+from rlhf_megatron.observe.report.timeline import MAX_STEPS, timeline
 from tests.report_samples import step_row, write_run_dir
 
 

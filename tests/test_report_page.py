@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.synthetic_run import Shape, write_run
-from rlhf_megatron.report.catalogue import SECTIONS, metric
-from rlhf_megatron.report.figures import PALETTE
-from rlhf_megatron.report.files import read_run
-from rlhf_megatron.report.page import asset, run_page
-from rlhf_megatron.scheduler.metric_names import CATALOGUE
+from rlhf_megatron.observe.metrics.names import CATALOGUE
+from rlhf_megatron.observe.report.catalogue import SECTIONS, metric
+from rlhf_megatron.observe.report.figures import PALETTE
+from rlhf_megatron.observe.report.files import read_run
+from rlhf_megatron.observe.report.page import asset, run_page
 from tests.report_samples import Page, evaluation_row, mismatch_line, sample, step_row, write_run_dir
 
 HOSTILE = "</script><img src=x onerror=alert(1)><!-- \u2028 &amp; \" ' \u202e \x00 \x1b[31m $x$"
@@ -251,7 +251,7 @@ def test_page_and_pictures_share_their_colours() -> None:
 
 def test_a_report_needs_neither_torch_nor_numpy() -> None:
     code = (
-        "import sys, rlhf_megatron.cli.report, rlhf_megatron.report.build;"
+        "import sys, rlhf_megatron.cli.report, rlhf_megatron.observe.report.build;"
         "print([m for m in ('torch', 'numpy', 'megatron', 'matplotlib', 'transformers') if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_megatron.resharding import digest_parts
-from rlhf_megatron.resharding.digest import as_hex, digest, on_device
-from rlhf_megatron.resharding.digest_parts import digest_part, end_keys
+from rlhf_megatron.resharding import digest as digest_parts
+from rlhf_megatron.resharding.digest import as_hex, digest, digest_part, end_keys, on_device
 
 MASK = (1 << 64) - 1
 LINE_WORDS = 4096

@@ -18,8 +18,13 @@ from transformers import AutoModelForCausalLM
 
 from rlhf_megatron.checkpoint.random_init import random_hf_tensors
 from rlhf_megatron.resharding.digest import as_hex, digest
-from rlhf_megatron.resharding.disk import DiskTransport, complete_checkpoint, remove_versions, safetensors_header
 from rlhf_megatron.resharding.manifest import BucketManifest, TensorEntry
+from rlhf_megatron.resharding.transports.disk import (
+    DiskTransport,
+    complete_checkpoint,
+    remove_versions,
+    safetensors_header,
+)
 
 TINY = 1  # byte: every fusion group has a bucket, and so a file, of its own
 

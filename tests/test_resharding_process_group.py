@@ -28,13 +28,13 @@ import torch
 from broadcast_engine import HANG_S
 from torch import Tensor
 
-from rlhf_megatron.resharding.device_memory import DeviceMemoryTransport
 from rlhf_megatron.resharding.digest import as_hex, digest
 from rlhf_megatron.resharding.manifest import BucketManifest, TensorEntry
-from rlhf_megatron.rollout.delivery import Delivery
+from rlhf_megatron.resharding.transports.device_memory import DeviceMemoryTransport
+from rlhf_megatron.rollout.delivery import process_group
+from rlhf_megatron.rollout.delivery.delivery import Delivery
+from rlhf_megatron.rollout.delivery.process_group import Groups, ProcessGroupCourier, own_address
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError
-from rlhf_megatron.rollout.transports import process_group
-from rlhf_megatron.rollout.transports.process_group import Groups, ProcessGroupCourier, own_address
 
 pytestmark = pytest.mark.dist
 Started = tuple[EngineAddress, subprocess.Popen[str]]

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_megatron.resharding.device_memory import DeviceMemoryTransport
-from rlhf_megatron.resharding.disk import DiskTransport
 from rlhf_megatron.resharding.manifest import BucketManifest
-from rlhf_megatron.resharding.shared_memory import SharedMemoryTransport
 from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
-from rlhf_megatron.resharding.transport import Deliver, Transport
+from rlhf_megatron.resharding.transports.base import Deliver, Transport
+from rlhf_megatron.resharding.transports.device_memory import DeviceMemoryTransport
+from rlhf_megatron.resharding.transports.disk import DiskTransport
+from rlhf_megatron.resharding.transports.shared_memory import SharedMemoryTransport
 
 
 def manifest(transport: Transport, bucket: int) -> BucketManifest:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from rlhf_megatron.rewards import REWARDS, RewardResult, RewardSample, is_masked
-from rlhf_megatron.rewards.base import BadResultError, masked
-from rlhf_megatron.rewards.exact_match import ExactMatchParams, exact_match
+from rlhf_megatron.rewards.scorers import REWARDS, RewardResult, RewardSample, is_masked
+from rlhf_megatron.rewards.scorers.base import BadResultError, masked
+from rlhf_megatron.rewards.scorers.exact_match import ExactMatchParams, exact_match
 
 
 def sample(response: str, label: str, reason: str) -> RewardSample:

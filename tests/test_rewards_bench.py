@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.bench_rewards import WORKLOADS, check, spoil
 from benchmarks.run_all import reward_rows
-from rlhf_megatron.rewards import RewardResult
-from rlhf_megatron.rewards.base import masked
+from rlhf_megatron.rewards.scorers import RewardResult
+from rlhf_megatron.rewards.scorers.base import masked
 
 GOOD = RewardResult(0.5)
 OF_KIND = {"hanging": RewardResult(0.0, "timeout"), "raising": masked("KeyError"), "garbage": masked("bad_result")}

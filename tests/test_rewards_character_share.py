@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_megatron.rewards import REWARDS, RewardSample
-from rlhf_megatron.rewards.character_share import CharacterShareParams
+from rlhf_megatron.rewards.scorers import REWARDS, RewardSample
+from rlhf_megatron.rewards.scorers.character_share import CharacterShareParams
 
 
 def test_shares() -> None:

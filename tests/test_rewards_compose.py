@@ -9,14 +9,13 @@ import pytest
 
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.schema import RewardConfig, RewardTermConfig
-from rlhf_megatron.reward_service.components import Component, combine, load_components
-from rlhf_megatron.reward_service.error_rate import RewardError, check_error_rate
-from rlhf_megatron.reward_service.outcome import outcome
-from rlhf_megatron.reward_service.scorer import check_reward, make_scorer
-from rlhf_megatron.rewards import REWARDS, RewardResult, RewardSample
-from rlhf_megatron.rewards.base import masked
-from rlhf_megatron.rewards.format import FormatParams, format_match
-from rlhf_megatron.rewards.overlong import OverlongParams, overlong
+from rlhf_megatron.rewards.scorers import REWARDS, RewardResult, RewardSample
+from rlhf_megatron.rewards.scorers.base import masked
+from rlhf_megatron.rewards.scorers.format import FormatParams, format_match
+from rlhf_megatron.rewards.scorers.overlong import OverlongParams, overlong
+from rlhf_megatron.rewards.service.components import Component, combine, load_components
+from rlhf_megatron.rewards.service.outcome import outcome
+from rlhf_megatron.rewards.service.scorer import RewardError, check_error_rate, check_reward, make_scorer
 
 THINK = r"<think>.*</think>\s*<answer>(.*)</answer>"
 EXACT = {"pattern": "<answer>(.*)</answer>"}

@@ -11,9 +11,9 @@ import yaml
 from test_docs import BLOCK, ROOT, messages
 
 from rlhf_megatron.config.schema import RewardConfig
-from rlhf_megatron.reward_service.components import load_components
-from rlhf_megatron.reward_service.scorer import make_scorer
-from rlhf_megatron.rewards import REWARDS, RewardSample
+from rlhf_megatron.rewards.scorers import REWARDS, RewardSample
+from rlhf_megatron.rewards.service.components import load_components
+from rlhf_megatron.rewards.service.scorer import make_scorer
 
 TEXT = (ROOT / "docs" / "rewards.md").read_text()
 ROWS = dict(re.findall(r"^\| `(\w+)` \| [^|]*\| (.*) \|$", TEXT.split("## Several")[0], re.MULTILINE))

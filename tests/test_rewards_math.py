@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from rlhf_megatron.config.schema import RewardConfig
-from rlhf_megatron.reward_service.scorer import check_reward, make_scorer, remote_tasks
-from rlhf_megatron.rewards import RewardSample
-from rlhf_megatron.rewards.answer import last_boxed
-from rlhf_megatron.rewards.math_size import is_too_large
-from rlhf_megatron.rewards.math_verify import MathVerifyParams, math_verify
+from rlhf_megatron.rewards.scorers import RewardSample
+from rlhf_megatron.rewards.scorers.answer import last_boxed
+from rlhf_megatron.rewards.scorers.math_verify import MathVerifyParams, is_too_large, math_verify
+from rlhf_megatron.rewards.service.scorer import check_reward, make_scorer, remote_tasks
 
 pytest.importorskip("math_verify", reason="needs the extra `math`")
 

@@ -17,9 +17,8 @@ import pytest
 
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.schema import RewardConfig
-from rlhf_megatron.reward_service.error_rate import RewardError
-from rlhf_megatron.reward_service.scorer import Scorer, check_reward, make_scorer
-from rlhf_megatron.rewards import RewardResult, RewardSample
+from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
+from rlhf_megatron.rewards.service.scorer import RewardError, Scorer, check_reward, make_scorer
 
 FUNCTIONS = Path(__file__).parent / "reward_functions.py"
 

@@ -13,10 +13,10 @@ from rlhf_megatron.config.schema import RewardConfig
 from rlhf_megatron.data.reasoning_gym import ReasoningGymParams
 from rlhf_megatron.data.rows import PromptRow
 from rlhf_megatron.data.tasks import TASKS
-from rlhf_megatron.reward_service.scorer import check_reward, make_scorer
-from rlhf_megatron.rewards import RewardSample
-from rlhf_megatron.rewards.reasoning_gym import ReasoningGymParams as RewardParams
-from rlhf_megatron.rewards.reasoning_gym import reasoning_gym as score_sample
+from rlhf_megatron.rewards.scorers import RewardSample
+from rlhf_megatron.rewards.scorers.reasoning_gym import ReasoningGymParams as RewardParams
+from rlhf_megatron.rewards.scorers.reasoning_gym import reasoning_gym as score_sample
+from rlhf_megatron.rewards.service.scorer import check_reward, make_scorer
 
 try:
     import reasoning_gym as library

@@ -14,8 +14,8 @@ from rlhf_megatron.algorithms.sequences import Sequences
 from rlhf_megatron.config.schema import ActorConfig, KernelsConfig, PolicyLossConfig
 from rlhf_megatron.data.batch import AnnotatedBatch, MiniBatch, TrainBatch, gain, select
 from rlhf_megatron.data.codec import decode, encode
-from rlhf_megatron.scheduler.batch_metrics import valid_samples
-from rlhf_megatron.scheduler.correction import correction_columns
+from rlhf_megatron.observe.metrics.batch import valid_samples
+from rlhf_megatron.scheduler.advantages import correction_columns
 from rlhf_megatron.scheduler.mini_batches import weighed
 from rlhf_megatron.workers.correction import CorrectedRowLoss
 from rlhf_megatron.workers.losses import RowLoss, make_row_losses

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from rollout_tools import assert_same, request, tiny_qwen3, weights_of, write_buckets
 
-from rlhf_megatron.rollout.chunks import cut
 from rlhf_megatron.rollout.engine import EngineError, EngineRequestError, GeneratedSample
-from rlhf_megatron.rollout.fleet import EngineFleet
-from rlhf_megatron.rollout.local_client import LocalEngine
-from rlhf_megatron.rollout.process import EngineServers, start_local_engines
+from rlhf_megatron.rollout.fleet.balancer import cut
+from rlhf_megatron.rollout.fleet.fleet import EngineFleet
+from rlhf_megatron.rollout.fleet.process import EngineServers, start_local_engines
+from rlhf_megatron.rollout.local.client import LocalEngine
 
 pytestmark = pytest.mark.dist
 REQUESTS = [request((1 + i % 30, 2), tuple(range(100 * i, 100 * i + 8)), 100 + i) for i in range(24)]

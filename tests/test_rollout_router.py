@@ -27,11 +27,11 @@ from rollout_tools import request
 from sglang_tools import needs_sglang, sglang_python
 
 from rlhf_megatron.rollout.engine import Engine, EngineAddress, EngineError, EngineRequestError, GenerateRequest
-from rlhf_megatron.rollout.fleet import EngineFleet
-from rlhf_megatron.rollout.router import SGLangRouter
-from rlhf_megatron.rollout.router_process import prepare_router
-from rlhf_megatron.rollout.sglang_client import SGLangEngine
-from rlhf_megatron.rollout.supervisor import Supervision
+from rlhf_megatron.rollout.fleet.fleet import EngineFleet
+from rlhf_megatron.rollout.fleet.supervisor import Supervision
+from rlhf_megatron.rollout.router.balancer import SGLangRouter
+from rlhf_megatron.rollout.router.process import prepare_router
+from rlhf_megatron.rollout.sglang.client import SGLangEngine
 
 VOCABULARY = 32
 VERSION = 3

@@ -14,9 +14,9 @@ from rollout_tools import request, tiny_qwen3
 from session_tools import FITS, Poller, Rig, Work, prove
 
 from rlhf_megatron.rollout.engine import GenerateRequest
-from rlhf_megatron.rollout.fleet import EngineFleet
-from rlhf_megatron.rollout.local_client import LocalEngine
-from rlhf_megatron.rollout.process import EngineServers, start_local_engines
+from rlhf_megatron.rollout.fleet.fleet import EngineFleet
+from rlhf_megatron.rollout.fleet.process import EngineServers, start_local_engines
+from rlhf_megatron.rollout.local.client import LocalEngine
 
 MAX_NUM_SEQS = 16
 

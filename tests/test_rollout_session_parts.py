@@ -11,9 +11,6 @@ from dataclasses import replace
 import pytest
 from rollout_tools import request
 
-from rlhf_megatron.rollout.balancer import LeastOutstanding, Load, Sent, samples_in_flight
-from rlhf_megatron.rollout.calls import call_name, sample_names
-from rlhf_megatron.rollout.chunks import Chunk
 from rlhf_megatron.rollout.engine import (
     EngineAddress,
     EngineError,
@@ -22,11 +19,13 @@ from rlhf_megatron.rollout.engine import (
     GenerateRequest,
     VersionSpan,
 )
-from rlhf_megatron.rollout.fleet import EngineFleet
+from rlhf_megatron.rollout.fleet.balancer import Chunk, LeastOutstanding, Load, Sent, samples_in_flight
+from rlhf_megatron.rollout.fleet.calls import call_name, sample_names
+from rlhf_megatron.rollout.fleet.fleet import EngineFleet
+from rlhf_megatron.rollout.fleet.supervisor import Member
+from rlhf_megatron.rollout.fleet.turn import Turn
 from rlhf_megatron.rollout.local import wire
-from rlhf_megatron.rollout.local_client import LocalEngine
-from rlhf_megatron.rollout.supervisor import Member
-from rlhf_megatron.rollout.turn import Turn
+from rlhf_megatron.rollout.local.client import LocalEngine
 from rlhf_megatron.rollout.versions import Served, closed_problem, open_problem
 
 

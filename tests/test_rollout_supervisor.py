@@ -14,7 +14,6 @@ import pytest
 import torch
 from rollout_tools import request, tiny_qwen3, weights_of, write_buckets
 
-from rlhf_megatron.rollout.chunks import cut, unknown_runs, without_known
 from rlhf_megatron.rollout.engine import (
     Engine,
     EngineAddress,
@@ -24,12 +23,13 @@ from rlhf_megatron.rollout.engine import (
     GeneratedSample,
     GenerateRequest,
 )
-from rlhf_megatron.rollout.fleet import EngineFleet
+from rlhf_megatron.rollout.fleet.balancer import cut, unknown_runs, without_known
+from rlhf_megatron.rollout.fleet.fleet import EngineFleet
+from rlhf_megatron.rollout.fleet.process import EngineServers, start_local_engines
+from rlhf_megatron.rollout.fleet.supervisor import Supervision
+from rlhf_megatron.rollout.local.client import LocalEngine
 from rlhf_megatron.rollout.local.generator import Generator
 from rlhf_megatron.rollout.local.model import load_model
-from rlhf_megatron.rollout.local_client import LocalEngine
-from rlhf_megatron.rollout.process import EngineServers, start_local_engines
-from rlhf_megatron.rollout.supervisor import Supervision
 from rlhf_megatron.stop import RunStopped, StopRequest
 
 REQUESTS = [request((1 + i % 30, 2), tuple(range(100 * i, 100 * i + 4)), 20 + 3 * i) for i in range(12)]

@@ -16,7 +16,7 @@ from rlhf_megatron.runtime.channel import AuthenticationError, Channel, FrameErr
 from rlhf_megatron.runtime.failures import HostError
 from rlhf_megatron.runtime.host import Activity
 from rlhf_megatron.runtime.messages import Call, Leave, Ping, Reply
-from rlhf_megatron.runtime.pools import PoolSpec
+from rlhf_megatron.runtime.pool import PoolSpec
 from rlhf_megatron.runtime.registration import gather_hosts, listen, register_host
 from rlhf_megatron.runtime.service import Service
 

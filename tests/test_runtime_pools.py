@@ -9,7 +9,7 @@ from config_samples import VALID
 from runtime_tools import Start, toy_runs
 
 from rlhf_megatron.config.load import load_run_config
-from rlhf_megatron.runtime.pools import PoolSpec, pool_of_rank, pools_of
+from rlhf_megatron.runtime.pool import PoolSpec, pool_of_rank, pools_of
 
 TWO_POOLS = "3,1,1+2,2,1"  # three replicas; one of two ranks
 

@@ -10,6 +10,7 @@ import pytest
 from config_samples import VALID
 
 from rlhf_megatron.config.load import read_run_config
+from rlhf_megatron.config.rules.validate import validate
 from rlhf_megatron.config.schema import (
     CriticConfig,
     MegatronConfig,
@@ -18,9 +19,8 @@ from rlhf_megatron.config.schema import (
     RunConfig,
     TrainerConfig,
 )
-from rlhf_megatron.config.validate import validate
-from rlhf_megatron.runtime import ray_environment
-from rlhf_megatron.runtime.ray_places import Bundle, cpus_of_own_cluster, engine_bundles, rank_bundles, shortage
+from rlhf_megatron.runtime.ray import environment as ray_environment
+from rlhf_megatron.runtime.ray.places import Bundle, cpus_of_own_cluster, engine_bundles, rank_bundles, shortage
 
 TWO_OF_FOUR = RunConfig(
     trainer=TrainerConfig(runtime="ray", nnodes=2, n_gpus_per_node=4),

@@ -8,7 +8,7 @@ from end_to_end_tools import QUICKSTART
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import load_run_config
 from rlhf_megatron.rollout.engine import EngineError
-from rlhf_megatron.runtime.ray_seats import Seating, bundle_of_engine, gpus_per_engine, must_share_machine, seat_of
+from rlhf_megatron.runtime.ray.places import Seating, bundle_of_engine, gpus_per_engine, must_share_machine, seat_of
 
 
 @dataclass(frozen=True)

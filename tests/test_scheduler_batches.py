@@ -11,13 +11,14 @@ from rlhf_megatron.algorithms import metric_names as loss_names
 from rlhf_megatron.algorithms.aggregate import LOSS_AGG_MODES
 from rlhf_megatron.config.schema import ActorConfig, DataConfig, PolicyLossConfig, RunConfig
 from rlhf_megatron.data.batch import PromptBatch, TokenBatch, TrainBatch, select
+from rlhf_megatron.data.seeds import derive_seed
 from rlhf_megatron.data.tokenizer import load_tokenizer
+from rlhf_megatron.observe.metrics import batch as batch_metrics
+from rlhf_megatron.observe.metrics import names as metric_names
+from rlhf_megatron.observe.metrics.system_names import METRICS as SYSTEM_METRICS
 from rlhf_megatron.rollout.engine import GeneratedSample, SamplingParams, VersionSpan
-from rlhf_megatron.scheduler import batch_metrics, metric_names
-from rlhf_megatron.scheduler.generation import build_requests, collect
+from rlhf_megatron.rollout.requests import build_requests, collect
 from rlhf_megatron.scheduler.mini_batches import cut, picked, supervised_mini_batch, weighed, weighed_values
-from rlhf_megatron.scheduler.seeds import derive_seed
-from rlhf_megatron.scheduler.system_metric_names import METRICS as SYSTEM_METRICS
 from rlhf_megatron.scheduler.update import actor_update, critic_update
 
 PROMPTS = PromptBatch(

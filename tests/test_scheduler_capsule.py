@@ -30,14 +30,14 @@ from rlhf_megatron.config.schema import (
 )
 from rlhf_megatron.data.batch import MiniBatch, TrainBatch
 from rlhf_megatron.data.plan import ReplicaPlan
+from rlhf_megatron.observe.metrics.finite import BadColumn, bad_columns, describe
 from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.recovery.capsule import Capsules, read_capsule
+from rlhf_megatron.recovery.desync import ReplicasDiffer, check_replicas
+from rlhf_megatron.recovery.skip_facts import seen, summary
+from rlhf_megatron.recovery.skips import NonFiniteNumbers, Skips
 from rlhf_megatron.scheduler.advantages import AdvantageStage
-from rlhf_megatron.scheduler.capsule import Capsules, read_capsule
-from rlhf_megatron.scheduler.desync import ReplicasDiffer, check_replicas
-from rlhf_megatron.scheduler.finite import BadColumn, bad_columns, describe
-from rlhf_megatron.scheduler.plugins import Plugins
-from rlhf_megatron.scheduler.skip_facts import seen, summary
-from rlhf_megatron.scheduler.skips import NonFiniteNumbers, Skips
+from rlhf_megatron.scheduler.parts import Plugins
 from rlhf_megatron.scheduler.update import RoleUpdate, run_updates
 from rlhf_megatron.workers.contract import UpdateResult
 from rlhf_megatron.workers.findings import BadTensor, Difference, Findings, ReplicaReport

@@ -16,14 +16,14 @@ from scheduler_samples import MODEL
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import read_run_config
 from rlhf_megatron.config.schema import CheckConfig, RunConfig
-from rlhf_megatron.reward_service.scorer import REWARD_LOG, make_scorer
-from rlhf_megatron.rewards import RewardSample
+from rlhf_megatron.observe.metrics.mismatch import MismatchCheck
+from rlhf_megatron.proof.preflight import check_run
+from rlhf_megatron.rewards.scorers import RewardSample
+from rlhf_megatron.rewards.service.scorer import REWARD_LOG, make_scorer
 from rlhf_megatron.rollout.engine import EngineError
-from rlhf_megatron.scheduler.mismatch_check import MismatchCheck
-from rlhf_megatron.scheduler.plugins import load_plugins
-from rlhf_megatron.scheduler.preflight import check_run
+from rlhf_megatron.scheduler.parts import load_plugins
 from rlhf_megatron.scheduler.schedules.synchronous import Synchronous
-from rlhf_megatron.scheduler.weight_sync import verify
+from rlhf_megatron.sync.weight_sync import verify
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 

@@ -19,10 +19,10 @@ from benchmarks.chaos.cases import REFERENCE_SETTINGS, choose
 from benchmarks.chaos.matrix import run_case, undisturbed
 from benchmarks.chaos.task import write_task
 from rlhf_megatron.config.load import read_run_config
-from rlhf_megatron.config.validate import validate
+from rlhf_megatron.config.rules.validate import validate
+from rlhf_megatron.observe.metrics import names as metric_names
 from rlhf_megatron.rollout.engine import MEMORY_PARTS, Engine
-from rlhf_megatron.scheduler import metric_names
-from rlhf_megatron.scheduler.colocation import Colocation, most
+from rlhf_megatron.sync.colocation import Colocation, most
 from rlhf_megatron.workers.memory import MemoryReport
 
 # --- the order ------------------------------------------------------------------------------------------------------

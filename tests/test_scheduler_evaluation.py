@@ -12,10 +12,7 @@ from rlhf_megatron.config.schema import DataConfig, RunConfig, SourceConfig
 from rlhf_megatron.data.batch import PromptBatch
 from rlhf_megatron.data.prompts import load_prompts
 from rlhf_megatron.data.tokenizer import load_tokenizer
-from rlhf_megatron.rewards import RewardResult, RewardSample
-from rlhf_megatron.rewards.base import masked
-from rlhf_megatron.rollout.engine import GeneratedSample
-from rlhf_megatron.scheduler.evaluation import (
+from rlhf_megatron.evaluation.evaluation import (
     Answered,
     EvaluationResult,
     EvaluationSet,
@@ -26,7 +23,10 @@ from rlhf_megatron.scheduler.evaluation import (
     majority_accuracy,
     summarize,
 )
-from rlhf_megatron.scheduler.intervals import interval_over_items, t95, wilson_interval
+from rlhf_megatron.evaluation.intervals import interval_over_items, t95, wilson_interval
+from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
+from rlhf_megatron.rewards.scorers.base import masked
+from rlhf_megatron.rollout.engine import GeneratedSample
 from rlhf_megatron.scheduler.run_data import run_data
 
 

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 from scheduler_samples import train_batch
 
-from rlhf_megatron.scheduler import health
-from rlhf_megatron.scheduler.health import KEYS, RULES, verdicts
-from rlhf_megatron.scheduler.health_watch import HealthWatch
-from rlhf_megatron.scheduler.metric_names import find
-from rlhf_megatron.scheduler.tracker import Tracker
+from rlhf_megatron.observe import health
+from rlhf_megatron.observe.health import KEYS, RULES, HealthWatch, verdicts
+from rlhf_megatron.observe.metrics.names import find
+from rlhf_megatron.observe.tracker import Tracker
 
 MONITORING = Path(__file__).parent.parent / "docs" / "monitoring.md"
 NAN = float("nan")

@@ -12,9 +12,9 @@ from scheduler_samples import train_batch
 
 from rlhf_megatron import faults
 from rlhf_megatron.data.batch import ScoredBatch, TrainBatch
+from rlhf_megatron.recovery.journal import Journal
+from rlhf_megatron.recovery.recorder import Recorder
 from rlhf_megatron.rollout.engine import GeneratedSample, VersionSpan
-from rlhf_megatron.scheduler.journal import Journal
-from rlhf_megatron.scheduler.recorder import Recorder
 
 
 def group(first_token: int, num_samples: int = 2) -> list[GeneratedSample]:

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from rlhf_megatron.algorithms.metric import PLACEHOLDERS
-from rlhf_megatron.scheduler import metrics_reference
-from rlhf_megatron.scheduler.metric_names import CATALOGUE, find
-from rlhf_megatron.scheduler.metrics_reference import COMMAND, SECTIONS, VERL_NAMES, reference
+from rlhf_megatron.observe.metrics import reference as metrics_reference
+from rlhf_megatron.observe.metrics.names import CATALOGUE, find
+from rlhf_megatron.observe.metrics.reference import COMMAND, SECTIONS, VERL_NAMES, reference
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "metrics.md"
 

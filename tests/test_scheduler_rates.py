@@ -9,14 +9,22 @@ from scheduler_samples import to_train, train_batch
 
 from benchmarks.kernels import stage_metrics
 from rlhf_megatron.config.schema import ActorConfig, MegatronConfig, RolloutConfig, RunConfig, TrainerConfig
+from rlhf_megatron.observe.metrics.batch import signal_and_noise, variance_metrics, version_metrics
+from rlhf_megatron.observe.metrics.names import find
+from rlhf_megatron.observe.metrics.rates import (
+    FORWARD,
+    TRAINING,
+    Workload,
+    balance,
+    model_flops,
+    peak_tflops,
+    throughput,
+    time_per_token,
+    utilisation,
+    workload_of,
+)
+from rlhf_megatron.observe.watches import GIB, memory_metrics
 from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.scheduler.flops import FORWARD, TRAINING, model_flops, peak_tflops
-from rlhf_megatron.scheduler.memory_watch import GIB, memory_metrics
-from rlhf_megatron.scheduler.metric_names import find
-from rlhf_megatron.scheduler.rates import balance, throughput, time_per_token, utilisation
-from rlhf_megatron.scheduler.variance_proxy import signal_and_noise, variance_metrics
-from rlhf_megatron.scheduler.version_metrics import version_metrics
-from rlhf_megatron.scheduler.workload import Workload, workload_of
 from rlhf_megatron.workers.memory import MemoryReport
 
 TINY = {

@@ -15,18 +15,17 @@ from rlhf_megatron.config.schema import RolloutConfig, RunConfig, SamplingConfig
 from rlhf_megatron.data.batch import PromptBatch, TokenBatch
 from rlhf_megatron.data.codec import write_file
 from rlhf_megatron.data.tokenizer import load_tokenizer
-from rlhf_megatron.rewards import RewardResult, RewardSample
+from rlhf_megatron.evaluation.evaluation import EvaluationResult, EvaluationSet
+from rlhf_megatron.observe.attempts import Attempts
+from rlhf_megatron.observe.metrics.rates import throughput
+from rlhf_megatron.observe.run_dir import fresh_run_dir, write_json
+from rlhf_megatron.observe.summary import draw_curve, summary
+from rlhf_megatron.observe.tracker import Tracker
+from rlhf_megatron.recovery.recorder import RecordedStart, Recorder
+from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
 from rlhf_megatron.rollout.engine import GeneratedSample, GenerateRequest, SamplingParams
-from rlhf_megatron.scheduler.attempts import Attempts
-from rlhf_megatron.scheduler.curve import draw_curve
-from rlhf_megatron.scheduler.evaluation import EvaluationResult, EvaluationSet
-from rlhf_megatron.scheduler.plugins import Plugins
-from rlhf_megatron.scheduler.rates import throughput
-from rlhf_megatron.scheduler.recorder import RecordedStart, Recorder
-from rlhf_megatron.scheduler.run_dir import fresh_run_dir, write_json
+from rlhf_megatron.scheduler.parts import Plugins
 from rlhf_megatron.scheduler.stages import RunData, Stages
-from rlhf_megatron.scheduler.summary import summary
-from rlhf_megatron.scheduler.tracker import Tracker
 
 
 class CannedFleet:

@@ -14,7 +14,7 @@ import pytest
 from end_to_end_tools import ROOT, write_config, write_rows
 from forked_runs import Attempt, ForkServer, asked_seeds
 
-from rlhf_megatron.scheduler.seeds import derive_seed
+from rlhf_megatron.data.seeds import derive_seed
 
 pytestmark = pytest.mark.dist
 

@@ -12,13 +12,13 @@ from data_samples import scored
 from scheduler_samples import to_train
 
 from rlhf_megatron.config.schema import TrainerConfig
-from rlhf_megatron.scheduler.attempts import RunClock
-from rlhf_megatron.scheduler.evaluation import EvaluationResult
-from rlhf_megatron.scheduler.keeper import Keeper
-from rlhf_megatron.scheduler.run_facts import RunFacts
-from rlhf_megatron.scheduler.state import RunState
-from rlhf_megatron.scheduler.superseded import evaluation_seconds, read_rows, supersede
-from rlhf_megatron.scheduler.tracker import Tracker
+from rlhf_megatron.evaluation.evaluation import EvaluationResult
+from rlhf_megatron.observe.attempts import RunClock
+from rlhf_megatron.observe.line_file import evaluation_seconds, read_rows, supersede
+from rlhf_megatron.observe.run_facts import RunFacts
+from rlhf_megatron.observe.tracker import Tracker
+from rlhf_megatron.recovery.checkpointer import RunState
+from rlhf_megatron.recovery.keeper import Keeper
 from rlhf_megatron.stop import RunStopped
 
 RESULT = EvaluationResult(0.25, 0.2, 0.3, 40, 3.5, ())

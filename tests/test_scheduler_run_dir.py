@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_megatron.scheduler.attempts import Attempts, read_attempts
-from rlhf_megatron.scheduler.run_dir import RunLock, open_run_dir, take_lock
+from rlhf_megatron.observe.attempts import Attempts, read_attempts
+from rlhf_megatron.observe.run_dir import RunLock, open_run_dir, take_lock
 from rlhf_megatron.stop import RunStopped
 
 
@@ -21,7 +21,7 @@ def test_a_second_run_in_one_directory_is_refused_and_touches_nothing(tmp_path: 
     first = open_run_dir(str(tmp_path), "x", never)
     (first.path / "metrics.jsonl").write_text("kept")
     program = (
-        "import sys; from rlhf_megatron.scheduler.run_dir import open_run_dir\n"
+        "import sys; from rlhf_megatron.observe.run_dir import open_run_dir\n"
         "open_run_dir(sys.argv[1], 'x', lambda path: False)"
     )
     second = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True)

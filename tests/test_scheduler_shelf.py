@@ -16,7 +16,7 @@ from rlhf_megatron.config.schema import AlgorithmConfig, RunConfig
 from rlhf_megatron.data.batch import AnnotatedBatch, LogProbs, ScoredBatch, TokenBatch, gain
 from rlhf_megatron.scheduler.advantages import AdvantageStage
 from rlhf_megatron.scheduler.annotate import annotate
-from rlhf_megatron.scheduler.plugins import Plugins, load_plugins
+from rlhf_megatron.scheduler.parts import Plugins, load_plugins
 
 
 def config_of(name: str, **params: Any) -> RunConfig:

@@ -17,13 +17,13 @@ from rlhf_megatron.data.batch import AnnotatedBatch, ScoredBatch, gain
 from rlhf_megatron.data.items import PromptItem, PromptSource
 from rlhf_megatron.data.stream import PromptStream
 from rlhf_megatron.data.tokenizer import load_tokenizer
-from rlhf_megatron.rewards import RewardResult, RewardSample
+from rlhf_megatron.observe.metrics.names import METRICS
+from rlhf_megatron.recovery.journal import Journal
+from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
 from rlhf_megatron.rollout.engine import GeneratedSample, GenerateRequest
-from rlhf_megatron.scheduler.journal import Journal
-from rlhf_megatron.scheduler.metric_names import METRICS
-from rlhf_megatron.scheduler.plugins import load_plugins
+from rlhf_megatron.scheduler.parts import load_plugins
 from rlhf_megatron.scheduler.stages import RunData, Stages
-from rlhf_megatron.scheduler.weight_sync import NoSync
+from rlhf_megatron.sync.weight_sync import NoSync
 
 # By the token of the prompt: 2 samples are right and wrong (M), both right (R), both wrong (W).
 KINDS = "RMWWRMMRWMRRWWMM"

@@ -14,14 +14,14 @@ from rlhf_megatron.algorithms.metric import find_in
 from rlhf_megatron.config.schema import AlgorithmConfig, DataConfig, FilterGroupsConfig, RolloutConfig, RunConfig
 from rlhf_megatron.data.batch import AnnotatedBatch, PromptBatch, ScoredBatch, gain, select
 from rlhf_megatron.data.tokenizer import load_tokenizer
-from rlhf_megatron.rewards import RewardResult, RewardSample
-from rlhf_megatron.rewards.base import masked
+from rlhf_megatron.observe.metrics.names import METRICS
+from rlhf_megatron.recovery.journal import Journal
+from rlhf_megatron.recovery.recorder import Recorder
+from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
+from rlhf_megatron.rewards.scorers.base import masked
 from rlhf_megatron.rollout.engine import GeneratedSample, GenerateRequest
-from rlhf_megatron.scheduler.greedy import of_groups
-from rlhf_megatron.scheduler.journal import Journal
-from rlhf_megatron.scheduler.metric_names import METRICS
-from rlhf_megatron.scheduler.plugins import load_plugins
-from rlhf_megatron.scheduler.recorder import Recorder
+from rlhf_megatron.scheduler.parts import load_plugins
+from rlhf_megatron.scheduler.samples import of_groups
 from rlhf_megatron.scheduler.stages import RunData, Stages
 
 PROMPTS = PromptBatch(

@@ -10,7 +10,7 @@ from scheduler_samples import train_batch
 
 from rlhf_megatron.config.schema import PFPPOConfig
 from rlhf_megatron.data.batch import TrainBatch, select
-from rlhf_megatron.scheduler.resampled import resampled
+from rlhf_megatron.scheduler.samples import resampled
 
 ON = PFPPOConfig(enable=True)
 

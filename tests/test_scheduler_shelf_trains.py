@@ -17,10 +17,10 @@ from benchmarks import replay_layouts
 from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS
 from rlhf_megatron.algorithms.losses import POLICY_LOSSES
 from rlhf_megatron.config.load import read_run_config
+from rlhf_megatron.config.rules.validate import validate
 from rlhf_megatron.config.schema import PolicyLossConfig, RunConfig
-from rlhf_megatron.config.validate import validate
-from rlhf_megatron.scheduler.plugins import load_plugins
-from rlhf_megatron.scheduler.recorder import RecordedStart, Recorder
+from rlhf_megatron.recovery.recorder import RecordedStart, Recorder
+from rlhf_megatron.scheduler.parts import load_plugins
 
 STEPS = 3
 SETTINGS = [

@@ -17,10 +17,10 @@ from end_to_end_tools import write_config, write_rows
 from forked_runs import Attempt, ForkServer, asked_seeds
 
 from rlhf_megatron.data.batch import ScoredBatch
-from rlhf_megatron.scheduler import metric_names
-from rlhf_megatron.scheduler.batch_metrics import sample_counts
-from rlhf_megatron.scheduler.recorder import Recorder
-from rlhf_megatron.scheduler.seeds import derive_seed
+from rlhf_megatron.data.seeds import derive_seed
+from rlhf_megatron.observe.metrics import names as metric_names
+from rlhf_megatron.observe.metrics.batch import sample_counts
+from rlhf_megatron.recovery.recorder import Recorder
 
 pytestmark = pytest.mark.dist
 STEPS = 5

@@ -15,21 +15,20 @@ from supply_tools import NUM_SAMPLES, TOKENIZER, Bench, Hasty, HeldSession, make
 from rlhf_megatron.config.schema import FilterGroupsConfig, RunConfig, ScheduleConfig
 from rlhf_megatron.data.batch import PromptBatch, RolloutBatch, ScoredBatch
 from rlhf_megatron.data.stream import PromptCursor
-from rlhf_megatron.reward_service.error_rate import RewardError
-from rlhf_megatron.rewards import RewardResult, RewardSample
+from rlhf_megatron.recovery.checkpointer import RunState
+from rlhf_megatron.recovery.resume import check_schedule
+from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
+from rlhf_megatron.rewards.service.scorer import RewardError
 from rlhf_megatron.rollout.engine import GeneratedSample, VersionSpan
-from rlhf_megatron.scheduler.resume import check_schedule
 from rlhf_megatron.scheduler.schedules import load_schedule
 from rlhf_megatron.scheduler.schedules.flow import Flow
-from rlhf_megatron.scheduler.state import RunState
 from rlhf_megatron.scheduler.supply.background import Found
 from rlhf_megatron.scheduler.supply.base import Finished, Progress
-from rlhf_megatron.scheduler.supply.drive import Driver
+from rlhf_megatron.scheduler.supply.drive import Driver, LastSamples, ScoreGroups
 from rlhf_megatron.scheduler.supply.foreground import Foreground
 from rlhf_megatron.scheduler.supply.group_journal import GroupJournal
 from rlhf_megatron.scheduler.supply.ledger import Ledger, Order
 from rlhf_megatron.scheduler.supply.make import find_groups
-from rlhf_megatron.scheduler.supply.score import LastSamples, ScoreGroups
 
 
 def finished(number: int, *versions: int) -> Finished:

@@ -13,12 +13,12 @@ import pytest
 import torch
 from scheduler_samples import train_batch
 
-from rlhf_megatron.algorithms.mismatch_histogram import EDGES, spread
-from rlhf_megatron.scheduler.line_file import LineFile, strict
-from rlhf_megatron.scheduler.mismatch_record import mismatch_record
-from rlhf_megatron.scheduler.run_facts import RunFacts
-from rlhf_megatron.scheduler.samples import choose, samples_of
-from rlhf_megatron.scheduler.tracker import Tracker
+from rlhf_megatron.algorithms.mismatch import EDGES, spread
+from rlhf_megatron.observe.line_file import LineFile, strict
+from rlhf_megatron.observe.metrics.mismatch import mismatch_record
+from rlhf_megatron.observe.run_facts import RunFacts
+from rlhf_megatron.observe.samples import choose, samples_of
+from rlhf_megatron.observe.tracker import Tracker
 
 
 def lines(path: Path) -> list[dict]:
@@ -241,8 +241,8 @@ import sys, os
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from scheduler_samples import train_batch
-from rlhf_megatron.scheduler.run_facts import RunFacts
-from rlhf_megatron.scheduler.tracker import Tracker
+from rlhf_megatron.observe.run_facts import RunFacts
+from rlhf_megatron.observe.tracker import Tracker
 tracker = Tracker(Path(sys.argv[1]), ("jsonl", "tensorboard"), 10**6, RunFacts(spell=str, settings={"a": 1}))
 for step in range(1, 10**6):
     with tracker.step(step):

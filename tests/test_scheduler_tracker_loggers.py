@@ -13,13 +13,13 @@ from scheduler_samples import MODEL, train_batch
 
 from rlhf_megatron.config.load import read_run_config
 from rlhf_megatron.data.tokenizer import load_tokenizer
-from rlhf_megatron.scheduler.evaluation import EvaluationResult, SetResult
-from rlhf_megatron.scheduler.loggers.base import is_view_step
-from rlhf_megatron.scheduler.loggers.console import COLUMNS, columns_for, fit
-from rlhf_megatron.scheduler.loggers.tensorboard import as_markdown
-from rlhf_megatron.scheduler.run_facts import MAIN, RunFacts, run_facts, settings_of
-from rlhf_megatron.scheduler.samples import samples_of
-from rlhf_megatron.scheduler.tracker import Tracker, evaluation_metrics
+from rlhf_megatron.evaluation.evaluation import EvaluationResult, SetResult
+from rlhf_megatron.observe.loggers.base import is_view_step
+from rlhf_megatron.observe.loggers.console import COLUMNS, columns_for, fit
+from rlhf_megatron.observe.loggers.tensorboard import as_markdown
+from rlhf_megatron.observe.run_facts import MAIN, RunFacts, run_facts, settings_of
+from rlhf_megatron.observe.samples import samples_of
+from rlhf_megatron.observe.tracker import Tracker, evaluation_metrics
 
 ROOT = Path(__file__).parent.parent
 SAID = {"actor/num_epochs": 1.0, "rollout/num_samples": 10.0}

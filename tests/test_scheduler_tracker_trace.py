@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from rlhf_megatron.data.batch import TokenBatch
+from rlhf_megatron.observe.trace import PROCESS, Trace, TracedGroup
+from rlhf_megatron.observe.tracker import Tracker
 from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.scheduler.trace import PROCESS, Trace
-from rlhf_megatron.scheduler.traced_group import TracedGroup
-from rlhf_megatron.scheduler.tracker import Tracker
 
 BATCH = TokenBatch(torch.tensor([0, 2, 5]), torch.arange(5), torch.tensor([False, True, False, True, True]))
 

@@ -16,9 +16,9 @@ import pytest
 from scheduler_samples import train_batch
 
 from rlhf_megatron.config.errors import ConfigError
-from rlhf_megatron.scheduler.loggers import check_loggers
-from rlhf_megatron.scheduler.run_facts import RunFacts
-from rlhf_megatron.scheduler.tracker import Tracker
+from rlhf_megatron.observe.loggers import check_loggers
+from rlhf_megatron.observe.run_facts import RunFacts
+from rlhf_megatron.observe.tracker import Tracker
 
 SAID = {"actor/num_epochs": 1.0, "rollout/num_samples": 8.0}
 FACTS = RunFacts("a run", "a project", samples_kept=2, config={"actor": {"optim": {"lr": 1e-4}}})
@@ -116,7 +116,7 @@ def test_a_service_that_cannot_be_reached_is_told_once(tmp_path: Path) -> None:
 
 @needs_wandb
 def test_no_key_is_told_before_anything_starts(tmp_path: Path) -> None:
-    code = "from rlhf_megatron.scheduler.loggers import check_loggers; check_loggers(['wandb'])"
+    code = "from rlhf_megatron.observe.loggers import check_loggers; check_loggers(['wandb'])"
     clean = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")} | {"HOME": str(tmp_path)}
     for environment, says in (({}, "wandb has no API key; run `wandb login`"), ({"WANDB_MODE": "offline"}, "")):
         result = subprocess.run(

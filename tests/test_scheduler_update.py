@@ -19,12 +19,12 @@ from rlhf_megatron.config.schema import AlgorithmConfig, KLControlConfig, RunCon
 from rlhf_megatron.data.batch import AnnotatedBatch, LogProbs, TokenBatch, TrainBatch, Values, gain
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.proof.replay import ReplayStages
 from rlhf_megatron.scheduler.advantages import AdvantageStage
 from rlhf_megatron.scheduler.annotate import annotate
-from rlhf_megatron.scheduler.plugins import Plugins
-from rlhf_megatron.scheduler.replay import ReplayStages
+from rlhf_megatron.scheduler.parts import Plugins
 from rlhf_megatron.scheduler.update import RoleUpdate, run_updates
-from rlhf_megatron.scheduler.weight_sync import NoSync
+from rlhf_megatron.sync.weight_sync import NoSync
 from rlhf_megatron.workers.contract import UpdateResult
 from rlhf_megatron.workers.findings import BadTensor, Findings
 

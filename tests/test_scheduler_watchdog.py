@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from runtime_tools import Start, toy_runs
 
+from rlhf_megatron.recovery.watchdog import HANG_REPORT, StageWatchdog
 from rlhf_megatron.runtime.failures import HostError, HostTimeoutError
-from rlhf_megatron.scheduler.watchdog import HANG_REPORT, StageWatchdog
 
 
 class Hosts:

@@ -10,9 +10,8 @@ from chat_templates import LLAMA, QWEN, write_chat_tokenizer
 
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import read_run_config
-from rlhf_megatron.data.chat_template import ChatFormat, make_chat_format
+from rlhf_megatron.data.chat_template import ChatFormat, Sandbox, make_chat_format, render
 from rlhf_megatron.data.rows import ChatMessage
-from rlhf_megatron.data.sandbox import Sandbox, render
 from rlhf_megatron.data.tokenizer import load_tokenizer
 
 BOUND_S = 10.0  # on a loaded machine; unbounded, each of these takes hours or all memory

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from rlhf_megatron.checkpoint.hf_reader import HFReader
+from rlhf_megatron.observe.run_dir import LOCK, open_run_dir, take_lock
 from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
-from rlhf_megatron.rollout.process import HIDDEN, ServerProcess, write_token
-from rlhf_megatron.rollout.sglang_process import write_private
-from rlhf_megatron.scheduler.run_dir import LOCK, open_run_dir, take_lock
+from rlhf_megatron.rollout.fleet.process import HIDDEN, ServerProcess, write_token
+from rlhf_megatron.rollout.sglang.process import write_private
 
 STRANGER = 12345  # an id that nobody has
 

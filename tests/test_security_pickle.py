@@ -235,7 +235,7 @@ def loads_of(world: World, checkpoint: Path, target: Path | None) -> dict[str, A
     """What a rank gets out of a checkpoint through torch's and megatron's own entries, with the readers replaced."""
     from megatron.core.dist_checkpointing.serialization import load_common_state_dict, load_tensors_metadata
 
-    from rlhf_megatron.checkpoint import safe_reads
+    from rlhf_megatron.checkpoint import safe_pickle as safe_reads
 
     safe_reads.apply()
     os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
@@ -293,7 +293,7 @@ def test_a_run_refuses_evil_metadata(dist_pool: DistPool, checkpoint: Path, mark
 
 def test_another_backend_is_not_opened(checkpoint: Path) -> None:
     """megatron-core picks its reader by this file."""
-    from rlhf_megatron.checkpoint.safe_reads import check_directory
+    from rlhf_megatron.checkpoint.safe_pickle import check_directory
 
     for text in ('{"sharded_backend": "zarr", "sharded_backend_version": 1}', "[]", "{", "[" * 100_000, "{}"):
         (checkpoint / "metadata.json").write_text(text)

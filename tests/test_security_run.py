@@ -23,10 +23,10 @@ from rlhf_megatron.config.changes import flat
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.keys import leaf_keys
 from rlhf_megatron.config.load import read_run_config
-from rlhf_megatron.config.redact import REDACTED, is_secret, redacted, revealed
 from rlhf_megatron.config.schema import RunConfig, SGLangConfig
+from rlhf_megatron.config.secrets import REDACTED, is_secret, redacted, revealed
 from rlhf_megatron.config.show import as_yaml
-from rlhf_megatron.runtime.bound_store import BoundStore
+from rlhf_megatron.runtime.torchrun.stores import BoundStore
 
 TIMEOUT_S = 300.0
 LISTENS = "0A"  # TCP_LISTEN in the kernel's table

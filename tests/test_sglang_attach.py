@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from rlhf_megatron.config.engine_rules import endpoint_place, is_this_machine
-from rlhf_megatron.config.key_file import read_key
-from rlhf_megatron.rollout.attach import addresses_of, look_at_all
-from rlhf_megatron.rollout.attached_server import Expected, look
+from rlhf_megatron.config.rules.engines import endpoint_place, is_this_machine
+from rlhf_megatron.config.secrets import read_key
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError
 from rlhf_megatron.rollout.http import HttpClient
-from rlhf_megatron.rollout.lease import SLOTS, Lease
-from rlhf_megatron.rollout.sglang_server.loader import LOAD_FORMAT
+from rlhf_megatron.rollout.sglang.attach import addresses_of, look_at_all
+from rlhf_megatron.rollout.sglang.attached_server import Expected, look
+from rlhf_megatron.rollout.sglang.lease import SLOTS, Lease
+from rlhf_megatron.rollout.sglang.server.loader import LOAD_FORMAT
 
 CONFIG = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 32, "hidden_size": 64}
 INFO: dict[str, Any] = {
@@ -222,7 +222,7 @@ def test_where_an_endpoint_is() -> None:
 
 
 def test_keys_over_the_network_are_warned_of(expected: Expected, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_megatron.rollout.attached_server.is_this_machine", lambda host: False)
+    monkeypatch.setattr("rlhf_megatron.rollout.sglang.attached_server.is_this_machine", lambda host: False)
     with served(sglang(INFO, MODEL, key="right")) as url:
         assert look(at(url, "right"), expected).warnings == (
             "its keys go over the network in clear, since the address begins with http; use https.",

@@ -10,14 +10,17 @@ from pathlib import Path
 import pytest
 from sglang_tools import CPU_ARGUMENTS, CPU_ENV, ROOT, needs_sglang, sglang_python
 
-from rlhf_megatron.rollout.sglang_environment import (
+from rlhf_megatron.rollout.sglang.environment import (
+    OLDEST,
+    TESTED,
     absolute_env,
     check_sglang,
+    check_version,
     deterministic_arguments,
     find_python,
     shared_arguments,
+    unfit,
 )
-from rlhf_megatron.rollout.sglang_support import OLDEST, TESTED, check_version, unfit
 
 
 def fake_python(folder: Path, version: str) -> Path:

@@ -17,11 +17,10 @@ from rollout_tools import tiny_qwen3
 from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, needs_sglang, sglang_python
 
 from rlhf_megatron.rollout.engine import EngineError
-from rlhf_megatron.rollout.process import EngineServers
-from rlhf_megatron.rollout.sglang_client import NEEDED
-from rlhf_megatron.rollout.sglang_errors import own_error
-from rlhf_megatron.rollout.sglang_network import Ports
-from rlhf_megatron.rollout.sglang_process import start_sglang_engines
+from rlhf_megatron.rollout.fleet.process import EngineServers
+from rlhf_megatron.rollout.sglang.client import NEEDED
+from rlhf_megatron.rollout.sglang.places import Ports
+from rlhf_megatron.rollout.sglang.process import own_error, start_sglang_engines
 
 SERVER = """
 import http.server, json, sys, yaml

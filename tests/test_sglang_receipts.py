@@ -25,9 +25,9 @@ from transformers import AutoModelForCausalLM
 
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.rollout.engine import EngineError
-from rlhf_megatron.rollout.sglang_client import SGLangEngine
-from rlhf_megatron.rollout.sglang_process import start_sglang_engines
-from rlhf_megatron.rollout.sglang_verbs import SGLangVerbs
+from rlhf_megatron.rollout.sglang.client import SGLangEngine
+from rlhf_megatron.rollout.sglang.process import start_sglang_engines
+from rlhf_megatron.rollout.sglang.verbs import SGLangVerbs
 
 pytestmark = [pytest.mark.sglang, pytest.mark.long, needs_sglang]
 COMMON: dict[str, Any] = {

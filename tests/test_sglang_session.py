@@ -18,10 +18,10 @@ from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, needs_sglang, sglang
 from test_rollout_session import await_ends
 
 from rlhf_megatron.rollout.clients import connect
-from rlhf_megatron.rollout.process import EngineServers
-from rlhf_megatron.rollout.router import SGLangRouter
-from rlhf_megatron.rollout.router_process import prepare_router
-from rlhf_megatron.rollout.sglang_process import start_sglang_engines
+from rlhf_megatron.rollout.fleet.process import EngineServers
+from rlhf_megatron.rollout.router.balancer import SGLangRouter
+from rlhf_megatron.rollout.router.process import prepare_router
+from rlhf_megatron.rollout.sglang.process import start_sglang_engines
 
 pytestmark = [pytest.mark.long, pytest.mark.sglang, needs_sglang]
 MAX_RUNNING = 12

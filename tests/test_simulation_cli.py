@@ -18,20 +18,12 @@ from rlhf_megatron.cli.simulate import grid
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import load_run_config
 from rlhf_megatron.config.schema import ScheduleConfig
-from rlhf_megatron.scheduler.simulation.durations import read_durations
-from rlhf_megatron.scheduler.simulation.figures import Figures
-from rlhf_megatron.scheduler.simulation.lengths import LengthsConfig, Workload
-from rlhf_megatron.scheduler.simulation.plan import (
-    Split,
-    gpus_per_engine,
-    make_plan,
-    slots_of,
-    slowdown,
-    split_of,
-    splits,
-)
-from rlhf_megatron.scheduler.simulation.recorded import as_yaml, recorded_durations
-from rlhf_megatron.scheduler.simulation.search import Case, Study, pick
+from rlhf_megatron.simulator.durations import read_durations
+from rlhf_megatron.simulator.figures import Figures
+from rlhf_megatron.simulator.lengths import LengthsConfig, Workload
+from rlhf_megatron.simulator.plan import Split, gpus_per_engine, make_plan, slots_of, slowdown, split_of, splits
+from rlhf_megatron.simulator.recorded import as_yaml, recorded_durations
+from rlhf_megatron.simulator.search import Case, Study, pick
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "simulate_1024"

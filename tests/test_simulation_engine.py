@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_megatron.scheduler.simulation.durations import DecodeConfig
-from rlhf_megatron.scheduler.simulation.engine import Engine, RunningGroup
+from rlhf_megatron.simulator.durations import DecodeConfig
+from rlhf_megatron.simulator.engine import Engine, RunningGroup
 
 
 def make(seconds_a_token: list[float], prefill: float = math.inf) -> Engine:

@@ -18,10 +18,9 @@ from sleeping_run import PROMPT_TOKENS, Slept, sleep_through
 from rlhf_megatron.config.schema import ScheduleConfig
 from rlhf_megatron.scheduler.schedules import load_schedule
 from rlhf_megatron.scheduler.schedules.synchronous import Synchronous
-from rlhf_megatron.scheduler.simulation.background import Background
-from rlhf_megatron.scheduler.simulation.foreground import Foreground
-from rlhf_megatron.scheduler.simulation.lengths import LengthsConfig, Workload
-from rlhf_megatron.scheduler.simulation.plan import Plan
+from rlhf_megatron.simulator.lengths import LengthsConfig, Workload
+from rlhf_megatron.simulator.plan import Plan
+from rlhf_megatron.simulator.supplies import Background, Foreground
 
 NUM_STEPS, GROUP_SIZE, SLOTS = 4, 2, 5
 PLAN = Plan(

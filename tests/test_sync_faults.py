@@ -18,12 +18,12 @@ from sync_tools import BUCKET_BYTES, REQUESTS, Rig, change_weights, rig_of, trai
 from rlhf_megatron.rollout.clients import connect
 from rlhf_megatron.rollout.engine import EngineError
 from rlhf_megatron.rollout.fault_proxy import FaultProxy, ProxyFault
-from rlhf_megatron.rollout.fleet import EngineFleet
-from rlhf_megatron.rollout.local_client import LocalEngine
-from rlhf_megatron.rollout.process import EngineServers, start_local_engines
-from rlhf_megatron.rollout.sglang_process import start_sglang_engines
+from rlhf_megatron.rollout.fleet.fleet import EngineFleet
+from rlhf_megatron.rollout.fleet.process import EngineServers, start_local_engines
+from rlhf_megatron.rollout.local.client import LocalEngine
+from rlhf_megatron.rollout.sglang.process import start_sglang_engines
 from rlhf_megatron.runtime.inline import InlineGroup
-from rlhf_megatron.scheduler.weight_sync import WeightSync
+from rlhf_megatron.sync.weight_sync import WeightSync
 
 pytestmark = pytest.mark.dist
 KINDS = [  # and how many tensor-parallel ranks
@@ -147,7 +147,7 @@ def test_a_probe_finds_wrong_weights_in_an_engine_without_digests(
     engine = rig.fleet.engines[0]
     if rig.kind == "sglang":
         monkeypatch.setattr(engine, "weight_digests", lambda: None)  # as if nothing in it could be compared
-        monkeypatch.setattr("rlhf_megatron.rollout.sglang_verbs.check", lambda *arguments: None)
+        monkeypatch.setattr("rlhf_megatron.rollout.sglang.verbs.check", lambda *arguments: None)
     hidden = ProxyFault("no_digests", "/weight_digests", times=ALWAYS)
     wrong = ProxyFault("swap_names", nth=rig.proxy.num_buckets + 1, times=ALWAYS)
     rig.plan(hidden, *([wrong] if is_wrong else []))

@@ -26,10 +26,10 @@ from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.resharding.digest import as_hex, digest
 from rlhf_megatron.resharding.plan import traffic_of_plan
 from rlhf_megatron.rollout.engine import GeneratedSample, WeightTransport
-from rlhf_megatron.rollout.fleet import EngineFleet
-from rlhf_megatron.rollout.sglang_client import SGLangEngine
-from rlhf_megatron.rollout.sglang_process import start_sglang_engines
-from rlhf_megatron.scheduler.weight_sync import WeightSync
+from rlhf_megatron.rollout.fleet.fleet import EngineFleet
+from rlhf_megatron.rollout.sglang.client import SGLangEngine
+from rlhf_megatron.rollout.sglang.process import start_sglang_engines
+from rlhf_megatron.sync.weight_sync import WeightSync
 
 pytestmark = [pytest.mark.sglang, pytest.mark.long, pytest.mark.dist, needs_sglang]
 RESULTS = "RLHF_MEGATRON_SYNC_MATRIX"  # environment variable: file that gets a line for each sync

@@ -26,16 +26,16 @@ from transformers import AutoModelForCausalLM
 from rlhf_megatron.resharding.digest import as_hex, digest
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.rollout.clients import connect
+from rlhf_megatron.rollout.delivery import process_group
+from rlhf_megatron.rollout.delivery.courier import Courier, Traffic
 from rlhf_megatron.rollout.engine import EngineError, WeightTransport
-from rlhf_megatron.rollout.fleet import EngineFleet
-from rlhf_megatron.rollout.process import EngineServers, start_local_engines
-from rlhf_megatron.rollout.sglang_process import start_sglang_engines
-from rlhf_megatron.rollout.transports import process_group
-from rlhf_megatron.rollout.transports.courier import Courier, Traffic
+from rlhf_megatron.rollout.fleet.fleet import EngineFleet
+from rlhf_megatron.rollout.fleet.process import EngineServers, start_local_engines
+from rlhf_megatron.rollout.sglang.process import start_sglang_engines
 from rlhf_megatron.runtime import roles
 from rlhf_megatron.runtime.inline import InlineGroup
-from rlhf_megatron.scheduler.probe import make_probe
-from rlhf_megatron.scheduler.weight_sync import WeightSync
+from rlhf_megatron.sync.probe import make_probe
+from rlhf_megatron.sync.weight_sync import WeightSync
 
 pytestmark = pytest.mark.dist
 on_sglang = [pytest.mark.sglang, pytest.mark.long, needs_sglang]

@@ -18,7 +18,7 @@ from rlhf_megatron.config.schema import KernelsConfig
 from rlhf_megatron.data.batch import MiniBatch
 from rlhf_megatron.kernels.self_check import SelfCheck
 from rlhf_megatron.kernels.tile_ops import TorchTileOps
-from rlhf_megatron.scheduler.head_watch import HeadWatch
+from rlhf_megatron.observe.watches import HeadWatch
 from rlhf_megatron.workers import head_backend
 from rlhf_megatron.workers.findings import HeadReport
 from rlhf_megatron.workers.head_backend import CheckedBackend, HeadChoice, choose_backend

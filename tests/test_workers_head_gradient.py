@@ -16,7 +16,7 @@ from workers_jobs import OVERLAPPED, SHARDED
 
 from rlhf_megatron.data.batch import MiniBatch
 from rlhf_megatron.kernels.log_prob import linear_log_prob
-from rlhf_megatron.workers.main_grad import MainGradSink, sink_of
+from rlhf_megatron.workers.log_prob_head import MainGradSink, sink_of
 
 ROUNDING = 3e-7  # relative, of sums in float32 that are added in another order
 BUCKETS = {"bucket_size": 20_000}

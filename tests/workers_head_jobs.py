@@ -24,7 +24,7 @@ from rlhf_megatron.kernels.log_prob import linear_log_prob
 from rlhf_megatron.kernels.tile_ops import TorchTileOps
 from rlhf_megatron.parallel.world import World
 from rlhf_megatron.workers.findings import HeadReport
-from rlhf_megatron.workers.main_grad import MainGradSink
+from rlhf_megatron.workers.log_prob_head import MainGradSink
 
 
 class WrongGradient(TorchTileOps):
@@ -99,7 +99,8 @@ class Allocations(TorchDispatchMode):
 @contextmanager
 def way(kind: str) -> Iterator[None]:
     """ "sink": as it is. "autograd": as without main_grad. "poisoned": the stand-in is full of NaN."""
-    from rlhf_megatron.workers import log_prob_head, main_grad
+    from rlhf_megatron.workers import log_prob_head
+    from rlhf_megatron.workers import log_prob_head as main_grad
 
     gradient = main_grad.MainGradSink.gradient
 

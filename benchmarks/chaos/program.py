@@ -135,7 +135,7 @@ def _read_process(entry: Path, marker: str) -> Process | None:
 
 def role_of(words: Sequence[str], environment: Mapping[str, str]) -> str:
     """What a process is in its job, by command line and environment."""
-    if "rlhf_megatron.runtime.agent" in words:
+    if "rlhf_megatron.runtime.torchrun.agent" in words:
         return "agent"
     if "--ready-file" in words:
         return Path(words[words.index("--ready-file") + 1]).name.split(".")[0]

@@ -27,14 +27,14 @@ from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
 from rlhf_megatron.rollout.clients import connect
 from rlhf_megatron.rollout.engine import Engine, EngineAddress
 from rlhf_megatron.rollout.fault_proxy import FaultProxy, ProxyFault
-from rlhf_megatron.rollout.fleet import EngineFleet
-from rlhf_megatron.rollout.process import EngineServers
-from rlhf_megatron.rollout.supervisor import Supervision
+from rlhf_megatron.rollout.fleet.fleet import EngineFleet
+from rlhf_megatron.rollout.fleet.process import EngineServers
+from rlhf_megatron.rollout.fleet.start import MIB, make_router, start_engines, transfer_bytes
+from rlhf_megatron.rollout.fleet.supervisor import Supervision
 from rlhf_megatron.runtime.inline import InlineGroup
 from rlhf_megatron.runtime.pool import Pool
 from rlhf_megatron.runtime.roles import role_builder
-from rlhf_megatron.scheduler.engines import MIB, make_router, start_engines, transfer_bytes
-from rlhf_megatron.scheduler.weight_sync import WeightSync
+from rlhf_megatron.sync.weight_sync import WeightSync
 
 SHAKE = 0.05  # standard deviation of what is added to every weight before a sync
 SGLANG_CPU = ROOT / "configs" / "quickstart_sglang.yaml"  # has the arguments for a machine without a GPU

@@ -23,16 +23,12 @@ from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS
 from rlhf_megatron.algorithms.mismatch import mismatch_statistics
 from rlhf_megatron.config.schema import AlgorithmConfig, RolloutCorrectionConfig
 from rlhf_megatron.data.batch import TrainBatch, offsets_from_lengths
+from rlhf_megatron.observe.health import HealthWatch
+from rlhf_megatron.observe.metrics.batch import batch_metrics, valid_samples, variance_metrics, version_metrics
+from rlhf_megatron.observe.metrics.rates import Workload, balance, throughput, time_per_token, utilisation
 from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.scheduler.advantages import AdvantageStage
-from rlhf_megatron.scheduler.batch_metrics import batch_metrics, valid_samples
-from rlhf_megatron.scheduler.correction import correction_columns
-from rlhf_megatron.scheduler.health_watch import HealthWatch
-from rlhf_megatron.scheduler.plugins import Plugins
-from rlhf_megatron.scheduler.rates import balance, throughput, time_per_token, utilisation
-from rlhf_megatron.scheduler.variance_proxy import variance_metrics
-from rlhf_megatron.scheduler.version_metrics import version_metrics
-from rlhf_megatron.scheduler.workload import Workload
+from rlhf_megatron.scheduler.advantages import AdvantageStage, correction_columns
+from rlhf_megatron.scheduler.parts import Plugins
 from rlhf_megatron.workers.correction import correction_params
 
 SHAPES, QUICK_SHAPES = ((2048, 2048), (16384, 2048)), ((64, 64),)  # samples, tokens of a sample at most

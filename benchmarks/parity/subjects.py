@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.parity.cases import Cut, Recipe, Role
-from rlhf_megatron.config.correction import is_bypass
+from rlhf_megatron.config.correction_presets import is_bypass
 from rlhf_megatron.config.schema import ActorConfig, CriticConfig, MegatronConfig, OptimConfig, PolicyLossConfig
 from rlhf_megatron.data.batch import LogProbs, MiniBatch, TokenBatch, TrainBatch, ValueMiniBatch, Values
 from rlhf_megatron.data.plan import ReplicaPlan
 from rlhf_megatron.models.table import Head, Rule
+from rlhf_megatron.observe.metrics.batch import valid_samples
 from rlhf_megatron.parallel.world import World
-from rlhf_megatron.scheduler.batch_metrics import valid_samples
-from rlhf_megatron.scheduler.correction import correction_columns
+from rlhf_megatron.scheduler.advantages import correction_columns
 from rlhf_megatron.scheduler.mini_batches import picked, weighed, weighed_values
 from rlhf_megatron.workers.correction import correction_params, moving_correction
 

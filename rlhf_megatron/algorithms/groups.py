@@ -1,6 +1,9 @@
-"""Statistics of the samples of one prompt, over its valid samples. Shared by group estimators and filters. Pure."""
+"""Statistics of the samples of one prompt, over its valid samples. Shared by group estimators and filters. Pure.
 
+Also: Which samples are of a prompt that teaches something: dynamic sampling (DAPO, arXiv 2503.14476, equation 11).
+"""
 # B samples, G groups, V valid samples
+# B samples
 
 from __future__ import annotations
 
@@ -80,3 +83,13 @@ def group_advantages(rewards_B: Tensor, group_ids_B: Tensor, is_valid_B: Tensor,
     if epsilon is not None:
         advantages_B = advantages_B / (groups.deviations(advantages_B) + epsilon)[groups.index_B]
     return advantages_B.masked_fill(~groups.have_spread(rewards_B)[groups.index_B], 0.0)
+
+
+def teaches(metric_B: Tensor, group_ids_B: Tensor, is_valid_B: Tensor) -> Tensor:
+    """[B] bool: the metric of the sample's group is not the same for all its valid samples.
+
+    All samples of a group have one answer, those of masked status too: a group is kept or left out whole. A group with
+    less than two valid samples is left out. `metric_B` is not read where not valid.
+    """
+    groups = Groups.of(group_ids_B, is_valid_B)
+    return groups.have_spread(metric_B)[groups.index_B]

@@ -2,7 +2,7 @@
 
 To add one: a line `"area/name": Metric(unit, meaning, reduction, over, better)`, see algorithms/metric.py (`better`
 only where there is a direction), in the block of what hands it out. Then
-`python -m rlhf_megatron.scheduler.metrics_reference --write docs/metrics.md`, and commit both: a test compares them.
+`python -m rlhf_megatron.observe.metrics.reference --write docs/metrics.md`, and commit both: a test compares them.
 """
 
 from __future__ import annotations

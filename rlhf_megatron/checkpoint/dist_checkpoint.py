@@ -13,10 +13,9 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
-from rlhf_megatron.checkpoint import safe_reads
-from rlhf_megatron.checkpoint.async_save import BackgroundSave
+from rlhf_megatron.checkpoint import safe_pickle as safe_reads
+from rlhf_megatron.checkpoint.async_save import COMMON, BackgroundSave, stage_sharded
 from rlhf_megatron.checkpoint.safe_pickle import read_bytes, read_plain
-from rlhf_megatron.checkpoint.staged import COMMON, stage_sharded
 
 SAVE_TIMEOUT_S = 3600.0  # of a save that is waited for
 EXTRA_STATE = "_extra_state"

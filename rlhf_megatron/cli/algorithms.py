@@ -15,14 +15,14 @@ from typing import Any
 from rlhf_megatron.algorithms import aggregate
 from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS
 from rlhf_megatron.algorithms.losses import POLICY_LOSSES, kl
-from rlhf_megatron.config.correction import PRESETS
+from rlhf_megatron.config.correction_presets import PRESETS
 from rlhf_megatron.config.keys import field_types
 from rlhf_megatron.config.reference import type_name
-from rlhf_megatron.config.rules import VALUE_ESTIMATORS
+from rlhf_megatron.config.rules.run import VALUE_ESTIMATORS
 from rlhf_megatron.config.show import as_text
 from rlhf_megatron.registry import Entry, Registry
-from rlhf_megatron.rewards import OWN_PROCESS, REWARDS
-from rlhf_megatron.scheduler.plugins import ESTIMATOR_PROVIDED, PROVIDED
+from rlhf_megatron.rewards.scorers import OWN_PROCESS, REWARDS
+from rlhf_megatron.scheduler.parts import ESTIMATOR_PROVIDED, PROVIDED
 from rlhf_megatron.scheduler.schedules import SCHEDULES
 
 WIDTH, INDENT = 118, 24

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import load_run_config
-from rlhf_megatron.config.model_rules import critic_model_problems
-from rlhf_megatron.config.provenance import Loaded
-from rlhf_megatron.config.rules import has_critic, megatron_sections, world_size
+from rlhf_megatron.config.rules.model import critic_model_problems
+from rlhf_megatron.config.rules.run import has_critic, megatron_sections, world_size
+from rlhf_megatron.config.rules.validate import validate_model
 from rlhf_megatron.config.schema import RunConfig
-from rlhf_megatron.config.validate import validate_model
+from rlhf_megatron.config.source import Loaded
 
 if TYPE_CHECKING:
-    from rlhf_megatron.scheduler.check.certificate import Certificate
-    from rlhf_megatron.scheduler.check.proof import Models, Proof
+    from rlhf_megatron.proof.check.certificate import Certificate
+    from rlhf_megatron.proof.check.proof import Models, Proof
 
 ROWS_SHOWN = 10  # figures over the bar
 FORMER = "shape.yaml"  # stands in the directory of a check that was interrupted
@@ -45,7 +45,7 @@ def check(args: argparse.Namespace) -> int:
     directory = _directory(args, loaded.config)
     certificate = _certificate(args, loaded.config, models, directory)
 
-    from rlhf_megatron.scheduler.check import certificate as certificates
+    from rlhf_megatron.proof.check import certificate as certificates
 
     path = certificates.write(certificate, directory)
     _print_result(certificate.proof)
@@ -60,7 +60,7 @@ def _leave(number: int, frame: object) -> NoReturn:
 def _models(loaded: Loaded) -> Models:
     """config.json of the policy and of the critic, checked against the layouts; the files that must be there."""
     from rlhf_megatron.checkpoint.hf_reader import read_hf_config
-    from rlhf_megatron.scheduler.check.proof import Models
+    from rlhf_megatron.proof.check.proof import Models
 
     config = loaded.config
     policy = read_hf_config(Path(config.model.path))
@@ -75,14 +75,14 @@ def _models(loaded: Loaded) -> Models:
 
 def _check_parts(config: RunConfig) -> None:
     """Names and parameters of the registered parts. Raises ConfigError."""
-    from rlhf_megatron.scheduler.plugins import load_plugins
+    from rlhf_megatron.scheduler.parts import load_plugins
 
     load_plugins(config)
 
 
 def _layout(config: RunConfig) -> str:
     """ "tp2 pp2 dp1"; with a pool for the critic "tp2 pp2 dp1, critic tp2 pp1 dp1"."""
-    from rlhf_megatron.runtime.pools import pools_of
+    from rlhf_megatron.runtime.pool import pools_of
 
     return ", critic ".join(str(pool.layout) for pool in pools_of(config))
 
@@ -91,10 +91,10 @@ def _certificate(args: argparse.Namespace, config: RunConfig, models: Models, di
     from rlhf_megatron.parallel.prepare import prepare_megatron
 
     prepare_megatron()
-    from rlhf_megatron.scheduler.check import memory_table
-    from rlhf_megatron.scheduler.check.certificate import Certificate
-    from rlhf_megatron.scheduler.check.fold_layout import fold_layouts
-    from rlhf_megatron.scheduler.check.proof import prove
+    from rlhf_megatron.proof.check import memory_table
+    from rlhf_megatron.proof.check.certificate import Certificate
+    from rlhf_megatron.proof.check.fold_layout import fold_layouts
+    from rlhf_megatron.proof.check.proof import prove
 
     memory = memory_table.plan(config, models.policy, models.critic)
     _print_memory(memory)
@@ -138,7 +138,7 @@ def _directory(args: argparse.Namespace, config: RunConfig) -> Path:
 
 def _make_directory(path: Path) -> None:
     """New and empty; a former one is moved aside."""
-    from rlhf_megatron.scheduler.run_dir import fresh_run_dir
+    from rlhf_megatron.observe.run_dir import fresh_run_dir
 
     directory, moved = fresh_run_dir(str(path.parent), path.name)
     (directory / "logs").rmdir()  # each run has its own
@@ -163,7 +163,7 @@ def _progress(text: str) -> None:
 
 
 def _print_memory(memory: Any) -> None:
-    from rlhf_megatron.scheduler.check import memory_table
+    from rlhf_megatron.proof.check import memory_table
 
     print("memory", flush=True)
     table = [memory_table.HEADER, *memory_table.rows(memory)]
@@ -175,8 +175,8 @@ def _print_memory(memory: Any) -> None:
 
 
 def _print_result(proof: Proof | None) -> None:
-    from rlhf_megatron.scheduler.check import certificate as certificates
-    from rlhf_megatron.scheduler.check import compare
+    from rlhf_megatron.proof.check import certificate as certificates
+    from rlhf_megatron.proof.check import compare
 
     for result in proof.layouts if proof else ():
         over = certificates.over_the_bar(result)

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_megatron.cli import convert, doctor, engine, fetch, report, simulate
+from rlhf_megatron.cli import convert, engine, fetch, report, simulate
+from rlhf_megatron.cli.doctor import command as doctor
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,9 @@ COMMANDS = (
     Command(
         "simulate", "which schedule suits a run, and what it costs", _simulate, "rlhf_megatron.cli.simulate:simulate"
     ),
-    Command("doctor", "which fast paths are live here", doctor.add_arguments, "rlhf_megatron.cli.doctor:doctor"),
+    Command(
+        "doctor", "which fast paths are live here", doctor.add_arguments, "rlhf_megatron.cli.doctor.command:doctor"
+    ),
     Command("engine", "SGLang servers for runs to attach to", engine.add_arguments, "rlhf_megatron.cli.engine:engine"),
     Command("report", "what a run came to: one HTML page", report.add_arguments, "rlhf_megatron.cli.report:report"),
     Command("config", "show, check, document or take over configurations", _config, ""),

@@ -9,8 +9,8 @@ import sys
 from rlhf_megatron.config import reference as config_reference
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import load_run_config, read_run_config
+from rlhf_megatron.config.rules.validate import problems_of, problems_of_files
 from rlhf_megatron.config.show import as_yaml, table
-from rlhf_megatron.config.validate import problems_of, problems_of_files
 
 
 def show(args: argparse.Namespace) -> None:

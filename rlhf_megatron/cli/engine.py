@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rlhf_megatron.config.schema import RunConfig
-    from rlhf_megatron.rollout.process import EngineServers
+    from rlhf_megatron.rollout.fleet.process import EngineServers
 
 ENDPOINTS = "endpoints.yaml"
 _POLL_S = 0.5
@@ -47,9 +47,9 @@ def engine(args: argparse.Namespace) -> int:
 
 
 def _command(config: RunConfig, port: int) -> str:
-    from rlhf_megatron.rollout.sglang_command import shell_command
-    from rlhf_megatron.rollout.sglang_environment import check_sglang
-    from rlhf_megatron.scheduler.engines import engine_dtype
+    from rlhf_megatron.rollout.fleet.start import engine_dtype
+    from rlhf_megatron.rollout.sglang.environment import check_sglang
+    from rlhf_megatron.rollout.sglang.process import shell_command
 
     sglang = config.rollout.sglang
     installed = check_sglang(sglang.python, sglang.args, sglang.env, deterministic=config.trainer.deterministic)
@@ -65,8 +65,8 @@ def _shared(config: RunConfig) -> Path:
 
 def _serve(config: RunConfig, directory: Path) -> int:
     from rlhf_megatron.rollout.engine import EngineError
-    from rlhf_megatron.rollout.process import write_token
-    from rlhf_megatron.scheduler.engines import start_sglang
+    from rlhf_megatron.rollout.fleet.process import write_token
+    from rlhf_megatron.rollout.fleet.start import start_sglang
 
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -10,14 +10,14 @@ from pathlib import Path
 from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS
 from rlhf_megatron.algorithms.losses import POLICY_LOSSES
 from rlhf_megatron.config.errors import ConfigError, Problem
-from rlhf_megatron.config.from_verl.draft import Parts, Told
-from rlhf_megatron.config.from_verl.read import add_overrides, read
-from rlhf_megatron.config.from_verl.setting import Written
-from rlhf_megatron.config.from_verl.translate import Translation, translate
-from rlhf_megatron.config.from_verl.write import line_of
 from rlhf_megatron.config.load import display, read_text
 from rlhf_megatron.config.source import MAX_CHARACTERS
-from rlhf_megatron.rewards import REWARDS
+from rlhf_megatron.rewards.scorers import REWARDS
+from rlhf_megatron.verl.draft import Parts, Told
+from rlhf_megatron.verl.read import add_overrides, read
+from rlhf_megatron.verl.setting import Written
+from rlhf_megatron.verl.translate import Translation, translate
+from rlhf_megatron.verl.write import line_of
 
 INCOMPLETE = 1
 

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def report(args: argparse.Namespace) -> None:
     """Raises ValueError where there is nothing to report."""
-    from rlhf_megatron.report.build import write_report
+    from rlhf_megatron.observe.report.build import write_report
 
     written = write_report(args.run_dirs, args.out)
     for note in written.notes:

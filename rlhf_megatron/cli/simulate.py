@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlhf_megatron.config.schema import ScheduleConfig
-    from rlhf_megatron.scheduler.simulation.durations import Durations
-    from rlhf_megatron.scheduler.simulation.search import Case, Study
+    from rlhf_megatron.simulator.durations import Durations
+    from rlhf_megatron.simulator.search import Case, Study
 
 MOST_LOST = 0.05  # share of the groups that the best schedule may lose
 TOLERANCE = 0.02  # of the step time: so near, the smaller lag counts
@@ -59,9 +59,8 @@ def _count(text: str) -> int:
 def simulate(args: argparse.Namespace) -> None:
     """Raises ConfigError, ValueError."""
     from rlhf_megatron.config.load import load_run_config
-    from rlhf_megatron.scheduler.simulation.plan import make_workload, split_of
-    from rlhf_megatron.scheduler.simulation.search import Study
-    from rlhf_megatron.scheduler.simulation.table import detail_lines, run_lines, table_lines, verdict_lines
+    from rlhf_megatron.simulator.plan import make_workload, split_of
+    from rlhf_megatron.simulator.search import Study, detail_lines, run_lines, table_lines, verdict_lines
 
     _check(args)
     schedules = _schedules(args)
@@ -97,7 +96,7 @@ def simulate(args: argparse.Namespace) -> None:
 def _check(args: argparse.Namespace) -> None:
     """Raises ConfigError with all that is wrong, before anything takes time."""
     from rlhf_megatron.config.errors import ConfigError
-    from rlhf_megatron.scheduler.simulation.durations import ARGUMENTS
+    from rlhf_megatron.simulator.durations import ARGUMENTS
 
     if problems := list(_problems(args)):
         raise ConfigError(problems, ARGUMENTS)
@@ -124,14 +123,14 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _durations(args: argparse.Namespace) -> Durations:
-    from rlhf_megatron.scheduler.simulation.durations import read_durations
-    from rlhf_megatron.scheduler.simulation.recorded import recorded_durations
+    from rlhf_megatron.simulator.durations import read_durations
+    from rlhf_megatron.simulator.recorded import recorded_durations
 
     return recorded_durations(args.durations) if args.durations.is_dir() else read_durations(args.durations)
 
 
 def _write_durations(path: Path, durations: Durations) -> None:
-    from rlhf_megatron.scheduler.simulation.recorded import as_yaml
+    from rlhf_megatron.simulator.recorded import as_yaml
 
     with path.open("x", encoding="utf-8") as file:
         file.write(as_yaml(durations))
@@ -140,7 +139,7 @@ def _write_durations(path: Path, durations: Durations) -> None:
 
 def _schedules(args: argparse.Namespace) -> list[ScheduleConfig]:
     """That are compared. Raises ConfigError."""
-    from rlhf_megatron.scheduler.simulation.search import CANDIDATES
+    from rlhf_megatron.simulator.search import CANDIDATES
 
     return [schedule for text in args.schedule for schedule in grid(text)] or list(CANDIDATES)
 
@@ -188,14 +187,13 @@ def grid(text: str) -> list[ScheduleConfig]:
 
 
 def _choose(cases: Sequence[Case]) -> Case:
-    from rlhf_megatron.scheduler.simulation.search import pick
+    from rlhf_megatron.simulator.search import pick
 
     return pick(cases, TOLERANCE, MOST_LOST)
 
 
 def _files(args: argparse.Namespace, study: Study, own: Case, best: Case, cases: Sequence[Case]) -> None:
-    from rlhf_megatron.scheduler.simulation.picture import Panel, timeline_svg, window
-    from rlhf_megatron.scheduler.simulation.trace_file import trace_json
+    from rlhf_megatron.simulator.picture import Panel, timeline_svg, trace_json, window
 
     if args.json is not None:
         found: dict[str, Any] = {"run": own.as_json(), "best": best.as_json(), "cases": [c.as_json() for c in cases]}

@@ -15,15 +15,15 @@ from rlhf_megatron import faults
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.keys import leaf_keys, value_of
 from rlhf_megatron.config.load import load_run_config
-from rlhf_megatron.config.redact import redacted, revealed
+from rlhf_megatron.config.rules.validate import check_world_size
 from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.secrets import redacted, revealed
 from rlhf_megatron.config.show import as_text, as_yaml
-from rlhf_megatron.config.validate import check_world_size
 from rlhf_megatron.stop import STOPPED_EXIT_CODE, RunStopped, StopRequest
 
 if TYPE_CHECKING:
+    from rlhf_megatron.observe.run_dir import OpenRunDir, RunLock
     from rlhf_megatron.runtime.worker_group import WorkerGroup
-    from rlhf_megatron.scheduler.run_dir import OpenRunDir, RunLock
 
 CONTROLLER_ENV = "RLHF_MEGATRON_RUN_DIR"  # set in the controller's environment: where the run goes
 LOCK_ENV = "RLHF_MEGATRON_LOCK_FD"  # set in the controller's environment: the open run.lock that it inherits
@@ -36,7 +36,7 @@ def train(args: argparse.Namespace) -> int:
         args.overrides = [*args.overrides, "trainer.resume_mode=disable"]
     config = revealed(load_run_config(args.config, args.overrides).config, os.environ)
     if config.trainer.deterministic:
-        from rlhf_megatron.parallel.determinism import ENVIRONMENT
+        from rlhf_megatron.parallel.prepare import ENVIRONMENT
 
         os.environ |= {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
     if isinstance(args.replay, int) != (args.replay_from is not None):
@@ -53,7 +53,7 @@ def train(args: argparse.Namespace) -> int:
         return _inline(args, config, _open_run_dir(args, config, as_yaml(config)))
     if config.trainer.runtime == "ray":
         return _ray(args, config)
-    from rlhf_megatron.runtime import torchrun
+    from rlhf_megatron.runtime.torchrun import launcher as torchrun
 
     if not torchrun.is_under_torchrun():
         if config.trainer.nnodes > 1:
@@ -87,7 +87,7 @@ def _arguments(args: argparse.Namespace) -> Sequence[str]:
 
 def _check(args: argparse.Namespace, config: RunConfig) -> None:
     """What the configuration names must exist and fit, before any process is started."""
-    from rlhf_megatron.scheduler.preflight import check_run
+    from rlhf_megatron.proof.preflight import check_run
 
     if isinstance(args.replay, Path):
         check_run(config, capsule=args.replay)
@@ -96,7 +96,7 @@ def _check(args: argparse.Namespace, config: RunConfig) -> None:
 
 
 def _pools(config: RunConfig):  # type: ignore[no-untyped-def]
-    from rlhf_megatron.runtime.pools import pools_of
+    from rlhf_megatron.runtime.pool import pools_of
 
     return pools_of(config)
 
@@ -108,7 +108,7 @@ def _run_name(args: argparse.Namespace, config: RunConfig) -> str:
 
 def _is_complete(args: argparse.Namespace, config: RunConfig) -> bool:
     """True, and said, where the run directory holds this very run with all of its steps."""
-    from rlhf_megatron.scheduler.resume import completion
+    from rlhf_megatron.recovery.resume import completion
 
     said = completion(_run_dir(args, config), config) if args.replay is None else None
     if said is not None:
@@ -122,8 +122,8 @@ def _run_dir(args: argparse.Namespace, config: RunConfig) -> Path:
 
 def _open_run_dir(args: argparse.Namespace, config: RunConfig, resolved: str) -> OpenRunDir:
     """Locked for this process and those that inherit its lock."""
-    from rlhf_megatron.scheduler.resume import goes_on
-    from rlhf_megatron.scheduler.run_dir import open_run_dir, write_text
+    from rlhf_megatron.observe.run_dir import open_run_dir, write_text
+    from rlhf_megatron.recovery.resume import goes_on
 
     def is_kept(path: Path) -> bool:
         return args.replay is None and goes_on(path, config)
@@ -146,12 +146,12 @@ def _run(
     place=None,  # type: ignore[no-untyped-def]
 ) -> int:
     """`place`: of the engines; None: beside this process."""
+    from rlhf_megatron.proof.replay import replay
+    from rlhf_megatron.proof.replay_capsule import NOT_REPRODUCED_EXIT_CODE, replay_capsule
+    from rlhf_megatron.recovery.skips import NONFINITE_EXIT_CODE, NonFiniteNumbers
     from rlhf_megatron.rollout.engine import EngineError
-    from rlhf_megatron.rollout.process import here
+    from rlhf_megatron.rollout.fleet.process import here
     from rlhf_megatron.scheduler import run
-    from rlhf_megatron.scheduler.replay import replay
-    from rlhf_megatron.scheduler.replay_capsule import NOT_REPRODUCED_EXIT_CODE, replay_capsule
-    from rlhf_megatron.scheduler.skips import NONFINITE_EXIT_CODE, NonFiniteNumbers
 
     try:
         if isinstance(args.replay, Path):
@@ -186,8 +186,8 @@ def _inline(args: argparse.Namespace, config: RunConfig, opened: OpenRunDir) -> 
 
 
 def _ray(args: argparse.Namespace, config: RunConfig) -> int:
-    from rlhf_megatron.runtime.ray_driver import RayJob, run_driver
-    from rlhf_megatron.runtime.ray_environment import address_of, check_installed
+    from rlhf_megatron.runtime.ray.driver import RayJob, run_driver
+    from rlhf_megatron.runtime.ray.environment import address_of, check_installed
 
     _install_faults("controller")
     check_installed()
@@ -224,7 +224,7 @@ def _deadlines(config: RunConfig):  # type: ignore[no-untyped-def]
 
 
 def _host(args: argparse.Namespace, config: RunConfig, resolved: str) -> int:
-    from rlhf_megatron.runtime.torchrun import run_host
+    from rlhf_megatron.runtime.torchrun.launcher import run_host
 
     problems = check_world_size(config, int(os.environ["WORLD_SIZE"]))
     if problems:
@@ -256,7 +256,7 @@ def _backend(config: RunConfig) -> str:
 
 def _build_roles(config: RunConfig, pool):  # type: ignore[no-untyped-def]
     """Megatron is imported after the host has registered, so that what fails there is told with coordinates."""
-    from rlhf_megatron.parallel.determinism import make_deterministic
+    from rlhf_megatron.parallel.prepare import make_deterministic
     from rlhf_megatron.runtime.roles import role_builder
 
     if config.trainer.deterministic:
@@ -265,8 +265,8 @@ def _build_roles(config: RunConfig, pool):  # type: ignore[no-untyped-def]
 
 
 def _control(args: argparse.Namespace, config: RunConfig, run_dir: Path) -> int:
-    from rlhf_megatron.runtime.torchrun import run_controller
-    from rlhf_megatron.scheduler.run_dir import RunLock
+    from rlhf_megatron.observe.run_dir import RunLock
+    from rlhf_megatron.runtime.torchrun.launcher import run_controller
 
     lock = RunLock.inherited(int(os.environ.pop(LOCK_ENV)))
 

@@ -1,20 +1,69 @@
-"""A run's YAML file, the files that it extends and the overrides of the command line, as one typed configuration."""
+"""A run's YAML file, the files that it extends and the overrides of the command line, as one typed configuration.
+
+Also: `a.b.c=value` arguments of the command line, as nodes. The value is YAML: `[1, 2]`, `{a: 1}`, `null`, `1e-4`.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rlhf_megatron.config.convert import BROKEN, Converter
 from rlhf_megatron.config.errors import ConfigError, Problem
-from rlhf_megatron.config.overrides import parse_overrides
-from rlhf_megatron.config.provenance import Loaded
+from rlhf_megatron.config.rules.validate import problems_of, problems_of_files
 from rlhf_megatron.config.schema import RunConfig
-from rlhf_megatron.config.source import MAX_CHARACTERS, MappingNode, Node, Scalar, SequenceNode, merge, parse
-from rlhf_megatron.config.validate import problems_of, problems_of_files
+from rlhf_megatron.config.secrets import secrets_in
+from rlhf_megatron.config.source import (
+    MAX_CHARACTERS,
+    Loaded,
+    MappingNode,
+    Node,
+    Origin,
+    Scalar,
+    SequenceNode,
+    merge,
+    parse,
+    plain,
+)
+from rlhf_megatron.config.typed import BROKEN, Converter
 from rlhf_megatron.config.verl_names import has_known_below, suggest
+
+SOURCE = "command line"
+_KEY = re.compile(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*\Z")
+
+
+def parse_overrides(overrides: Sequence[str], layer: int) -> list[MappingNode]:
+    """One tree an override, to be merged in this order. Raises ConfigError with all that are malformed."""
+    origin = Origin(SOURCE, layer=layer)
+    trees: list[MappingNode] = []
+    problems: list[Problem] = []
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        key = key.strip()
+        if not equals or not _KEY.match(key):
+            hint = " Keys need no '+' or '--' in front." if re.match(r"\+|--|~", key) else ""
+            problems.append(Problem(f"override {override!r} must have the form section.key=value.{hint}", where=SOURCE))
+            continue
+        try:
+            node = parse(text, SOURCE, layer, with_lines=False)
+        except ConfigError as error:
+            problems += [Problem(f"override {override!r}: {problem}") for problem in error.problems]
+            continue
+        if secrets := secrets_in(plain(node), key):
+            what = f"override {secrets[0]}: every user of the machine can read a command line; set it in the file."
+            problems.append(Problem(what, where=SOURCE))
+            continue
+        *sections, name = key.split(".")
+        tree = MappingNode({name: node}, origin)
+        for section in reversed(sections):
+            tree = MappingNode({section: tree}, origin)
+        trees.append(tree)
+    if problems:
+        raise ConfigError(problems)
+    return trees
+
 
 EXTENDS = "extends"
 

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from rlhf_megatron.config.convert import BROKEN, Converter
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.keys import join, leaves, nearest
-from rlhf_megatron.config.provenance import DEFAULT, Loaded
-from rlhf_megatron.config.source import lift
+from rlhf_megatron.config.source import DEFAULT, Loaded, lift
+from rlhf_megatron.config.typed import BROKEN, Converter
 from rlhf_megatron.registry import Entry, Registry
 
 P = TypeVar("P")

@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
 from rlhf_megatron.config.keys import field_types, leaves, value_of
-from rlhf_megatron.config.ranges import INTERVALS, Interval
+from rlhf_megatron.config.rules.ranges import INTERVALS, Interval
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.show import as_text
 from rlhf_megatron.config.verl_names import RENAMED_SECTIONS, VERL_NAMES

@@ -9,12 +9,11 @@ from typing import Any
 
 import yaml
 
-from rlhf_megatron.config.ignored import ignored
 from rlhf_megatron.config.keys import leaf_keys, value_of
-from rlhf_megatron.config.provenance import DEFAULT, Loaded, Origin
-from rlhf_megatron.config.redact import redacted
+from rlhf_megatron.config.rules.validate import ignored
 from rlhf_megatron.config.schema import RunConfig
-from rlhf_megatron.config.source import CORE_SCHEMA
+from rlhf_megatron.config.secrets import redacted
+from rlhf_megatron.config.source import CORE_SCHEMA, DEFAULT, Loaded, Origin
 
 MAX_VALUE_WIDTH = 40
 _DIM, _BOLD, _RESET = "\x1b[2m", "\x1b[1m", "\x1b[0m"

@@ -1,15 +1,24 @@
-"""Prompts as token ids, ready to be asked, and the batches that are made of them."""
+"""Prompts as token ids, ready to be asked, and the batches that are made of them.
+
+Also: Rows to items: templates around the prompt, solved rows in front of it, and the limit on its length.
+"""
 
 from __future__ import annotations
 
+import random
+import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Literal
 
 import torch
 
+from rlhf_megatron.config.schema import FewShotConfig
 from rlhf_megatron.data.batch import PromptBatch, TokenBatch, offsets_from_lengths
+from rlhf_megatron.data.chat_template import ChatFormat
+from rlhf_megatron.data.rows import Prompt, PromptRow
 from rlhf_megatron.data.tokenizer import Tokenizer
 
 
@@ -84,3 +93,130 @@ class WeightedItems:
         s = min(bisect_right(ends, point) - 1, len(self.sources) - 1)
         items = self.sources[s].items
         return items[min(len(items) - 1, int((point - ends[s]) / (ends[s + 1] - ends[s]) * len(items)))]
+
+
+Truncation = Literal["error", "left", "right", "middle"]
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What happens to prompts that are too long."""
+
+    max_prompt_length: int  # tokens
+    filter_overlong: bool = False  # drop them
+    truncation: Truncation = "error"  # otherwise: refuse, or cut tokens off that side
+
+
+@dataclass(frozen=True)
+class PromptFormat:
+    """From what stands in a row to what the model reads."""
+
+    template: str = "{prompt}"  # around a text prompt
+    shots: str = ""  # solved rows in front of it
+    chat: ChatFormat | None = None  # None: the text is read as it is
+
+    def text(self, prompt: Prompt) -> str:
+        """Raises ValueError where a list of messages meets what is for texts, and what `ChatFormat.text` does."""
+        if isinstance(prompt, str):
+            text = self.shots + self.template.replace("{prompt}", prompt)
+            return text if self.chat is None else self.chat.text(text)
+        if self.chat is None:
+            raise ValueError("the prompt is a list of chat messages; set data.apply_chat_template=true.")
+        if self.shots or self.template != "{prompt}":
+            raise ValueError(
+                "the prompt is a list of chat messages, and prompt_template and few_shot are for texts; remove them, or"
+                " write prompts as text."
+            )
+        return self.chat.text(prompt)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Items of rows, in order."""
+
+    items: tuple[PromptItem, ...]
+    num_dropped: int  # over the limit
+    num_cut: int  # likewise, and shortened
+
+
+def take_shots(
+    rows: Sequence[PromptRow], config: FewShotConfig, prompt_template: str
+) -> tuple[str, tuple[PromptRow, ...], frozenset[Prompt]]:
+    """(solved rows as text, the other rows, prompts of the solved ones), chosen by `config.seed`.
+
+    Rows with the prompt of a solved one are left out with it. Raises ValueError where too few different ones are left.
+    """
+    if config.num_shots == 0:
+        return "", tuple(rows), frozenset()
+    by_prompt = {row.prompt: row for row in reversed(rows)}  # the first of each
+    prompts = [prompt for prompt in dict.fromkeys(row.prompt for row in rows) if isinstance(prompt, str)]
+    if len(prompts) <= config.num_shots:
+        raise ValueError(
+            f"few_shot.num_shots ({config.num_shots}) must be below the number of different training prompts that are"
+            f" texts ({len(prompts)}), so that some are left to train on; use fewer."
+        )
+    chosen = random.Random(f"few_shot/{config.seed}").sample(prompts, config.num_shots)
+
+    def solved(prompt: str) -> str:
+        values = {"{prompt}": prompt_template.replace("{prompt}", prompt), "{label}": by_prompt[prompt].label}
+        return re.sub(r"\{prompt\}|\{label\}", lambda match: values[match[0]], config.template)
+
+    text = "".join(solved(prompt) for prompt in chosen)
+    taken = frozenset[Prompt](chosen)
+    return text, tuple(row for row in rows if row.prompt not in taken), taken
+
+
+def encode_rows(rows: Sequence[PromptRow], tokenizer: Tokenizer, form: PromptFormat, limit: Limit) -> Encoded:
+    """Items of the rows; those over the limit are dropped or cut as it says.
+
+    Raises ValueError naming the row for a prompt that is too long where it says neither, that has no tokens or that
+    `form` refuses, and when no row is left.
+    """
+    texts = []
+    for row in rows:
+        try:
+            texts.append(form.text(row.prompt))
+        except ValueError as error:
+            raise ValueError(f"{row.origin}: {error}") from error
+    items: list[PromptItem] = []
+    num_dropped = num_cut = 0
+    all_ids = tokenizer.encode_all(texts)
+    for row, text, ids in zip(rows, texts, all_ids, strict=True):
+        if not ids:
+            raise ValueError(f"{row.origin}: the prompt {text!r} has no tokens; remove the row.")
+        if len(ids) > limit.max_prompt_length:
+            if limit.filter_overlong:
+                num_dropped += 1
+                continue
+            if limit.truncation == "error":
+                raise ValueError(_too_long(row, len(ids), [len(other) for other in all_ids], limit.max_prompt_length))
+            ids = cut(ids, limit.max_prompt_length, limit.truncation)
+            text = tokenizer.spell(ids)
+            num_cut += 1
+        items.append(PromptItem(ids, text, row.label, row.source, row.extra))
+    if not items:
+        shortest = min(map(len, all_ids), default=0)
+        raise ValueError(
+            f"the dataset is empty: all {len(rows)} prompts are over data.max_prompt_length"
+            f" ({limit.max_prompt_length}); the shortest has {shortest} tokens."
+        )
+    return Encoded(tuple(items), num_dropped, num_cut)
+
+
+def cut(ids: tuple[int, ...], length: int, side: Truncation) -> tuple[int, ...]:
+    """The first `length` ids ("right" is cut off), the last ones ("left"), or both ends ("middle")."""
+    if side == "right":
+        return ids[:length]
+    if side == "left":
+        return ids[len(ids) - length :]
+    assert side == "middle", side
+    return ids[: length // 2] + ids[len(ids) - (length - length // 2) :]
+
+
+def _too_long(row: PromptRow, length: int, lengths: Sequence[int], limit: int) -> str:
+    count = sum(other > limit for other in lengths)
+    return (
+        f"{row.origin}: the prompt has {length} tokens, over data.max_prompt_length ({limit}), "
+        f"as have {count} of {len(lengths)} prompts; raise it to {max(lengths)}, "
+        "or set data.filter_overlong_prompts=true to drop them, or data.truncation to cut them."
+    )

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from rlhf_megatron.data import codec
 from rlhf_megatron.data.batch import Batch, concat, select
-from rlhf_megatron.data.dealing import Bin
-from rlhf_megatron.data.packing import pack
+from rlhf_megatron.data.packing import Bin, pack
 
 NO_OP = -1
 NO_OP_LENGTH = 2  # one prompt token, one response token that is not in the mask

@@ -8,8 +8,7 @@ from functools import cached_property
 from rlhf_megatron.config.params import params_from_mapping
 from rlhf_megatron.config.schema import DataConfig, FewShotConfig
 from rlhf_megatron.data.chat_template import ChatFormat, make_chat_format
-from rlhf_megatron.data.encode import Encoded, Limit, PromptFormat, encode_rows, take_shots
-from rlhf_megatron.data.items import PromptItem, PromptSource
+from rlhf_megatron.data.items import Encoded, Limit, PromptFormat, PromptItem, PromptSource, encode_rows, take_shots
 from rlhf_megatron.data.rows import PromptRow, RowCounts, read_rows
 from rlhf_megatron.data.tasks import TASKS
 from rlhf_megatron.data.tokenizer import Tokenizer

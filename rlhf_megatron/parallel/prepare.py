@@ -1,6 +1,11 @@
-"""One call that readies megatron-core in a process: version, fixes, and the CPU platform where needed."""
+"""One call that readies megatron-core in a process: version, fixes, and the CPU platform where needed.
+
+Also: What makes the hosts of a run repeat bit for bit on one layout (`trainer.deterministic`).
+"""
 
 from __future__ import annotations
+
+import torch
 
 from rlhf_megatron.parallel import cpu_platform, mcore_fixes
 from rlhf_megatron.parallel.mcore_patch import check_undeclared_needs, check_version
@@ -16,3 +21,19 @@ def prepare_megatron() -> None:
     check_undeclared_needs()
     cpu_platform.apply()
     mcore_fixes.apply()
+
+
+ENVIRONMENT = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # cuBLAS: one workspace a stream, so that the same algorithm runs
+    "NCCL_ALGO": "^NVLS",  # sums in the switch come in no fixed order
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",  # attention of Transformer Engine
+}
+"""To be set before CUDA and NCCL are used, where nobody has set another value."""
+
+
+def make_deterministic() -> None:
+    """From now on an operation that torch cannot repeat bit for bit raises RuntimeError and says which it is."""
+    torch.use_deterministic_algorithms(True)
+    # Filling is for programs that read what they never wrote.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = False

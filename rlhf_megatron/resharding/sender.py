@@ -17,13 +17,13 @@ from rlhf_megatron.data import codec
 from rlhf_megatron.models.table import Rule
 from rlhf_megatron.parallel.layout import Coordinates
 from rlhf_megatron.resharding.agreement import agree
-from rlhf_megatron.resharding.device_memory import DeviceMemoryTransport
-from rlhf_megatron.resharding.disk import DiskTransport
 from rlhf_megatron.resharding.gather import gather_packed, pack_shards, unpack_shards, write_bucket
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.resharding.plan import ALIGNMENT, Bucket, fingerprint, oversized, plan_buckets
-from rlhf_megatron.resharding.shared_memory import SharedMemoryTransport
-from rlhf_megatron.resharding.transport import Deliver, Medium, Transport
+from rlhf_megatron.resharding.transports.base import Deliver, Medium, Transport
+from rlhf_megatron.resharding.transports.device_memory import DeviceMemoryTransport
+from rlhf_megatron.resharding.transports.disk import DiskTransport
+from rlhf_megatron.resharding.transports.shared_memory import SharedMemoryTransport
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rlhf_megatron.runtime import registration
 from rlhf_megatron.runtime.failures import HostError
-from rlhf_megatron.runtime.pools import PoolSpec
+from rlhf_megatron.runtime.pool import PoolSpec
 from rlhf_megatron.runtime.remote import RemoteGroup
 from rlhf_megatron.runtime.routed import RoutedGroups
 from rlhf_megatron.runtime.stopping import ControllerStop

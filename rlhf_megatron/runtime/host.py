@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rlhf_megatron.data import codec
-from rlhf_megatron.runtime import stacks
+from rlhf_megatron.runtime import hang as stacks
 from rlhf_megatron.runtime.messages import Call, Status
 from rlhf_megatron.runtime.pool import Pool
 

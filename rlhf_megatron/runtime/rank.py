@@ -15,8 +15,7 @@ from rlhf_megatron.runtime import registration
 from rlhf_megatron.runtime.controller import Deadlines
 from rlhf_megatron.runtime.hang import DUMP_SIGNAL
 from rlhf_megatron.runtime.host import Activity, BuildRoles
-from rlhf_megatron.runtime.pool import Pool, join_pool, where
-from rlhf_megatron.runtime.pools import PoolSpec
+from rlhf_megatron.runtime.pool import Pool, PoolSpec, join_pool, where
 from rlhf_megatron.runtime.processes import redirect_output
 from rlhf_megatron.runtime.service import Service, serve
 from rlhf_megatron.runtime.stopping import HostStop

@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from rlhf_megatron.runtime.channel import AuthenticationError, Channel, FrameError, accept, connect
 from rlhf_megatron.runtime.failures import HostError
 from rlhf_megatron.runtime.messages import Register
-from rlhf_megatron.runtime.pool import where
-from rlhf_megatron.runtime.pools import PoolSpec
+from rlhf_megatron.runtime.pool import PoolSpec, where
 from rlhf_megatron.runtime.processes import machine_id
 from rlhf_megatron.runtime.remote import HostLink
 

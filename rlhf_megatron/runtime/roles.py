@@ -17,20 +17,19 @@ from rlhf_megatron.checkpoint.random_init import random_source
 from rlhf_megatron.checkpoint.rng_state import load_rng, save_rng
 from rlhf_megatron.checkpoint.source import WeightSource
 from rlhf_megatron.checkpoint.value_model import read_value_model
-from rlhf_megatron.config.rules import has_critic, needs_reference
+from rlhf_megatron.config.rules.run import has_critic, needs_reference
 from rlhf_megatron.config.schema import ActorConfig, RunConfig
 from rlhf_megatron.models.families.base import HFConfig, table_for
 from rlhf_megatron.parallel.device import device_for, local_rank
 from rlhf_megatron.parallel.world import World, create_world, destroy_world
 from rlhf_megatron.resharding.export_hf import export_hf
 from rlhf_megatron.resharding.sender import SendReport, send_weights
-from rlhf_megatron.rollout.delivery import Delivery
+from rlhf_megatron.rollout.delivery.choose import alignment_of, couriers_for
+from rlhf_megatron.rollout.delivery.delivery import Delivery
+from rlhf_megatron.rollout.delivery.process_group import Groups
 from rlhf_megatron.rollout.engine import EngineAddress, WeightTransport
-from rlhf_megatron.rollout.transports.choose import alignment_of, couriers_for
-from rlhf_megatron.rollout.transports.process_group import Groups
 from rlhf_megatron.runtime.host import BuildRoles
-from rlhf_megatron.runtime.pool import Pool
-from rlhf_megatron.runtime.pools import ACTOR, CRITIC, pool_of_role, pools_of
+from rlhf_megatron.runtime.pool import ACTOR, CRITIC, Pool, pool_of_role, pools_of
 from rlhf_megatron.workers.actor import MegatronActor
 from rlhf_megatron.workers.correction import moving_correction
 from rlhf_megatron.workers.critic import MegatronCritic

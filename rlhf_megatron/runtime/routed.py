@@ -11,7 +11,7 @@ from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.runtime.failures import HostError
 from rlhf_megatron.runtime.hang import DescribeHang, describe_hosts
 from rlhf_megatron.runtime.messages import Status
-from rlhf_megatron.runtime.pools import pool_of_role
+from rlhf_megatron.runtime.pool import pool_of_role
 from rlhf_megatron.runtime.remote import STATUS_TIMEOUT_S, RemoteGroup, tie, views_of
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.data.batch import AnnotatedBatch, ScoredBatch, TokenBatch, gain
 from rlhf_megatron.runtime.worker_group import WorkerGroup
-from rlhf_megatron.scheduler.plugins import Plugins
+from rlhf_megatron.scheduler.parts import Plugins
 
 
 def annotate(

@@ -11,10 +11,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from rlhf_megatron.algorithms.group_filter import teaches
+from rlhf_megatron.algorithms.groups import teaches
 from rlhf_megatron.config.schema import FilterGroupsConfig, RunConfig
 from rlhf_megatron.data.batch import ScoredBatch, concat, select
-from rlhf_megatron.scheduler.batch_metrics import valid_samples
+from rlhf_megatron.observe.metrics.batch import valid_samples
 
 logger = logging.getLogger(__name__)
 Batch = TypeVar("Batch", bound=ScoredBatch)

@@ -12,8 +12,8 @@ from rlhf_megatron.algorithms.losses import PICKS, POLICY_LOSSES, PickInputs
 from rlhf_megatron.config.params import params_from_mapping
 from rlhf_megatron.config.schema import PolicyLossConfig
 from rlhf_megatron.data.batch import MiniBatch, TokenBatch, TrainBatch, ValueMiniBatch, select, token_index
-from rlhf_megatron.scheduler.batch_metrics import valid_tokens
-from rlhf_megatron.scheduler.seeds import derive_seed
+from rlhf_megatron.data.seeds import derive_seed
+from rlhf_megatron.observe.metrics.batch import valid_tokens
 
 
 def weigh(batch: TokenBatch, mode: str, scale_factor: float | None = None) -> tuple[Tensor, Tensor]:

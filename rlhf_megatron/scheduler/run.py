@@ -12,57 +12,55 @@ from functools import partial
 from pathlib import Path
 
 from rlhf_megatron.config.changes import flat, settings_digest
-from rlhf_megatron.config.schedule_rules import SYNCHRONOUS
+from rlhf_megatron.config.rules.schedule import SYNCHRONOUS
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.show import as_yaml
 from rlhf_megatron.data.prompts import PromptSets
 from rlhf_megatron.data.tokenizer import Tokenizer
+from rlhf_megatron.observe.attempts import Attempts, RunClock
+from rlhf_megatron.observe.line_file import DIRECTORY as SUPERSEDED
+from rlhf_megatron.observe.line_file import evaluation_seconds, read_rows, supersede
+from rlhf_megatron.observe.run_dir import write_text
+from rlhf_megatron.observe.run_facts import run_facts
+from rlhf_megatron.observe.summary import description, finish, layouts_of
+from rlhf_megatron.observe.trace import TracedGroup
+from rlhf_megatron.observe.tracker import Tracker
+from rlhf_megatron.observe.watches import HeadWatch, MemoryWatch
+from rlhf_megatron.recovery.capsule import Capsules
+from rlhf_megatron.recovery.checkpointer import Checkpointer, RunState
+from rlhf_megatron.recovery.guard import StageGuard
+from rlhf_megatron.recovery.journal import Journal
+from rlhf_megatron.recovery.keeper import Keeper
+from rlhf_megatron.recovery.recorder import RecordedStart, Recorder
+from rlhf_megatron.recovery.resume import CONFIG, Start, architecture_of, facts_of, find_start
+from rlhf_megatron.recovery.skips import Skips
+from rlhf_megatron.recovery.watchdog import StageWatchdog
 from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
-from rlhf_megatron.reward_service.scorer import REWARD_LOG, make_scorer
-from rlhf_megatron.rollout.fleet import EngineFleet
-from rlhf_megatron.rollout.process import Place, here
-from rlhf_megatron.runtime.worker_group import WorkerGroup
-from rlhf_megatron.scheduler.attempts import Attempts, RunClock
-from rlhf_megatron.scheduler.capsule import Capsules
-from rlhf_megatron.scheduler.checkpointer import Checkpointer
-from rlhf_megatron.scheduler.colocation import leave_devices, make_turns, refuse_probe
-from rlhf_megatron.scheduler.engine_faults import register_engine_faults
-from rlhf_megatron.scheduler.engines import (
+from rlhf_megatron.rewards.service.scorer import REWARD_LOG, make_scorer
+from rlhf_megatron.rollout.fleet.fleet import EngineFleet
+from rlhf_megatron.rollout.fleet.process import Place, here
+from rlhf_megatron.rollout.fleet.start import (
     MIB,
     engine_dtype,
     make_fleet,
+    register_engine_faults,
     start_engines,
     transfer_bytes,
     transfer_parent,
 )
-from rlhf_megatron.scheduler.guard import StageGuard
-from rlhf_megatron.scheduler.head_watch import HeadWatch
-from rlhf_megatron.scheduler.journal import Journal
-from rlhf_megatron.scheduler.keeper import Keeper
+from rlhf_megatron.runtime.worker_group import WorkerGroup
 from rlhf_megatron.scheduler.loop import LoopPlan, run
-from rlhf_megatron.scheduler.memory_watch import MemoryWatch
-from rlhf_megatron.scheduler.plugins import load_plugins
-from rlhf_megatron.scheduler.probe import make_probe
-from rlhf_megatron.scheduler.recorder import RecordedStart, Recorder
-from rlhf_megatron.scheduler.resume import CONFIG, Start, architecture_of, facts_of, find_start
+from rlhf_megatron.scheduler.parts import load_plugins
 from rlhf_megatron.scheduler.run_data import load_data, run_data
-from rlhf_megatron.scheduler.run_dir import write_text
-from rlhf_megatron.scheduler.run_facts import run_facts
-from rlhf_megatron.scheduler.skips import Skips
 from rlhf_megatron.scheduler.stages import Stages
-from rlhf_megatron.scheduler.state import RunState
-from rlhf_megatron.scheduler.summary import description, finish, layouts_of
-from rlhf_megatron.scheduler.superseded import DIRECTORY as SUPERSEDED
-from rlhf_megatron.scheduler.superseded import evaluation_seconds, read_rows, supersede
 from rlhf_megatron.scheduler.supply.base import Supply
 from rlhf_megatron.scheduler.supply.group_journal import GroupJournal
 from rlhf_megatron.scheduler.supply.make import make_supply, with_progress
-from rlhf_megatron.scheduler.traced_group import TracedGroup
-from rlhf_megatron.scheduler.tracker import Tracker
 from rlhf_megatron.scheduler.warmup import warm_up_policy
-from rlhf_megatron.scheduler.watchdog import StageWatchdog
-from rlhf_megatron.scheduler.weight_sync import WeightSync
 from rlhf_megatron.stop import StopRequest
+from rlhf_megatron.sync.colocation import leave_devices, make_turns, refuse_probe
+from rlhf_megatron.sync.probe import make_probe
+from rlhf_megatron.sync.weight_sync import WeightSync
 
 
 def train(

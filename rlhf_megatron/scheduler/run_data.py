@@ -9,7 +9,7 @@ from rlhf_megatron.data.items import prompt_batch
 from rlhf_megatron.data.prompts import PromptSets, load_prompts
 from rlhf_megatron.data.stream import PromptStream
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
-from rlhf_megatron.scheduler.evaluation import EvaluationSet
+from rlhf_megatron.evaluation.evaluation import EvaluationSet
 from rlhf_megatron.scheduler.stages import RunData
 
 

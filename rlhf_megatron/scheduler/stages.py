@@ -18,31 +18,28 @@ from rlhf_megatron.data.batch import (
 )
 from rlhf_megatron.data.stream import PromptStream
 from rlhf_megatron.data.tokenizer import Tokenizer
-from rlhf_megatron.rewards import RewardResult, RewardSample
+from rlhf_megatron.evaluation.evaluation import EvaluationResult, EvaluationSet, evaluate, first_items
+from rlhf_megatron.observe.metrics.batch import version_metrics
+from rlhf_megatron.observe.metrics.finite import bad_columns
+from rlhf_megatron.observe.metrics.mismatch import MismatchCheck
+from rlhf_megatron.observe.watches import HeadWatch, MemoryWatch
+from rlhf_megatron.recovery.desync import check_replicas
+from rlhf_megatron.recovery.journal import Journal
+from rlhf_megatron.recovery.recorder import Recorder
+from rlhf_megatron.recovery.skips import Skips
+from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
 from rlhf_megatron.rollout.engine import GeneratedSample, SamplingParams
-from rlhf_megatron.rollout.fleet import EngineFleet
+from rlhf_megatron.rollout.fleet.fleet import EngineFleet
+from rlhf_megatron.rollout.requests import build_requests, collect
 from rlhf_megatron.runtime.worker_group import WorkerGroup
 from rlhf_megatron.scheduler.advantages import AdvantageStage
 from rlhf_megatron.scheduler.annotate import annotate
-from rlhf_megatron.scheduler.colocation import NoTurns, Turns
-from rlhf_megatron.scheduler.desync import check_replicas
-from rlhf_megatron.scheduler.evaluation import EvaluationResult, EvaluationSet, evaluate, first_items
 from rlhf_megatron.scheduler.filter_groups import filtered, teaches_nothing
-from rlhf_megatron.scheduler.finite import bad_columns
-from rlhf_megatron.scheduler.generation import build_requests, collect
-from rlhf_megatron.scheduler.greedy import greedy_length_metrics, of_groups
-from rlhf_megatron.scheduler.head_watch import HeadWatch
-from rlhf_megatron.scheduler.journal import Journal
-from rlhf_megatron.scheduler.memory_watch import MemoryWatch
-from rlhf_megatron.scheduler.mismatch_check import MismatchCheck
-from rlhf_megatron.scheduler.plugins import Plugins
-from rlhf_megatron.scheduler.recorder import Recorder
-from rlhf_megatron.scheduler.resampled import resampled
-from rlhf_megatron.scheduler.scoring import reward_samples, to_scored
-from rlhf_megatron.scheduler.skips import Skips
+from rlhf_megatron.scheduler.parts import Plugins
+from rlhf_megatron.scheduler.samples import greedy_length_metrics, of_groups, resampled, reward_samples, to_scored
 from rlhf_megatron.scheduler.update import actor_update, critic_update, leave_out, run_updates
-from rlhf_megatron.scheduler.version_metrics import version_metrics
-from rlhf_megatron.scheduler.weight_sync import Sync
+from rlhf_megatron.sync.colocation import NoTurns, Turns
+from rlhf_megatron.sync.weight_sync import Sync
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,14 @@ from itertools import islice, zip_longest
 from typing import Any
 
 from rlhf_megatron import faults
-from rlhf_megatron.config.correction import is_bypass
+from rlhf_megatron.config.correction_presets import is_bypass
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.data.batch import MiniBatch, TokenBatch, TrainBatch
+from rlhf_megatron.observe.metrics.finite import BadColumn
+from rlhf_megatron.recovery.skip_facts import RoleSkips
+from rlhf_megatron.recovery.skips import Skips
 from rlhf_megatron.runtime.worker_group import WorkerGroup
-from rlhf_megatron.scheduler.finite import BadColumn
 from rlhf_megatron.scheduler.mini_batches import parts, picked, weighed, weighed_values
-from rlhf_megatron.scheduler.skip_facts import RoleSkips
-from rlhf_megatron.scheduler.skips import Skips
 from rlhf_megatron.workers.contract import UpdateResult
 
 CALLS_IN_FLIGHT = 2  # of a role: one that runs and one that waits, so that a pool is never idle

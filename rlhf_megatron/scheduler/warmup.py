@@ -12,12 +12,12 @@ from rlhf_megatron.config.schema import RunConfig, SamplingConfig, WarmupConfig
 from rlhf_megatron.data.batch import TokenBatch
 from rlhf_megatron.data.items import WeightedItems, supervised_batch
 from rlhf_megatron.data.prompts import PromptSets
+from rlhf_megatron.data.seeds import derive_seed
+from rlhf_megatron.evaluation.evaluation import EvaluationResult
+from rlhf_megatron.observe.tracker import Tracker
 from rlhf_megatron.runtime.worker_group import WorkerGroup
-from rlhf_megatron.scheduler.evaluation import EvaluationResult
 from rlhf_megatron.scheduler.mini_batches import supervised_mini_batch
-from rlhf_megatron.scheduler.seeds import derive_seed
 from rlhf_megatron.scheduler.stages import Stages
-from rlhf_megatron.scheduler.tracker import Tracker
 from rlhf_megatron.stop import StopRequest
 
 

@@ -21,10 +21,10 @@ from rlhf_megatron.parallel.world import World
 from rlhf_megatron.workers.contract import UpdateResult
 from rlhf_megatron.workers.correction import CorrectedRowLoss
 from rlhf_megatron.workers.findings import HeadReport
-from rlhf_megatron.workers.forward import forward_log_probs, sum_over_cp
 from rlhf_megatron.workers.log_prob_head import LogProbHead
 from rlhf_megatron.workers.losses import RowLoss, make_row_losses
 from rlhf_megatron.workers.pack import MicroBatch, Packed, pack, token_columns
+from rlhf_megatron.workers.pipeline import forward_log_probs, sum_over_cp
 from rlhf_megatron.workers.trained_model import Phase, RowLossFunction, TrainedModel
 from rlhf_megatron.workers.trained_role import TrainedRole
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from rlhf_megatron.algorithms.rollout_correction.params import CorrectionParams, Filter, Importance
 from rlhf_megatron.algorithms.rollout_correction.ratios import correct, log_mismatch
 from rlhf_megatron.algorithms.sequences import Sequences
-from rlhf_megatron.config.correction import filter_bounds, importance_bounds, is_bypass, resolved
+from rlhf_megatron.config.correction_presets import filter_bounds, importance_bounds, is_bypass, resolved
 from rlhf_megatron.config.schema import RolloutCorrectionConfig
 from rlhf_megatron.workers.losses import Columns, RowLoss, Sums
 

@@ -18,9 +18,9 @@ from rlhf_megatron.models.families.base import HFConfig
 from rlhf_megatron.models.head import value_head
 from rlhf_megatron.parallel.world import World
 from rlhf_megatron.workers.contract import UpdateResult
-from rlhf_megatron.workers.forward import forward_columns
 from rlhf_megatron.workers.losses import value_sums
 from rlhf_megatron.workers.pack import MicroBatch, Packed, pack, token_columns
+from rlhf_megatron.workers.pipeline import forward_columns
 from rlhf_megatron.workers.trained_model import Phase, RowLossFunction, TrainedModel
 from rlhf_megatron.workers.trained_role import TrainedRole
 

@@ -1,13 +1,16 @@
-"""The head of a policy on one rank: hidden states become log-probs and entropies of rows, by the backend in use."""
+"""The head of a policy on one rank: hidden states become log-probs and entropies of rows, by the backend in use.
 
+Also: The head's gradient goes straight into megatron's float32 main_grad: no tensor of the weight's size in between.
+"""
 # S tokens of this rank (its part of the sequence under sequence parallelism), R rows, V vocabulary shard, H hidden
 
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhf_megatron.config.schema import KernelsConfig
 from rlhf_megatron.kernels.log_prob import Backend, HeadOutputs, linear_log_prob
@@ -17,8 +20,35 @@ from rlhf_megatron.models.head import head_weight
 from rlhf_megatron.parallel.world import World
 from rlhf_megatron.workers.findings import HeadReport
 from rlhf_megatron.workers.head_backend import CheckedBackend, choose_backend
-from rlhf_megatron.workers.main_grad import sink_of
 from rlhf_megatron.workers.pack import MicroBatch
+
+
+class MainGradSink:
+    """A `kernels.log_prob.WeightGradSink`."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        self._weight: Any = weight  # with megatron's attributes
+
+    def buffer_VH(self) -> Tensor:
+        buffer: Tensor = self._weight.main_grad
+        return buffer
+
+    def gradient(self) -> Tensor | None:
+        """The weight itself as the stand-in, which costs no memory: autograd takes it over as it is.
+
+        None where the weight is also the embedding of this stage (megatron marks it with `zero_out_wgrad`): autograd
+        would add the stand-in to the embedding's gradient, which is what the hook gets there, and adds.
+        """
+        if getattr(self._weight, "zero_out_wgrad", False):
+            return None
+        self._weight.grad_added_to_main_grad = True
+        return self._weight.detach()
+
+
+def sink_of(weight: nn.Parameter) -> MainGradSink | None:
+    """None where nothing collects gradients: the weight of a frozen model."""
+    return MainGradSink(weight) if hasattr(weight, "main_grad") else None
+
 
 logger = logging.getLogger(__name__)
 

@@ -20,10 +20,10 @@ from rlhf_megatron.models.families.base import HFConfig, table_for
 from rlhf_megatron.models.table import Rule
 from rlhf_megatron.parallel.world import World
 from rlhf_megatron.workers.findings import HeadReport
-from rlhf_megatron.workers.forward import forward_log_probs
 from rlhf_megatron.workers.log_prob_head import LogProbHead
 from rlhf_megatron.workers.memory import MemoryReport, report
 from rlhf_megatron.workers.offload import Offload
+from rlhf_megatron.workers.pipeline import forward_log_probs
 
 
 class MegatronReference:

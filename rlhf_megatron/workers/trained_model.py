@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_megatron import faults
-from rlhf_megatron.checkpoint.async_save import BackgroundSave
+from rlhf_megatron.checkpoint.async_save import BackgroundSave, stage_sharded
 from rlhf_megatron.checkpoint.dist_checkpoint import (
     EXTRA_STATE,
     SAVE_TIMEOUT_S,
@@ -24,7 +24,6 @@ from rlhf_megatron.checkpoint.dist_checkpoint import (
 from rlhf_megatron.checkpoint.load_model import load_hf, local_shards, named_parameters
 from rlhf_megatron.checkpoint.manifest import SaveResult
 from rlhf_megatron.checkpoint.source import WeightSource
-from rlhf_megatron.checkpoint.staged import stage_sharded
 from rlhf_megatron.config.schema import MegatronConfig, OptimConfig
 from rlhf_megatron.models.build import build_model
 from rlhf_megatron.models.families.base import HFConfig, table_for
@@ -34,15 +33,13 @@ from rlhf_megatron.workers.capsule import save_weights
 from rlhf_megatron.workers.contract import UpdateResult
 from rlhf_megatron.workers.data_parallel import gradient_tensors, parameter_tensors, sync_parameters, wrap
 from rlhf_megatron.workers.findings import WEIGHTS, Findings, ReplicaReport
-from rlhf_megatron.workers.forward import sum_over_cp
 from rlhf_megatron.workers.memory import MemoryReport, report
-from rlhf_megatron.workers.nonfinite import bad_positions, bad_tensors, check_finite
+from rlhf_megatron.workers.nonfinite import Watch, bad_positions, bad_tensors, check_finite
 from rlhf_megatron.workers.offload import TRAINER_PARTS, Offload, TrainerPart
 from rlhf_megatron.workers.optimizer import Optimizer, StepResult, reset
 from rlhf_megatron.workers.pack import MicroBatch, Packed
-from rlhf_megatron.workers.pipeline import run_micro_batches
+from rlhf_megatron.workers.pipeline import run_micro_batches, sum_over_cp
 from rlhf_megatron.workers.replicas import check_replicas
-from rlhf_megatron.workers.watch import Watch
 
 SKIPS_KEPT = 1000  # skipped steps of which findings are kept until somebody asks
 RowLossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor], Tensor]]

@@ -282,8 +282,8 @@ def one_rank_critic(device: torch.device, dtype: torch.dtype) -> Iterator[Any]:
 @contextmanager
 def local_engine(folder: Path, device: torch.device, dtype: torch.dtype) -> Iterator[Any]:
     """The client of an engine without weights that takes buckets from `folder`."""
-    from rlhf_megatron.rollout.local_client import LocalEngine
-    from rlhf_megatron.rollout.process import start_local_engines
+    from rlhf_megatron.rollout.fleet.process import start_local_engines
+    from rlhf_megatron.rollout.local.client import LocalEngine
 
     (folder / "config.json").write_text(json.dumps(CONFIG))
     servers = start_local_engines(

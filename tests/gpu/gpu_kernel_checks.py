@@ -320,7 +320,7 @@ def check_deterministic(device: torch.device, dtype: torch.dtype) -> Figures:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    from rlhf_megatron.parallel.determinism import ENVIRONMENT, make_deterministic
+    from rlhf_megatron.parallel.prepare import ENVIRONMENT, make_deterministic
 
     before = {name: os.environ.get(name) for name in ENVIRONMENT}
     os.environ |= ENVIRONMENT

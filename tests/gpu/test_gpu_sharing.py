@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from rlhf_megatron.parallel import device_sharing
-from rlhf_megatron.resharding.device_memory import DeviceMemoryTransport
 from rlhf_megatron.resharding.digest import as_hex, digest
 from rlhf_megatron.resharding.manifest import BucketManifest
-from rlhf_megatron.resharding.process_group import UpdateGroup
+from rlhf_megatron.resharding.transports.device_memory import DeviceMemoryTransport
+from rlhf_megatron.resharding.transports.process_group import UpdateGroup
 
 ROOT = Path(__file__).parent.parent.parent
 READER = """

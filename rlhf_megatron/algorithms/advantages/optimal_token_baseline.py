@@ -12,9 +12,11 @@ trainer's policy against the engine's where a threshold truncates it.
 
 Position t counts all tokens from the first of the response on, a tool's too. `tir_optimal_token_baseline` counts only
 those that the policy sampled.
-"""
 
+Also: The optimal token baseline for tool-integrated reasoning: positions count only tokens that the policy sampled.
+"""
 # B samples, T packed tokens, N response tokens of valid samples, G groups, C cells: positions of each group
+# B samples, N response tokens of valid samples
 
 from __future__ import annotations
 
@@ -168,3 +170,16 @@ def _ends(tokens: ResponseTokens) -> tuple[Tensor, Tensor]:
     ends_B = tokens.lengths_B.cumsum(0)
     places = torch.cat([tokens.places_N, tokens.places_N.new_zeros(1)])
     return places[ends_B - tokens.lengths_B], places[ends_B - 1]
+
+
+@ADV_ESTIMATORS.register("tir_optimal_token_baseline", OptimalTokenBaselineParams, needs=NEEDS)
+def tir_optimal_token_baseline(inputs: AdvantageInputs, params: OptimalTokenBaselineParams) -> AdvantageOutputs:
+    """One advantage a token. 0 in a group with less than two valid samples that have response tokens."""
+    return by_groups(inputs, lambda part: _of_sampled_tokens(part, params))
+
+
+def _of_sampled_tokens(inputs: AdvantageInputs, params: OptimalTokenBaselineParams) -> Tensor:
+    tokens = ResponseTokens.of(inputs)
+    before_B = tokens.lengths_B.cumsum(0) - tokens.lengths_B
+    positions_N = torch.arange(tokens.places_N.numel(), device=tokens.places_N.device) - tokens.spread(before_B)
+    return token_advantages(inputs, params, tokens, positions_N, tokens.lengths_B)

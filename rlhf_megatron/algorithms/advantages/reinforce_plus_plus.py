@@ -5,17 +5,27 @@
     A_t = whiten(G_t)        G_t = r_t + gamma G_{t+1}        over the response tokens of the step
 
 With KL in the reward (the paper's setting) r_t has the KL term of token t; without, only the last token has a reward.
-"""
 
+Also: REINFORCE++ with the mean of the group as baseline: rewards centered by group, then whitened over the step.
+"""
 # T packed tokens, N response tokens of valid samples
+# B samples
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhf_megatron.algorithms.advantages.base import ADV_ESTIMATORS, AdvantageInputs, AdvantageOutputs
+from rlhf_megatron.algorithms.advantages.base import (
+    ADV_ESTIMATORS,
+    AdvantageInputs,
+    AdvantageOutputs,
+    response_lengths,
+    sample_rewards,
+    spread,
+)
 from rlhf_megatron.algorithms.advantages.response_tokens import ResponseTokens
-from rlhf_megatron.algorithms.advantages.whitening import whiten_
+from rlhf_megatron.algorithms.advantages.whitening import whiten_, whitened_samples
+from rlhf_megatron.algorithms.groups import Groups, group_advantages
 
 
 @dataclass(frozen=True)
@@ -33,3 +43,18 @@ def reinforce_plus_plus(inputs: AdvantageInputs, params: ReinforcePlusPlusParams
     assert inputs.token_rewards_T is not None, "reinforce_plus_plus needs token_rewards"
     tokens = ResponseTokens.of(inputs)
     return AdvantageOutputs(tokens.put(whiten_(tokens.sums_to_go(inputs.token_rewards_T, params.gamma))))
+
+
+@ADV_ESTIMATORS.register("reinforce_plus_plus_baseline", needs=("rewards", "group_ids"))
+def reinforce_plus_plus_baseline(inputs: AdvantageInputs, params: None) -> AdvantageOutputs:
+    """One advantage a sample, on all its response tokens.
+
+    A group with one valid sample is in no statistic, and 0. One of equal rewards is in them: it is the whitening's
+    mean that it gets, which is 0 where all responses are of one length.
+    """
+    centered_B = group_advantages(sample_rewards(inputs), inputs.group_ids_B, inputs.is_valid_B, epsilon=None)
+    groups = Groups.of(inputs.group_ids_B, inputs.is_valid_B)
+    is_kept_B = inputs.is_valid_B & (groups.counts() > 1)[groups.index_B]
+    lengths_B = response_lengths(inputs.response_mask_T, inputs.offsets)
+    advantages_B = whitened_samples(centered_B, lengths_B, is_kept_B)
+    return AdvantageOutputs(spread(advantages_B, inputs.response_mask_T, inputs.offsets))

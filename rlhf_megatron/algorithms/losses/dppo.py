@@ -11,8 +11,12 @@ PPO's clip asks for the ratio instead, which is large where a rare token moves a
 moves much. The truncation at c is that of the authors' code.
 
 p_old is the trainer's policy at the start of the update. The paper measures from the engine's: bypass mode has that.
-"""
 
+Also: DPPO with the KL divergence of two coins, KL(old || current). DPPO with the total variation between two coins:
+|p - p_old|.
+"""
+# T tokens
+# T tokens
 # T tokens
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlhf_megatron.algorithms.losses.base import PolicyLossInputs, PolicyLossOutputs
+from rlhf_megatron.algorithms.losses.base import POLICY_LOSSES, PolicyLossInputs, PolicyLossOutputs
 from rlhf_megatron.algorithms.losses.ratio import clamped_log_ratio, ppo_kl
 
 
@@ -68,3 +72,56 @@ def check_thresholds(clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c
             raise ValueError(f"{name} ({value}) must be positive, a bound of the divergence; {usual} is usual.")
     if not clip_ratio_c > 1:
         raise ValueError(f"clip_ratio_c ({clip_ratio_c}) must be above 1; 20 is usual.")
+
+
+USUAL_KL = 0.05  # of the authors' runs
+LARGEST_LOG_P = -1e-8
+
+
+@dataclass(frozen=True)
+class DPPOKLParams:
+    clip_ratio_low: float = USUAL_KL  # nats: a token of negative advantage that became rarer is out beyond
+    clip_ratio_high: float = USUAL_KL  # nats: one of positive advantage that became likelier is out beyond
+    clip_ratio_c: float = 20.0  # bound on the importance weight
+
+    def __post_init__(self) -> None:
+        check_thresholds(self.clip_ratio_low, self.clip_ratio_high, self.clip_ratio_c, USUAL_KL)
+
+
+@POLICY_LOSSES.register("dppo_kl", DPPOKLParams, needs=("advantages", "old_log_probs"))
+def dppo_kl(inputs: PolicyLossInputs, params: DPPOKLParams) -> PolicyLossOutputs:
+    """Per-token loss; metrics actor/ppo_kl, actor/pg_clipfrac (1 where the token was taken out)."""
+    both = coins(inputs)
+    return divergence_loss(
+        inputs, both.moved_T, _binary_kl(both), params.clip_ratio_low, params.clip_ratio_high, params.clip_ratio_c
+    )
+
+
+def _binary_kl(both: Coins) -> Tensor:
+    """[T] nats, finite."""
+    log_p_T, log_p_old_T = both.log_p_T.clamp(max=LARGEST_LOG_P), both.log_p_old_T.clamp(max=LARGEST_LOG_P)
+    heads_T = log_p_old_T.exp() * (log_p_old_T - log_p_T)
+    rest_T, rest_old_T = -log_p_T.expm1(), -log_p_old_T.expm1()
+    return heads_T + rest_old_T * (rest_old_T.log() - rest_T.log())
+
+
+USUAL_TV = 0.15  # of the authors' runs
+
+
+@dataclass(frozen=True)
+class DPPOTVParams:
+    clip_ratio_low: float = USUAL_TV  # a token of negative advantage is out below p_old - clip_ratio_low
+    clip_ratio_high: float = USUAL_TV  # one of positive advantage above p_old + clip_ratio_high
+    clip_ratio_c: float = 20.0  # bound on the importance weight
+
+    def __post_init__(self) -> None:
+        check_thresholds(self.clip_ratio_low, self.clip_ratio_high, self.clip_ratio_c, USUAL_TV)
+
+
+@POLICY_LOSSES.register("dppo_tv", DPPOTVParams, needs=("advantages", "old_log_probs"))
+def dppo_tv(inputs: PolicyLossInputs, params: DPPOTVParams) -> PolicyLossOutputs:
+    """Per-token loss; metrics actor/ppo_kl, actor/pg_clipfrac (1 where the token was taken out)."""
+    moved_T = coins(inputs).moved_T
+    return divergence_loss(
+        inputs, moved_T, moved_T.abs(), params.clip_ratio_low, params.clip_ratio_high, params.clip_ratio_c
+    )

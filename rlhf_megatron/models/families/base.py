@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_megatron.config.model_rules import unsupported
+from rlhf_megatron.config.rules.model import unsupported
 from rlhf_megatron.models.table import Head, HFTensor, Impl, Rule, plain_rule, with_names_of
 from rlhf_megatron.registry import Registry
 

@@ -2,6 +2,8 @@
 
 Three threads share a `Ledger`: one drives the engines, one has finished groups scored (`drive.py`), and this one takes
 batches, computes log-probs early where the schedule says so, and syncs.
+
+Also: Log-probs and values of groups while others of their batch are still awaited.
 """
 
 from __future__ import annotations
@@ -13,18 +15,56 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from rlhf_megatron import faults
-from rlhf_megatron.data.batch import ScoredBatch, concat
+from rlhf_megatron.data.batch import AnnotatedBatch, ScoredBatch, concat, select
+from rlhf_megatron.observe.metrics.batch import lags
+from rlhf_megatron.recovery.guard import Stage
 from rlhf_megatron.scheduler.filter_groups import FewGroups, alike
-from rlhf_megatron.scheduler.greedy import greedy_length_metrics
-from rlhf_megatron.scheduler.guard import Stage
+from rlhf_megatron.scheduler.samples import greedy_length_metrics
 from rlhf_megatron.scheduler.schedules.base import OnSync, Schedule
 from rlhf_megatron.scheduler.schedules.flow import Event, Flow
 from rlhf_megatron.scheduler.supply.base import Draw, Finished, MakeRequests, Progress, Score, Scored, Session
 from rlhf_megatron.scheduler.supply.drive import WAIT_S, Driver, Keeps, Scoring, start
-from rlhf_megatron.scheduler.supply.early import Annotate, EarlyAnnotations
 from rlhf_megatron.scheduler.supply.ledger import Ledger, Taken
-from rlhf_megatron.scheduler.version_metrics import lags
 from rlhf_megatron.stop import RunStopped
+
+Annotate = Callable[[int, ScoredBatch], AnnotatedBatch]  # step that trains on the samples, samples
+
+
+class EarlyAnnotations:
+    """Of the groups of one step: what the models say holds until one of them is trained. Used by the main thread.
+
+    `min_samples`: fewer are not sent to the hosts while more may come.
+    """
+
+    def __init__(self, annotate: Annotate, min_samples: int) -> None:
+        self._annotate = annotate
+        self._min_samples = min_samples
+        self._by_group: dict[int, AnnotatedBatch] = {}
+
+    def piece(self, groups: Sequence[Scored]) -> list[Scored]:
+        """Those of `groups` that are to be annotated now; none while they are too few."""
+        new = [group for group in groups if group.number not in self._by_group]
+        return new if sum(len(group.batch) for group in new) >= self._min_samples else []
+
+    def add(self, step: int, groups: Sequence[Scored]) -> None:
+        annotated = self._annotate(step, concat(alike([group.batch for group in groups])))
+        begin = 0
+        for group in groups:
+            self._by_group[group.number] = select(annotated, range(begin, begin + len(group.batch)))
+            begin += len(group.batch)
+
+    def missing(self, groups: Sequence[Scored]) -> list[Scored]:
+        """What is left of a batch; all of it where nothing was made early."""
+        return [group for group in groups if group.number not in self._by_group]
+
+    def collect(self, groups: Sequence[Scored]) -> AnnotatedBatch:
+        """A batch of which none is missing, in the order of `groups`."""
+        return concat(alike([self._by_group[group.number] for group in groups]))
+
+    def clear(self) -> None:
+        """A model has been trained."""
+        self._by_group.clear()
+
 
 END_S = 20.0  # that a thread gets to end; it is a daemon
 

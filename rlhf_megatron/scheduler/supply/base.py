@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rlhf_megatron.data.batch import PromptBatch, RolloutBatch, ScoredBatch
+from rlhf_megatron.recovery.guard import Stage
 from rlhf_megatron.rollout.engine import GeneratedSample, GenerateRequest
-from rlhf_megatron.scheduler.guard import Stage
 
 Samples = Sequence[Sequence[GeneratedSample]]  # a list for each request of a group
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from rlhf_megatron import faults
 from rlhf_megatron.data import codec
+from rlhf_megatron.recovery.checkpointer import RunState
+from rlhf_megatron.recovery.journal import JournalledGroup, guarded, read_records, record
 from rlhf_megatron.rollout.engine import GeneratedSample
-from rlhf_megatron.scheduler.journal import JournalledGroup, guarded, read_records, record
-from rlhf_megatron.scheduler.state import RunState
 from rlhf_megatron.scheduler.supply.base import Finished
 
 _NAME = re.compile(r"group_(\d{8,})\.samples")

@@ -6,24 +6,24 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from rlhf_megatron.config.schedule_rules import SYNCHRONOUS
+from rlhf_megatron.config.rules.schedule import SYNCHRONOUS
 from rlhf_megatron.config.schema import SamplingConfig
 from rlhf_megatron.data.batch import PromptBatch
 from rlhf_megatron.data.stream import PromptStream
-from rlhf_megatron.reward_service.scorer import Scorer
+from rlhf_megatron.recovery.checkpointer import RunState
+from rlhf_megatron.rewards.service.scorer import Scorer
 from rlhf_megatron.rollout.engine import GenerateRequest
-from rlhf_megatron.rollout.fleet import EngineFleet
+from rlhf_megatron.rollout.fleet.fleet import EngineFleet
+from rlhf_megatron.rollout.requests import build_requests
 from rlhf_megatron.scheduler.filter_groups import FewGroups
-from rlhf_megatron.scheduler.generation import build_requests
 from rlhf_megatron.scheduler.schedules import load_schedule
 from rlhf_megatron.scheduler.schedules.flow import Flow
 from rlhf_megatron.scheduler.stages import Stages
-from rlhf_megatron.scheduler.state import RunState
 from rlhf_megatron.scheduler.supply.background import Background, Found, Work
 from rlhf_megatron.scheduler.supply.base import Finished, Progress, Supply
+from rlhf_megatron.scheduler.supply.drive import LastSamples, ScoreGroups
 from rlhf_megatron.scheduler.supply.foreground import Foreground
 from rlhf_megatron.scheduler.supply.group_journal import GroupJournal
-from rlhf_megatron.scheduler.supply.score import LastSamples, ScoreGroups
 
 
 def make_supply(

@@ -1,0 +1,187 @@
+"""What is on this machine: packages, devices, limits. Heavy imports are made in child processes, all at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rlhf_megatron.cli.doctor.probe import MegatronFacts, TorchFacts
+from rlhf_megatron.parallel.packages import (
+    Package,
+    find_apex,
+    find_package,
+    find_transformer_engine,
+    has_gradient_extension,
+    why_no_compiler,
+)
+
+TIMEOUT_S = 120.0  # of a probe: a first import from a network file system, a kernel that is compiled
+FLASH = {
+    "flash_attn_3": ("flash_attn_interface", ("flash-attn-3", "flash_attn_3"), "flash_attn_varlen_func"),
+    "flash_attn_2": ("flash_attn", ("flash-attn",), "flash_attn_varlen_func"),
+}
+_IMPORTS = {  # what is taken of a package
+    "transformer_engine": "transformer_engine.pytorch:Linear,transformer_engine.pytorch.optimizers:FusedAdam",
+    "apex": "amp_C:multi_tensor_adam,apex.optimizers:FusedAdam",
+}
+Record = TypeVar("Record", TorchFacts, MegatronFacts)
+
+
+@dataclass(frozen=True)
+class Host:
+    num_cpus: int  # that this process may use
+    omp_num_threads: str  # empty: not set
+    shm_bytes: int | None  # free in /dev/shm; None: there is none
+    shm_total: int | None
+    open_files: tuple[int, int]  # soft and hard limit
+    infiniband: tuple[str, ...]  # names of adapters
+    links: str  # between the GPUs, in nvidia-smi's words; empty: it tells nothing
+    max_connections: str  # CUDA_DEVICE_MAX_CONNECTIONS
+    visible_devices: str | None  # CUDA_VISIBLE_DEVICES
+
+
+@dataclass(frozen=True)
+class Facts:
+    host: Host
+    torch: TorchFacts | None
+    torch_error: str
+    megatron: MegatronFacts | None  # None: not tried, or broken
+    megatron_error: str
+    megatron_version: str  # empty: not installed
+    packages: Mapping[str, Package] = field(default_factory=dict)
+    has_gradient_extension: bool = False
+    compiler_why_not: str = ""
+
+    @property
+    def has_cuda(self) -> bool:
+        return self.torch is not None and not self.torch.why_no_cuda
+
+
+class Probe:
+    """A child process that was started; `result` waits for it."""
+
+    def __init__(self, *arguments: str) -> None:
+        command = [sys.executable, "-W", "ignore", "-m", "rlhf_megatron.cli.doctor.probe", *arguments]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def result(self) -> tuple[dict[str, Any], str]:
+        """(what it found, "") or ({}, what went wrong in one line). Never raises."""
+        try:
+            output, errors = self._process.communicate(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
+            return {}, f"did not finish in {TIMEOUT_S:.0f} s"
+        if self._process.returncode == 0:
+            try:
+                return json.loads(output.strip().splitlines()[-1]), ""
+            except (IndexError, ValueError):
+                return {}, "ended without an answer"
+        if self._process.returncode < 0:
+            return {}, f"ended its process by signal {-self._process.returncode}"
+        return {}, _last_error(errors) or f"ended its process with exit code {self._process.returncode}"
+
+
+def gather() -> Facts:
+    """Everything, in about the time that importing torch takes; longer where there is more to try."""
+    found = {package.module: package for package in (find_transformer_engine(), find_apex())}
+    for module, names, _ in FLASH.values():
+        found[module] = find_package(module, names)
+    for module, names in (
+        ("triton", ("triton", "pytorch-triton")),
+        ("tensorboard", ("tensorboard",)),
+        ("wandb", ("wandb",)),
+        ("ray", ("ray",)),
+        ("transformers", ("transformers",)),
+    ):
+        found[module] = find_package(module, names)
+    torch_probe = Probe("torch")
+    imports = {module: names for module, names in _IMPORTS.items() if found[module].is_usable}
+    imports |= {module: f"{module}:{name}" for module, _, name in FLASH.values() if found[module].is_usable}
+    tried = {module: Probe("import", names) for module, names in imports.items()}
+    megatron_package = find_package("megatron", ("megatron-core",))
+    # megatron-core takes seconds, and without a GPU and these packages there is nothing about it to find out.
+    is_tried = megatron_package.version and (any(module in imports for module in _IMPORTS) or _may_have_gpu())
+    megatron_probe = Probe("megatron") if is_tried else None
+    torch, torch_error = _record(TorchFacts, torch_probe)
+    megatron, megatron_error = _record(MegatronFacts, megatron_probe)
+    for module, probe in tried.items():
+        error = probe.result()[1]
+        if error:
+            found[module] = Package(module, True, found[module].version, f"cannot be imported: {error}")
+    return Facts(
+        host=host(),
+        torch=torch,
+        torch_error=torch_error,
+        megatron=megatron,
+        megatron_error=megatron_error,
+        megatron_version=megatron_package.version,
+        packages=found,
+        has_gradient_extension=has_gradient_extension(),
+        compiler_why_not=why_no_compiler(),
+    )
+
+
+def host() -> Host:
+    """Of this machine and this process."""
+    shm = Path("/dev/shm")
+    usage = shutil.disk_usage(shm) if shm.is_dir() else None
+    adapters = Path("/sys/class/infiniband")
+    return Host(
+        num_cpus=len(os.sched_getaffinity(0)),
+        omp_num_threads=os.environ.get("OMP_NUM_THREADS", ""),
+        shm_bytes=usage.free if usage else None,
+        shm_total=usage.total if usage else None,
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
+        infiniband=tuple(sorted(path.name for path in adapters.iterdir())) if adapters.is_dir() else (),
+        links=links_between_gpus(run_tool(["nvidia-smi", "topo", "-m"])),
+        max_connections=os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", ""),
+        visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
+    )
+
+
+def links_between_gpus(matrix: str) -> str:
+    """The kinds of links in the matrix of `nvidia-smi topo -m`, "NV18" or "NV4, SYS"; empty without two GPUs."""
+    rows = [line.split() for line in matrix.splitlines()]
+    rows = [row for row in rows if row and row[0].startswith("GPU") and "X" in row]
+    kinds = {cell for row in rows for cell in row[1 : len(rows) + 1] if cell != "X"}
+    return ", ".join(sorted(kinds)) if len(rows) > 1 else ""
+
+
+def run_tool(command: Sequence[str]) -> str:
+    """What a tool prints; empty where it is missing, fails or hangs."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _may_have_gpu() -> bool:
+    return Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi") is not None
+
+
+def _record(kind: type[Record], probe: Probe | None) -> tuple[Record | None, str]:
+    if probe is None:
+        return None, ""
+    found, error = probe.result()
+    if error:
+        return None, error
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+    return kind(**values), ""
+
+
+def _last_error(text: str) -> str:
+    """The line of a traceback that says what was raised, where its message has several lines the first."""
+    lines = text.strip().splitlines()
+    starts = [number for number, line in enumerate(lines) if line.startswith("Traceback ")]
+    after = lines[starts[-1] + 1 :] if starts else lines[-1:]
+    return next((line for line in after if line and not line.startswith(" ")), lines[-1] if lines else "")

@@ -1,0 +1,151 @@
+"""What a run takes of a machine, and what it asks for that is not there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from rlhf_megatron.cli.doctor.facts import Facts
+from rlhf_megatron.cli.doctor.rows import TE, Wanted, gradient_row, head_row
+from rlhf_megatron.config.rules.run import has_critic, megatron_sections
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.models.fused import DeviceType
+from rlhf_megatron.parallel.packages import INSTALL, find_package
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A setting that asks for what this machine has not."""
+
+    setting: str
+    value: str
+    why: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.setting} ({self.value}): {self.why}; {self.fix}."
+
+
+def device_of(setting: Literal["auto", "cpu", "cuda"], facts: Facts) -> DeviceType:
+    """The device of a run's ranks; what `cuda` asks for is not what is there."""
+    return "cuda" if setting == "cuda" or (setting == "auto" and facts.has_cuda) else "cpu"
+
+
+def of_this_machine(wanted: Wanted, facts: Facts) -> Wanted:
+    """What would run here: on the CPU where a GPU is wanted and none is there."""
+    return wanted if facts.has_cuda else replace(wanted, device="cpu")
+
+
+def wanted_by(config: RunConfig, facts: Facts) -> Wanted:
+    """Of the actor's models, which are those that a run has most of."""
+    megatron = config.actor.megatron
+    return Wanted(
+        device=device_of(config.trainer.device, facts),
+        dtype=config.model.dtype,
+        head_dim=_head_dim(config.model.path),
+        transformer_impl=megatron.transformer_impl,
+        gradient_fusion=megatron.gradient_accumulation_fusion,
+        kernels=config.actor.kernels,
+        loss_mode=config.actor.policy_loss.loss_mode,
+        is_deterministic=config.trainer.deterministic,
+    )
+
+
+def run_problems(config: RunConfig, facts: Facts) -> list[Problem]:
+    """In the order of the schema's sections."""
+    return [
+        *_of_layers(config, facts),
+        *_of_kernels(config, facts),
+        *_of_engines(config),
+        *_of_rewards(config),
+        *_of_devices(config, facts),
+        *_of_loggers(config, facts),
+    ]
+
+
+def _head_dim(path: str) -> int:
+    """Out of config.json; what most models have where that cannot be read, as before it was fetched."""
+    try:
+        model = json.loads((Path(path) / "config.json").read_text())
+        return int(model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return Wanted(device="cpu").head_dim
+
+
+def _of_layers(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    wanted = wanted_by(config, facts)
+    for section, megatron, _ in megatron_sections(config):
+        impl, package = megatron.transformer_impl, facts.packages[TE]
+        if impl == TE and wanted.device == "cuda" and not package.is_usable:
+            yield Problem(f"{section}.transformer_impl", impl, package.why_not, f"{INSTALL[TE]}, or use local")
+        fusion = megatron.gradient_accumulation_fusion
+        row = gradient_row(facts, replace(wanted, transformer_impl=impl, gradient_fusion=fusion))
+        if row.state == "broken":
+            yield Problem(f"{section}.gradient_accumulation_fusion", "true", row.why, row.fix)
+
+
+def _of_kernels(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    row = head_row(facts, wanted_by(config, facts))
+    if row.state == "broken":
+        yield Problem("actor.kernels.backend", config.actor.kernels.backend, row.why, row.fix)
+
+
+def _of_engines(config: RunConfig) -> Iterator[Problem]:
+    """Those that the run would start; one that it attaches to is asked when it starts."""
+    from rlhf_megatron.rollout.router.process import check_router
+    from rlhf_megatron.rollout.sglang.environment import check_sglang
+
+    rollout = config.rollout
+    if rollout.engine == "sglang" and not rollout.endpoints:
+        try:
+            check_sglang(rollout.sglang.python, {}, rollout.sglang.env)
+        except ValueError as error:
+            yield Problem("rollout.engine", "sglang", *_why_and_fix(error))
+    if rollout.router == "sglang":
+        try:
+            check_router(rollout.sglang.python, rollout.sglang.env)
+        except ValueError as error:
+            yield Problem("rollout.router", "sglang", *_why_and_fix(error))
+
+
+def _of_rewards(config: RunConfig) -> Iterator[Problem]:
+    needs = {"math_verify": ("math_verify", "math"), "reasoning_gym": ("reasoning_gym", "reasoning-gym")}
+    named = [("reward.name", config.reward.name)]
+    named += [(f"reward.by_source.{source}.name", term.name) for source, term in config.reward.by_source.items()]
+    named += [(f"reward.terms[{number}].name", term.name) for number, term in enumerate(config.reward.terms)]
+    for setting, name in named:
+        if name in needs:
+            module, extra = needs[name]
+            package = find_package(module)
+            if not package.is_usable:
+                yield Problem(setting, name, package.why_not, f"pip install 'rlhf-megatron[{extra}]'")
+
+
+def _of_devices(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    trainer = config.trainer
+    num_devices = len(facts.torch.devices) if facts.torch else 0
+    if trainer.device == "cuda" and not facts.has_cuda:
+        why = facts.torch.why_no_cuda if facts.torch else facts.torch_error
+        yield Problem("trainer.device", "cuda", why, "see the table's accelerator, or use cpu or auto")
+    elif device_of(trainer.device, facts) == "cuda" and trainer.n_gpus_per_node > num_devices:
+        why = f"torch sees {num_devices} devices on this machine"
+        fix = f"use {num_devices}, or look at CUDA_VISIBLE_DEVICES"
+        yield Problem("trainer.n_gpus_per_node", str(trainer.n_gpus_per_node), why, fix)
+    if has_critic(config) and config.critic.num_ranks > trainer.nnodes * trainer.n_gpus_per_node:
+        why = "the job has fewer ranks"
+        yield Problem("critic.num_ranks", str(config.critic.num_ranks), why, "raise trainer.n_gpus_per_node")
+
+
+def _of_loggers(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    for name, install in (("tensorboard", "pip install tensorboard"), ("wandb", "pip install 'rlhf-megatron[wandb]'")):
+        package = facts.packages[name]
+        if name in config.trainer.logger and not package.is_usable:
+            yield Problem("trainer.logger", name, package.why_not, f"{install}, or take it out of the list")
+
+
+def _why_and_fix(error: ValueError) -> tuple[str, str]:
+    why, _, fix = str(error).partition("; ")
+    return why, fix.rstrip(".")

@@ -1,0 +1,281 @@
+"""The rules of the section `algorithm`: contradictions, and settings that would be ignored.
+
+Also: The rules of the policy loss and its aggregation. The rules of the section `critic`: contradictions, and
+settings that would be ignored.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator
+
+from rlhf_megatron.config.errors import Problem
+from rlhf_megatron.config.rules.run import (
+    actor_ranks,
+    critic_ranks,
+    divides_the_samples,
+    gives_all_work,
+    has_critic,
+    holds_the_longest,
+    model_parallel_size,
+    near_multiples,
+    optim_schedule,
+)
+from rlhf_megatron.config.schema import LossAggMode, MegatronConfig, RunConfig
+from rlhf_megatron.config.source import Loaded
+
+ESTIMATOR, KEYS, TERMS = "algorithm.adv_estimator", "algorithm.params.gdpo_reward_keys", "reward.terms"
+SWITCH = "algorithm.use_kl_in_reward"
+COEF, TARGET, HORIZON, TYPE = (f"algorithm.kl_ctrl.{name}" for name in ("kl_coef", "target_kl", "horizon", "type"))
+FILTER = "algorithm.filter_groups"
+METRIC, MAX_BATCHES = f"{FILTER}.metric", f"{FILTER}.max_num_gen_batches"
+PF_PPO = "algorithm.pf_ppo"
+METHOD, POWER = f"{PF_PPO}.reweight_method", f"{PF_PPO}.weight_pow"
+MAX_ERROR = 0.2  # the largest step of the adaptive controller, see algorithms/kl_in_reward.py
+
+
+def idle_algorithm_settings(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str, str]]:
+    """(whether the settings are idle, the settings, the switch that decides, how to make them act)."""
+    algorithm = config.algorithm
+    is_off = not algorithm.use_kl_in_reward
+    yield is_off, ("algorithm.kl_ctrl", "algorithm.kl_penalty"), SWITCH, "set it to true"
+    is_fixed = not is_off and algorithm.kl_ctrl.type == "fixed"
+    yield is_fixed, (TARGET, HORIZON), TYPE, "set that to adaptive"
+    yield not algorithm.filter_groups.enable, (METRIC, MAX_BATCHES), f"{FILTER}.enable", "set it to true"
+    draws = algorithm.pf_ppo
+    yield not draws.enable, (METHOD, POWER), f"{PF_PPO}.enable", "set it to true"
+    yield draws.enable and draws.reweight_method != "pow", (POWER,), METHOD, "set that to pow"
+
+
+def kl_weight(loaded: Loaded) -> Iterator[Problem]:
+    """A weight of 0 costs a forward pass of the reference and does nothing; the adaptive one would stay there."""
+    algorithm = loaded.config.algorithm
+    if algorithm.use_kl_in_reward and algorithm.kl_ctrl.kl_coef == 0:
+        yield Problem(
+            f"{COEF} (0) must be above 0 with {SWITCH}, or the reference is run for nothing; give it a weight such as"
+            f" 0.001 or set use_kl_in_reward: false.",
+            (COEF, SWITCH),
+        )
+
+
+def kl_horizon(loaded: Loaded) -> Iterator[Problem]:
+    """coef *= 1 +- 0.2 samples / horizon must keep its sign."""
+    c = loaded.config
+    control, samples = c.algorithm.kl_ctrl, c.data.train_batch_size * c.rollout.n
+    if not c.algorithm.use_kl_in_reward or control.type != "adaptive" or control.horizon < 1:
+        return
+    if MAX_ERROR * samples >= control.horizon:
+        yield Problem(
+            f"{HORIZON} ({control.horizon} samples) must be above {MAX_ERROR} x the samples of a step"
+            f" (data.train_batch_size x rollout.n = {c.data.train_batch_size} x {c.rollout.n} = {samples}), or one step"
+            f" can turn the sign of the KL term; use {10 * samples}.",
+            (HORIZON, "data.train_batch_size", "rollout.n"),
+        )
+
+
+def group_filter(loaded: Loaded) -> Iterator[Problem]:
+    """A group of one has no spread; a metric that no reward of the run has would filter by nothing."""
+    c = loaded.config
+    chosen = c.algorithm.filter_groups
+    if not chosen.enable:
+        return
+    if c.rollout.n == 1:
+        yield Problem(
+            f"rollout.n (1) must be at least 2 with {FILTER}.enable: alone in its group, a sample has no other to"
+            " differ from, and every group would be left out; use 8.",
+            ("rollout.n", f"{FILTER}.enable"),
+        )
+    known = ["reward", *reward_parts(c)]
+    if chosen.metric.partition("/")[0] not in known:
+        near = difflib.get_close_matches(chosen.metric, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "; name one of them."
+        yield Problem(
+            f"{METRIC} ({chosen.metric!r}) must be one of {', '.join(map(repr, known))}{hint}", (METRIC, "reward")
+        )
+
+
+def several_rewards(loaded: Loaded) -> Iterator[Problem]:
+    """gdpo reads the parts of the reward, not the reward: what is only in that would train nothing."""
+    c = loaded.config
+    if c.algorithm.adv_estimator != "gdpo":
+        return
+    if c.algorithm.use_kl_in_reward:
+        yield Problem(
+            f"{SWITCH} (true) would be ignored: {ESTIMATOR} gdpo normalises the parts of the reward, and the KL term is"
+            " none of them; set it to false, or use actor.use_kl_loss.",
+            (SWITCH, ESTIMATOR),
+        )
+    keys = c.algorithm.params.get("gdpo_reward_keys")
+    if not isinstance(keys, list | tuple) or not keys:
+        return  # the estimator's own parameters say it
+    parts = reward_parts(c)
+    for key in keys:
+        if str(key).partition("/")[0] not in parts:
+            near = difflib.get_close_matches(str(key), parts, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else "; rename it, or add that reward to reward.terms."
+            yield Problem(
+                f"{KEYS} has {key!r}, but the rewards of this run are {', '.join(map(repr, parts))}{hint}",
+                (KEYS, "reward"),
+            )
+    yield from _terms_without_effect(c, {str(key).partition("/")[0] for key in keys})
+
+
+def _terms_without_effect(c: RunConfig, used: set[str]) -> Iterator[Problem]:
+    has_weights = bool(c.algorithm.params.get("gdpo_reward_weights"))
+    for i, (part, term) in enumerate(zip(term_parts(c), c.reward.terms, strict=True)):
+        key = f"reward.terms[{i}].weight ({term.weight:g}) of {part!r}"
+        if part not in used and term.weight != 0:
+            yield Problem(
+                f"{key} would be ignored: {KEYS} ({', '.join(sorted(used))}) does not name it; add it there, or set"
+                " the weight to 0 to log it only.",
+                (TERMS, KEYS),
+            )
+        elif part in used and term.weight != 1 and not has_weights:
+            yield Problem(
+                f"{key} would be ignored: gdpo weighs what it has normalised; give"
+                " algorithm.params.gdpo_reward_weights.",
+                (TERMS, KEYS),
+            )
+
+
+def reward_parts(config: RunConfig) -> list[str]:
+    """Names under which the scores of a run's rewards are parts of a sample's reward."""
+    r = config.reward
+    return sorted({r.name, *(one.name for one in r.by_source.values()), *term_parts(config)})
+
+
+def term_parts(config: RunConfig) -> list[str]:
+    """Of the terms, in order: a name that is taken gets a number (reward_service/components.py)."""
+    r = config.reward
+    taken, parts = {r.name, *(one.name for one in r.by_source.values())}, []
+    for term in r.terms:
+        part, number = term.name, 2
+        while part in taken:
+            part, number = f"{term.name}_{number}", number + 1
+        taken.add(part)
+        parts.append(part)
+    return parts
+
+
+ALGORITHM_RULES: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (
+    kl_weight,
+    kl_horizon,
+    group_filter,
+    several_rewards,
+)
+
+
+LOSS, MODE, FACTOR = "actor.policy_loss.loss_mode", "actor.loss_agg_mode", "actor.loss_scale_factor"
+WITH_FACTOR: LossAggMode = "seq-mean-token-sum-norm"
+OWN_MODES: dict[str, LossAggMode] = dict.fromkeys(("geo_mean", "gspo", "sapo"), "seq-mean-token-mean")
+"""Policy loss -> the aggregation that its paper defines it with."""
+
+
+def idle_loss_settings(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str, str]]:
+    """(whether the settings are idle, the settings, the switch that decides, how to make them act)."""
+    modes = {config.actor.loss_agg_mode, config.critic.loss_agg_mode if has_critic(config) else None}
+    yield WITH_FACTOR not in modes, (FACTOR,), MODE, f"set that to {WITH_FACTOR}"
+
+
+def own_aggregation(loaded: Loaded) -> Iterator[Problem]:
+    """A mode that nobody chose would train another objective than the loss is known for; one that is written stands."""
+    name, mode = loaded.config.actor.policy_loss.loss_mode, loaded.config.actor.loss_agg_mode
+    own = OWN_MODES.get(name, mode)
+    if mode != own and not loaded.is_set(MODE):
+        yield Problem(
+            f"{MODE} ({mode}, the default) must be chosen for {LOSS} {name}, which its paper defines with {own}; set"
+            f" {MODE}: {own}, or write {mode} where that is meant.",
+            (LOSS, MODE),
+        )
+
+
+LOSS_RULES: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (own_aggregation,)
+
+
+MINI_BATCH, BUDGET, NUM_RANKS = "critic.mini_batch_size", "critic.ppo_max_token_len_per_gpu", "critic.num_ranks"
+SIZES = tuple(f"critic.megatron.{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context"))
+
+
+def idle_critic_settings(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str, str]]:
+    """(whether the settings are idle, the settings, the switch that decides, how to make them act)."""
+    is_there, estimator = has_critic(config), "algorithm.adv_estimator"
+    yield not is_there, ("critic", "trainer.critic_warmup"), estimator, "use one that needs values: gae"
+    shares = is_there and config.critic.num_ranks == 0
+    yield shares, ("critic.megatron",), NUM_RANKS, "give the critic ranks of its own"
+
+
+def own_pool(loaded: Loaded) -> Iterator[Problem]:
+    """Whole replicas of the critic on its ranks. What is left for the actor, `rules.layout` looks at."""
+    c = loaded.config
+    num_ranks, replica = critic_ranks(c), _replica_size(c.critic.megatron)
+    if num_ranks < 1 or replica < 1:
+        return
+    if c.trainer.runtime == "inline":
+        yield Problem(
+            f"{NUM_RANKS} ({num_ranks}) needs several processes, but trainer.runtime (inline) has one; set it to 0 or"
+            " use runtime: torchrun.",
+            (NUM_RANKS, "trainer.runtime"),
+        )
+    if num_ranks % replica:
+        m = c.critic.megatron
+        sizes = f"{m.tensor_model_parallel_size} x {m.pipeline_model_parallel_size} x {m.context_parallel_size}"
+        yield Problem(
+            f"{NUM_RANKS} ({num_ranks}) must be a multiple of {SIZES[0]} x pipeline_model_parallel_size x"
+            f" context_parallel_size ({sizes} = {replica}); use {near_multiples(num_ranks, replica)} ranks or another"
+            " layout.",
+            (NUM_RANKS, *SIZES),
+        )
+
+
+def batches(loaded: Loaded) -> Iterator[Problem]:
+    """What is null is the actor's: that it divides the samples, `rules.batches` says."""
+    c = loaded.config
+    if not has_critic(c):
+        return
+    if c.critic.mini_batch_size is not None:
+        yield from divides_the_samples(c, MINI_BATCH, c.critic.mini_batch_size)
+    size, replicas = c.critic.mini_batch_size or c.actor.mini_batch_size, _num_replicas(c)
+    if critic_ranks(c) > 0 or c.critic.mini_batch_size is not None:
+        yield from gives_all_work(MINI_BATCH, size, replicas, ("actor.mini_batch_size", NUM_RANKS, *SIZES))
+
+
+def token_budget(loaded: Loaded) -> Iterator[Problem]:
+    """Samples are padded as the layout of the critic's pool demands, also where the budget is the actor's."""
+    c = loaded.config
+    budget = c.critic.ppo_max_token_len_per_gpu
+    if critic_ranks(c) > 0:
+        budget = c.actor.ppo_max_token_len_per_gpu if budget is None else budget
+        yield from holds_the_longest(c, BUDGET, budget, "critic.megatron", c.critic.megatron)
+    elif has_critic(c) and budget is not None:
+        yield from holds_the_longest(c, BUDGET, budget, "actor.megatron", c.actor.megatron)
+
+
+def steps(loaded: Loaded) -> Iterator[Problem]:
+    c = loaded.config
+    if not has_critic(c):
+        return
+    alone, total = c.trainer.critic_warmup, c.trainer.total_training_steps
+    if 0 < total <= alone:
+        yield Problem(
+            f"trainer.critic_warmup ({alone}) must be below trainer.total_training_steps ({total}), or the policy is"
+            f" never trained; use {total - 1} or less.",
+            ("trainer.critic_warmup", "trainer.total_training_steps"),
+        )
+    size = c.critic.mini_batch_size or c.actor.mini_batch_size
+    if size > 0:
+        a_step = c.data.train_batch_size * c.rollout.n // size * (c.critic.ppo_epochs or c.actor.ppo_epochs)
+        yield from optim_schedule("critic.optim", c.critic.optim, total * a_step, "trainer.total_training_steps")
+
+
+def _replica_size(m: MegatronConfig) -> int:
+    return m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size
+
+
+def _num_replicas(c: RunConfig) -> int:
+    """Of the critic; 0 where other rules find its sizes impossible."""
+    if critic_ranks(c) > 0:
+        return critic_ranks(c) // max(1, _replica_size(c.critic.megatron))
+    return actor_ranks(c) // max(1, model_parallel_size(c))
+
+
+CRITIC_RULES: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (own_pool, batches, token_budget, steps)

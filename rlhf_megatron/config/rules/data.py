@@ -1,0 +1,230 @@
+"""The rules of the section `data`: contradictions, and settings that would be ignored.
+
+An entry of data.sources is named by its index; what nobody wrote into it has no place of its own but the list's.
+
+Also: The rules of the section `reward`: contradictions, and settings that would be ignored.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from math import isfinite
+from typing import Any
+
+from rlhf_megatron.config.errors import Problem
+from rlhf_megatron.config.schema import DataConfig, FewShotConfig, RunConfig, SourceConfig
+from rlhf_megatron.config.source import Loaded
+
+SOURCES = "data.sources"
+CHAT = "data.apply_chat_template"
+OF_ROWS = ("data.prompt_key", "data.label_key", "data.skip_bad_rows")
+OF_CHAT = ("data.system_prompt", "data.apply_chat_template_kwargs")
+FEW_SHOT_TASK = "few_shot_addition"  # has solved problems of its own
+
+
+def idle_data_settings(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str, str]]:
+    """(whether the settings are idle, the settings, the switch that decides, how to make them act)."""
+    d = config.data
+    yield not d.apply_chat_template, OF_CHAT, CHAT, "set it to true"
+    fix = "set that to false"
+    yield d.filter_overlong_prompts, ("data.truncation",), "data.filter_overlong_prompts", fix
+    only_tasks = bool(d.sources) and all(source.task is not None for source in d.sources)
+    yield only_tasks, OF_ROWS, SOURCES, "give a source files"
+    own_template = bool(d.sources) and all(source.prompt_template is not None for source in d.sources)
+    yield own_template, ("data.prompt_template",), SOURCES, "leave it out of a source"
+    own_shots = bool(d.sources) and all(source.few_shot is not None for source in d.sources)
+    yield own_shots, ("data.few_shot",), SOURCES, "leave few_shot out of a source"
+    details = ("data.few_shot.template", "data.few_shot.seed")
+    yield d.few_shot.num_shots == 0, details, "data.few_shot.num_shots", "give that a number of rows"
+
+
+def sources(loaded: Loaded) -> Iterator[Problem]:
+    """Entries against the section, against each other, and each for itself."""
+    d = loaded.config.data
+    for name, value in (("task", d.task), ("train_files", d.train_files), ("val_files", d.val_files)):
+        if d.sources and value:
+            key = f"data.{name}"
+            shown = list(value) if isinstance(value, tuple) else value
+            yield Problem(
+                f"{key} ({shown}) and {SOURCES} ({len(d.sources)} entries) exclude each other; make it an entry of"
+                f" {SOURCES}, or set {name}: {'null' if name == 'task' else '[]'}.",
+                (key, SOURCES),
+            )
+    yield from (_located(loaded, problem) for problem in _entries(d))
+
+
+def _entries(d: DataConfig) -> Iterator[Problem]:
+    names = [source.name for source in d.sources]
+    for index, source in enumerate(d.sources):
+        where = f"{SOURCES}[{index}]"
+        if not source.name.strip() or "/" in source.name:
+            text = (
+                f"{where}.name ({source.name!r}) must be a name without '/': metrics are val/<name>/mean@1; rename it."
+            )
+            yield Problem(text, (f"{where}.name",))
+        elif source.name in names[:index]:
+            other = names.index(source.name)
+            text = f"{where}.name ({source.name}) is that of {SOURCES}[{other}] too; give each its own."
+            yield Problem(text, (f"{where}.name",))
+        if not (isfinite(source.weight) and source.weight > 0):
+            text = f"{where}.weight ({source.weight}) must be above 0; leave the source out, or use 1.0."
+            yield Problem(text, (f"{where}.weight",))
+        yield from _content(where, source)
+
+
+def _content(where: str, source: SourceConfig) -> Iterator[Problem]:
+    files = [*source.train_files, *source.val_files]
+    name = f"{where} ({source.name})"
+    if source.task is not None and files:
+        text = f"{name}: task ({source.task}) and files ({files}) exclude each other; keep one of them."
+        yield Problem(text, (f"{where}.task",))
+    if source.task is None and not source.train_files:
+        text = f"{name}: train_files ([]) must name a JSONL or parquet file; give one, or name a task."
+        yield Problem(text, (f"{where}.train_files",))
+    if source.task is None and source.task_params:
+        text = f"{name}: task_params ({source.task_params}) would be ignored because task is null; remove them."
+        yield Problem(text, (f"{where}.task_params",))
+
+
+def templates(loaded: Loaded) -> Iterator[Problem]:
+    """What stands around and in front of a prompt, in the section and in each entry."""
+    d = loaded.config.data
+    yield from _template("data.prompt_template", d.prompt_template)
+    yield from _few_shot("data.few_shot", d.few_shot)
+    yield from _few_shot_task("data.few_shot", d.few_shot, d.task, d.task_params)
+    for index, source in enumerate(d.sources):
+        where = f"{SOURCES}[{index}]"
+        found = list(_template(f"{where}.prompt_template", source.prompt_template or "{prompt}"))
+        if source.few_shot is not None:
+            found += _few_shot(f"{where}.few_shot", source.few_shot)
+        shots = source.few_shot or d.few_shot
+        found += _few_shot_task(f"{where}.few_shot", shots, source.task, source.task_params)
+        yield from (_located(loaded, problem) for problem in found)
+
+
+def _template(key: str, value: str) -> Iterator[Problem]:
+    if value.count("{prompt}") != 1:
+        yield Problem(
+            f"{key} ({value!r}) must contain {{prompt}} once, where the prompt goes; '{{prompt}}' is the bare prompt.",
+            (key,),
+        )
+
+
+def _few_shot(key: str, shots: FewShotConfig) -> Iterator[Problem]:
+    if shots.num_shots < 0:
+        yield Problem(f"{key}.num_shots ({shots.num_shots}) must be at least 0; use 3.", (f"{key}.num_shots",))
+    missing = [field for field in ("{prompt}", "{label}") if field not in shots.template]
+    if shots.num_shots > 0 and missing:
+        yield Problem(
+            f"{key}.template ({shots.template!r}) must contain {' and '.join(missing)}, or the row is not a solved one;"
+            " the default is '{prompt}{label}\\n'.",
+            (f"{key}.template",),
+        )
+
+
+def _few_shot_task(key: str, shots: FewShotConfig, task: str | None, params: Mapping[str, object]) -> Iterator[Problem]:
+    if shots.num_shots > 0 and task == FEW_SHOT_TASK and params.get("num_shots") != 0:
+        yield Problem(
+            f"{key}.num_shots ({shots.num_shots}) and task {task} exclude each other: the task has solved problems of"
+            " its own; set task_params: {num_shots: 0}, or num_shots here to 0.",
+            (f"{key}.num_shots",),
+        )
+
+
+def lengths(loaded: Loaded) -> Iterator[Problem]:
+    """A chat is not cut: its control tokens and the place of the answer would go."""
+    d = loaded.config.data
+    if d.apply_chat_template and d.truncation != "error" and not d.filter_overlong_prompts:
+        yield Problem(
+            f"data.truncation ({d.truncation}) cannot be used with {CHAT}: it would cut the chat's control tokens; use"
+            " error with filter_overlong_prompts: true, or a larger max_prompt_length.",
+            ("data.truncation", CHAT),
+        )
+
+
+def row_keys(loaded: Loaded) -> Iterator[Problem]:
+    d = loaded.config.data
+    for name, value in (("prompt_key", d.prompt_key), ("label_key", d.label_key)):
+        if not value:
+            yield Problem(f"data.{name} ('') must be a key of the rows; name it.", (f"data.{name}",))
+    if d.prompt_key and d.prompt_key == d.label_key:
+        yield Problem(
+            f"data.prompt_key ({d.prompt_key}) must differ from data.label_key; name the key of the answer in that.",
+            ("data.prompt_key", "data.label_key"),
+        )
+
+
+def _located(loaded: Loaded, problem: Problem) -> Problem:
+    """What nobody wrote into an entry is told where the list stands."""
+    if all(key in loaded.provenance for key in problem.keys):
+        return problem
+    return replace(problem, keys=(SOURCES,))
+
+
+DATA_RULES: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (sources, templates, lengths, row_keys)
+
+
+BY_SOURCE, TERMS, LONGEST = "reward.by_source", "reward.terms", "data.max_response_length"
+OF_PROCESSES = ("reward.num_workers", "reward.timeout_s")
+# Rewards of ours that are called in the controller's own process. A name that is not here may need one of its own.
+IN_CONTROLLER = ("character_share", "exact_match", "format", "overlong")
+
+
+def idle_reward_settings(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str, str]]:
+    """(whether the settings are idle, the settings, the switch that decides, how to make them act)."""
+    r = config.reward
+    names = [r.name, *(one.name for one in (*r.by_source.values(), *r.terms))]
+    fix = "name a reward that runs in a process of its own, such as math_verify or function"
+    yield all(name in IN_CONTROLLER for name in names), OF_PROCESSES, "reward.name", fix
+    all_have_their_own = bool(config.data.sources) and {s.name for s in config.data.sources} <= set(r.by_source)
+    yield all_have_their_own, ("reward.name", "reward.params"), BY_SOURCE, "leave a source out there"
+
+
+def reward_sources(loaded: Loaded) -> Iterator[Problem]:
+    """Those of files and tasks are known only when they are read."""
+    names = [source.name for source in loaded.config.data.sources]
+    if names:
+        yield from unknown_sources(loaded.config.reward.by_source, names)
+
+
+def unknown_sources(by_source: dict[str, Any], known: list[str]) -> Iterator[Problem]:
+    """`known`: names of all data sources of the run."""
+    for name in by_source:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            yield Problem(
+                f"{BY_SOURCE} has a reward for {name!r}, but the data sources of this run are"
+                f" {', '.join(map(repr, known))}{hint or '; rename or remove it.'}",
+                (BY_SOURCE, "data.sources"),
+            )
+
+
+def weights(loaded: Loaded) -> Iterator[Problem]:
+    r = loaded.config.reward
+    entries = [(BY_SOURCE, f"{BY_SOURCE}.{name}", one) for name, one in r.by_source.items()]
+    entries += [(TERMS, f"{TERMS}[{i}]", one) for i, one in enumerate(r.terms)]
+    for key, where, one in entries:
+        if not isfinite(one.weight):
+            yield Problem(f"{where}.weight ({one.weight}) must be a number; use 1.0, or 0 to log it only.", (key,))
+
+
+def reward_lengths(loaded: Loaded) -> Iterator[Problem]:
+    """The over-long term against the longest response that is generated."""
+    longest = loaded.config.data.max_response_length
+    for i, term in enumerate(loaded.config.reward.terms):
+        max_len, buffer = term.params.get("max_len"), term.params.get("buffer")
+        if term.name != "overlong" or not isinstance(max_len, int) or not isinstance(buffer, int):
+            continue
+        if max_len - buffer >= longest:
+            yield Problem(
+                f"{TERMS}[{i}]: a response is over-long from max_len - buffer ({max_len} - {buffer} ="
+                f" {max_len - buffer} tokens) on, but none has more than {LONGEST} ({longest}); use max_len:"
+                f" {longest}.",
+                (TERMS, LONGEST),
+            )
+
+
+REWARD_RULES = (reward_sources, weights, reward_lengths)

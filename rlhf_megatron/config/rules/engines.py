@@ -1,0 +1,210 @@
+"""The rules on engines: how they are got, how weights come to them, who spreads requests over them.
+
+Also: The rules of `rollout.colocated`: what cannot share devices by turns. What is wanted of endpoints:
+`engine_rules`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from rlhf_megatron.config.errors import Problem
+from rlhf_megatron.config.rules.run import NODES, actor_ranks, needs_reference
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.source import Loaded
+
+
+def engines(loaded: Loaded) -> Iterator[Problem]:
+    c = loaded.config
+    yield from _senders(c)
+    yield from _of_sglang_only(c)
+    yield from _draws(c)
+    yield from _attached(c)
+    yield from _of_router(c)
+    if (
+        c.rollout.endpoints
+        and loaded.is_set("rollout.num_engines")
+        and c.rollout.num_engines != len(c.rollout.endpoints)
+    ):
+        yield Problem(
+            f"rollout.num_engines ({c.rollout.num_engines}) must be the number of rollout.endpoints"
+            f" ({len(c.rollout.endpoints)}); remove it.",
+            ("rollout.num_engines", "rollout.endpoints"),
+        )
+    for name in c.rollout.sglang.args:
+        if name.startswith("-"):
+            plain = name.lstrip("-")
+            key = f"rollout.sglang.args.{name}"
+            yield Problem(f"{key} must be written without leading dashes; use {plain}.", (key,))
+    if c.rollout.dtype == "float32" and c.model.dtype == "bfloat16":
+        yield Problem(
+            "rollout.dtype (float32) must not be wider than model.dtype (bfloat16): the engine would spend twice the"
+            " memory on the same values; remove it or set model.dtype: float32.",
+            ("rollout.dtype", "model.dtype"),
+        )
+
+
+def idle_engine_settings(c: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str, str]]:
+    """See `ignored`: (whether they are idle, the settings, the switch that decides, how to make them act)."""
+    is_attached, has_router = bool(c.rollout.endpoints), c.rollout.router == "sglang"
+    keys = ("rollout.sglang.api_key_file", "rollout.sglang.admin_api_key_file")
+    yield not is_attached, keys, "rollout.endpoints", "name the servers that want these keys there"
+    fix = "start the servers with them"
+    yield is_attached, ("rollout.sglang.args",), "rollout.endpoints", fix
+    keys = ("rollout.sglang.python", "rollout.sglang.env")
+    yield is_attached and not has_router, keys, "rollout.endpoints", fix
+    fix = "let the run start the servers"
+    yield is_attached and not has_router, ("rollout.max_engine_restarts",), "rollout.endpoints", fix
+
+
+def _attached(c: RunConfig) -> Iterator[Problem]:
+    """Of servers that the run does not start."""
+    key, seen = "rollout.endpoints", dict[tuple[str, int], str]()
+    for url in c.rollout.endpoints:
+        place = endpoint_place(url)
+        if place is None:
+            yield Problem(
+                f"{key} ({url}) must be http://HOST:PORT or https://HOST:PORT and nothing more; correct it.", (key,)
+            )
+        elif place in seen:
+            yield Problem(f"{key} ({url}) is the same server as {seen[place]}; name each once.", (key,))
+        else:
+            seen[place] = url
+            if c.rollout.weight_transport == "tensor" and not is_this_machine(place[0]):
+                yield Problem(
+                    f"{key} ({url}) is on another machine, which rollout.weight_transport (tensor) does not reach; use"
+                    " process_group or disk, or write 127.0.0.1 if it is this machine.",
+                    (key, "rollout.weight_transport"),
+                )
+    if c.rollout.endpoints and c.rollout.colocated:
+        yield Problem(
+            "rollout.colocated (true) needs servers that the run starts on its own devices, but rollout.endpoints names"
+            " running ones; remove either.",
+            ("rollout.colocated", key),
+        )
+    name = "RLHF_MEGATRON_TRANSFER_DIR"
+    if name in c.rollout.sglang.env:
+        yield Problem(
+            f"rollout.sglang.env.{name} is set by the run; set rollout.transfer_dir.", (f"rollout.sglang.env.{name}",)
+        )
+
+
+def _of_router(c: RunConfig) -> Iterator[Problem]:
+    if c.rollout.router == "sglang" and num_engines(c) == 1:
+        yield Problem(
+            "rollout.router (sglang) has nothing to choose with one engine; remove it, or set rollout.num_engines or"
+            " rollout.endpoints to more.",
+            ("rollout.router", "rollout.num_engines", "rollout.endpoints"),
+        )
+
+
+def num_engines(c: RunConfig) -> int:
+    """Started or attached."""
+    return len(c.rollout.endpoints) or c.rollout.num_engines
+
+
+def endpoint_place(url: str) -> tuple[str, int] | None:
+    """(host, port), the same for one server however it is written; None where that is no plain address of a server."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        return None
+    is_plain = parts.path in ("", "/") and not (parts.query or parts.fragment or parts.username or parts.password)
+    if parts.scheme not in ("http", "https") or not host or not is_plain:
+        return None
+    return "127.0.0.1" if is_this_machine(host) else host, port or (443 if parts.scheme == "https" else 80)
+
+
+def is_this_machine(host: str) -> bool:
+    """By the address alone."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _of_sglang_only(c: RunConfig) -> Iterator[Problem]:
+    if c.rollout.engine == "sglang":
+        return
+    for name, value, is_used in (
+        ("endpoints", list(c.rollout.endpoints), bool(c.rollout.endpoints)),
+        ("router", c.rollout.router, c.rollout.router == "sglang"),
+        ("weight_transport", c.rollout.weight_transport, c.rollout.weight_transport == "process_group"),
+    ):
+        if is_used:
+            yield Problem(
+                f"rollout.{name} ({value}) needs rollout.engine sglang, which is {c.rollout.engine}; set that, or"
+                " remove it.",
+                (f"rollout.{name}", "rollout.engine"),
+            )
+
+
+def _draws(c: RunConfig) -> Iterator[Problem]:
+    """A server that has not this draw would end in the first evaluation."""
+    min_p, argument = c.rollout.val_kwargs.min_p, "enable_deterministic_inference"
+    if c.rollout.engine != "sglang" or min_p == 0 or c.rollout.val_kwargs.temperature == 0:
+        return
+    is_set = {name.replace("-", "_"): value for name, value in c.rollout.sglang.args.items()}.get(argument, False)
+    if is_set or c.trainer.deterministic:
+        key = f"rollout.sglang.args.{argument}" if is_set else "trainer.deterministic"
+        yield Problem(
+            f"rollout.val_kwargs.min_p ({min_p:g}) is a draw that SGLang has not where seeds count ({key}); use"
+            " top_p and set min_p to 0, or give up the seeds.",
+            ("rollout.val_kwargs.min_p", key),
+        )
+
+
+def _senders(c: RunConfig) -> Iterator[Problem]:
+    """Of memory of the same host: the sender of each pipeline stage must be on the engines' machine."""
+    pp, ranks = c.actor.megatron.pipeline_model_parallel_size, actor_ranks(c)
+    last_sender = (pp - 1) * (ranks // max(pp, 1))  # the first rank of the last stage
+    if c.rollout.weight_transport == "tensor" and c.trainer.nnodes > 1 and last_sender >= c.trainer.n_gpus_per_node:
+        yield Problem(
+            f"actor.megatron.pipeline_model_parallel_size ({pp}) over trainer.nnodes ({c.trainer.nnodes}) puts stages"
+            " on machines without an engine, which rollout.weight_transport (tensor) does not reach; use process_group"
+            " or disk, or 1 stage, or one machine.",
+            ("actor.megatron.pipeline_model_parallel_size", "trainer.nnodes", "rollout.weight_transport"),
+        )
+
+
+ENGINE_RULES = (engines,)
+
+
+COLOCATED = "rollout.colocated"
+
+
+def colocation(loaded: Loaded) -> Iterator[Problem]:
+    c = loaded.config
+    if not c.rollout.colocated:
+        return
+    if c.trainer.nnodes > 1:
+        yield Problem(
+            f"{COLOCATED} (true) needs {NODES} 1, which is {c.trainer.nnodes}: engines are started on the first"
+            " machine, and the devices of the others would have nobody to take turns with; use one machine, or set"
+            " colocated: false.",
+            (COLOCATED, NODES),
+        )
+    if c.rollout.weight_transport == "process_group":
+        yield Problem(
+            f"rollout.weight_transport (process_group) needs a device for each of its ranks, but with {COLOCATED}"
+            " trainer and engine are on the same ones; use tensor or disk.",
+            ("rollout.weight_transport", COLOCATED),
+        )
+    if c.rollout.router == "sglang":
+        yield Problem(
+            f"rollout.router (sglang) would take engines for dead that have lent their memory ({COLOCATED}); use"
+            " balancer.",
+            ("rollout.router", COLOCATED),
+        )
+    if needs_reference(c) and not c.reference.param_offload:
+        yield Problem(
+            f"reference.param_offload (false) must be true with {COLOCATED}: the reference would keep memory that the"
+            " engines are to use; set it to true.",
+            ("reference.param_offload", COLOCATED),
+        )
+
+
+COLOCATION_RULES = (colocation,)

@@ -1,0 +1,142 @@
+"""Rules on what a configuration points to: model and tokenizer directories, data files, the transfer directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rlhf_megatron.config.errors import Problem
+from rlhf_megatron.config.rules.model import critic_model_problems, model_problems
+from rlhf_megatron.config.rules.run import has_critic, needs_reference
+from rlhf_megatron.config.schema import DataConfig, RunConfig
+from rlhf_megatron.config.secrets import read_key
+
+SAME_IN_REFERENCE = ("model_type", "vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads")
+
+
+def file_problems(config: RunConfig) -> Iterator[Problem]:
+    """What is missing or does not fit. Only small files are read; weights are looked for, not opened."""
+    hf_config = None
+    if config.model.path:
+        hf_config = yield from _model_dir("model.path", config.model.path, config.model.init_seed is None)
+    if hf_config is not None:
+        yield from model_problems(config, hf_config)
+    yield from _tokenizer(config)
+    if needs_reference(config) and config.reference.path:
+        yield from _reference(config.reference.path, hf_config)
+    if has_critic(config) and config.critic.path:
+        yield from _critic(config, config.critic.path, hf_config)
+    yield from _data(config.data)
+    if config.rollout.transfer_dir is not None and not Path(config.rollout.transfer_dir).is_dir():
+        key = "rollout.transfer_dir"
+        yield Problem(f"{key} ({config.rollout.transfer_dir}) must be a directory; make it or remove the key.", (key,))
+    if config.rollout.endpoints:
+        yield from _keys(config)
+
+
+def _keys(config: RunConfig) -> Iterator[Problem]:
+    for name in ("api_key_file", "admin_api_key_file"):
+        key = f"rollout.sglang.{name}"
+        try:
+            read_key(getattr(config.rollout.sglang, name), key)
+        except ValueError as error:
+            yield Problem(str(error), (key,))
+
+
+def _model_dir(key: str, path: str, with_weights: bool) -> Generator[Problem, None, dict[str, Any] | None]:
+    """Yields what is missing; returns the parsed config.json."""
+    directory = Path(path)
+    if not directory.is_dir():
+        yield Problem(f"{key} ({path}) is not a directory; correct it, or make or fetch the model first.", (key,))
+        return None
+    if with_weights and not any(directory.glob("*.safetensors")):
+        seed = "; put weights there, or set model.init_seed for random ones" if key == "model.path" else ""
+        yield Problem(f"{key} ({path}) has no *.safetensors{seed}.", (key,))
+    file = directory / "config.json"
+    if not file.is_file():
+        yield Problem(f"{key} ({path}) has no config.json; name a model in Hugging Face layout.", (key,))
+        return None
+    try:
+        parsed = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        yield Problem(f"{file} cannot be read as JSON ({error}); mend or fetch it again.", (key,))
+        return None
+    if not isinstance(parsed, dict):
+        yield Problem(f"{file} must hold a JSON object; mend or fetch it again.", (key,))
+        return None
+    return parsed
+
+
+def _data(data: DataConfig) -> Iterator[Problem]:
+    files = [
+        ("data.train_files", "data.train_files", data.train_files),
+        ("data.val_files", "data.val_files", data.val_files),
+    ]
+    for index, source in enumerate(data.sources):
+        for name, paths in (("train_files", source.train_files), ("val_files", source.val_files)):
+            files.append((f"data.sources[{index}].{name}", "data.sources", paths))
+    for name, key, paths in files:
+        for file in paths:
+            if not Path(file).is_file():
+                yield Problem(f"{name} ({file}) does not exist; correct the path.", (key,))
+            if file.endswith(".parquet") and find_spec("pyarrow") is None:
+                yield Problem(
+                    f"{name} ({file}) needs pyarrow, which is not installed; install the extra (pip install"
+                    " '.[parquet]'), or convert the file to JSONL.",
+                    (key,),
+                )
+
+
+def _tokenizer(config: RunConfig) -> Iterator[Problem]:
+    key = "model.path" if config.model.tokenizer_path is None else "model.tokenizer_path"
+    path = config.model.tokenizer_path or config.model.path
+    if path and (key != "model.path" or Path(path).is_dir()) and not (Path(path) / "tokenizer.json").is_file():
+        yield Problem(
+            f"{key} ({path}) has no tokenizer.json; set model.tokenizer_path to a directory that has.", (key,)
+        )
+    elif config.data.apply_chat_template and path and Path(path).is_dir() and not _has_chat_template(Path(path)):
+        yield Problem(
+            f"{key} ({path}) has no chat template, neither chat_template.jinja nor chat_template in"
+            " tokenizer_config.json; set model.tokenizer_path to a directory that has one, or data.apply_chat_template"
+            " to false.",
+            (key, "data.apply_chat_template"),
+        )
+
+
+def _has_chat_template(directory: Path) -> bool:
+    try:
+        settings = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        settings = {}
+    in_settings = isinstance(settings, dict) and settings.get("chat_template")
+    return bool(in_settings) or (directory / "chat_template.jinja").is_file()
+
+
+def _reference(path: str, hf_config: dict[str, Any] | None) -> Iterator[Problem]:
+    key = "reference.path"
+    found = yield from _model_dir(key, path, with_weights=True)
+    for name in SAME_IN_REFERENCE:
+        if found is not None and hf_config is not None and found.get(name) != hf_config.get(name):
+            yield Problem(
+                f"{key}: {name} ({found.get(name)}) must be that of model.path ({hf_config.get(name)}); choose a"
+                " reference of the same architecture.",
+                (key, "model.path"),
+            )
+
+
+def _critic(config: RunConfig, path: str, hf_config: dict[str, Any] | None) -> Iterator[Problem]:
+    """It may be another model than the policy, which reads the same token ids."""
+    key = "critic.path"
+    found = yield from _model_dir(key, path, with_weights=True)
+    if found is None:
+        return
+    yield from critic_model_problems(config, found)
+    if hf_config is not None and found.get("vocab_size") != hf_config.get("vocab_size"):
+        yield Problem(
+            f"{key}: vocab_size ({found.get('vocab_size')}) must be that of model.path ({hf_config.get('vocab_size')}):"
+            " the critic reads the policy's tokens; choose a critic with the same tokenizer.",
+            (key, "model.path"),
+        )

@@ -1,0 +1,256 @@
+"""Rules between a configuration and the model's config.json: what the layout needs, and what is not supported.
+
+Also: The rules between the settings of a layout: virtual stages, sequence parallelism, optimizer shards,
+recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rlhf_megatron.config.errors import Problem
+from rlhf_megatron.config.rope import read_rotary
+from rlhf_megatron.config.rules.run import LENGTHS, megatron_sections
+from rlhf_megatron.config.schema import MegatronConfig, RunConfig
+from rlhf_megatron.config.source import Loaded
+
+
+def layouts(loaded: Loaded) -> Iterator[Problem]:
+    """The rules on each pool's layout."""
+    for section, megatron, _ in megatron_sections(loaded.config):
+        for rule in (_axes, _overlap, _recompute):
+            yield from rule(section, megatron)
+
+
+def _axes(section: str, m: MegatronConfig) -> Iterator[Problem]:
+    vpp, sequence_parallel = f"{section}.virtual_pipeline_model_parallel_size", f"{section}.sequence_parallel"
+    if m.virtual_pipeline_model_parallel_size is not None and m.pipeline_model_parallel_size == 1:
+        yield Problem(
+            f"{vpp} ({m.virtual_pipeline_model_parallel_size}) cuts pipeline stages into chunks, but"
+            " pipeline_model_parallel_size is 1; use 2 or more stages, or remove it.",
+            (vpp, f"{section}.pipeline_model_parallel_size"),
+        )
+    if m.sequence_parallel and m.tensor_model_parallel_size == 1:
+        yield Problem(
+            f"{sequence_parallel} (true) splits tokens over tensor-parallel ranks, but tensor_model_parallel_size is 1;"
+            " use 2 or more, or set it to false.",
+            (sequence_parallel, f"{section}.tensor_model_parallel_size"),
+        )
+
+
+def _overlap(section: str, m: MegatronConfig) -> Iterator[Problem]:
+    """megatron-core gathers in the background only what its distributed optimizer holds in several buckets."""
+    key = f"{section}.overlap_param_gather"
+    needed = {
+        f"{section}.use_distributed_optimizer": m.use_distributed_optimizer,
+        f"{section}.overlap_grad_reduce": m.overlap_grad_reduce,
+    }
+    missing = [name for name, is_on in needed.items() if not is_on]
+    if m.overlap_param_gather and missing:
+        names = " and ".join(name.rpartition(".")[2] for name in missing)
+        yield Problem(
+            f"{key} (true) needs use_distributed_optimizer, whose shards it gathers, and"
+            f" overlap_grad_reduce, which cuts parameters into buckets; set {names} to true, or it to false.",
+            (key, *missing),
+        )
+
+
+def _recompute(section: str, m: MegatronConfig) -> Iterator[Problem]:
+    if m.recompute_granularity == "full":
+        yield from _full(section, m)
+    elif m.recompute_granularity == "selective":
+        yield from _selective(section, m)
+
+
+def _full(section: str, m: MegatronConfig) -> Iterator[Problem]:
+    given = {"recompute_method": m.recompute_method, "recompute_num_layers": m.recompute_num_layers}
+    missing = [name for name, value in given.items() if value is None]
+    if missing:
+        yield Problem(
+            f"{section}.recompute_granularity (full) needs {' and '.join(missing)}; use recompute_method: uniform and"
+            " recompute_num_layers: 1 to keep the input of each layer only.",
+            (f"{section}.recompute_granularity", *(f"{section}.{name}" for name in missing)),
+        )
+
+
+def _selective(section: str, m: MegatronConfig) -> Iterator[Problem]:
+    key, modules = f"{section}.recompute_modules", m.recompute_modules
+    if not modules or len(set(modules)) != len(modules):
+        yield Problem(
+            f"{key} ({list(modules)}) must name at least one module and none twice, for recompute_granularity"
+            " selective; use [core_attn] or remove it.",
+            (key, f"{section}.recompute_granularity"),
+        )
+    if "layernorm" in modules and m.transformer_impl == "transformer_engine":
+        yield Problem(
+            f"{key} ({list(modules)}) has layernorm, which does nothing for transformer_impl transformer_engine: its"
+            " norms are parts of the linear layers; remove it, or use transformer_impl: local.",
+            (key, f"{section}.transformer_impl"),
+        )
+
+
+def recompute_of_model(section: str, m: MegatronConfig, num_layers: int) -> Iterator[Problem]:
+    """Full recomputation counts the layers of one model chunk; megatron-core does not look whether they are there."""
+    num_chunks = m.pipeline_model_parallel_size * (m.virtual_pipeline_model_parallel_size or 1)
+    count, key = m.recompute_num_layers, f"{section}.recompute_num_layers"
+    keys = (key, *(f"{section}.{axis}pipeline_model_parallel_size" for axis in ("", "virtual_")))
+    if m.recompute_granularity != "full" or not count or count < 1 or num_chunks < 1 or num_layers % num_chunks:
+        return  # other rules say it
+    layers = num_layers // num_chunks
+    chunk = f"the {layers} layers of a model chunk ({num_layers} / {num_chunks})"
+    if m.recompute_method == "uniform" and layers % count:
+        fit = " or ".join(str(d) for d in range(1, layers + 1) if layers % d == 0)
+        yield Problem(f"{key} ({count}) must divide {chunk} for recompute_method uniform; use {fit}.", keys)
+    if m.recompute_method == "block" and count > layers:
+        yield Problem(f"{key} ({count}) must be at most {chunk}, or the rest would be ignored; use {layers}.", keys)
+
+
+LAYOUT_RULES = (layouts,)
+
+
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+)
+OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+
+EVERYWHERE = {
+    "hidden_act": "silu",
+    "attention_dropout": 0.0,
+    "use_sliding_window": False,
+    "quantization_config": None,
+}
+MUST_BE: dict[str, dict[str, Any]] = {
+    "qwen3": {**EVERYWHERE, "attention_bias": False, "mlp_bias": False},
+    "llama": EVERYWHERE,
+    "qwen2": {**EVERYWHERE, "qkv_bias": True},
+}
+"""By model_type, settings of config.json that a family implements in one way only; a missing one has that value."""
+
+FAMILIES = tuple(MUST_BE)
+"""`model_type` of the model families that have a weight table (models/families)."""
+
+
+def unsupported(hf_config: Mapping[str, Any]) -> Iterator[str]:
+    """What a config.json of one of FAMILIES asks for and its family does not implement."""
+    for key, only in MUST_BE[hf_config["model_type"]].items():
+        value = hf_config.get(key, only)
+        if value != only and value is not None:
+            yield f"{key} ({value!r}) is not supported; it must be {only!r}: choose another model."
+    kinds = sorted(set(hf_config.get("layer_types") or ()) - {"full_attention"})
+    if kinds:
+        yield f"layer_types {kinds} are not supported; only full_attention is: choose another model."
+    try:
+        read_rotary(hf_config)
+    except ValueError as error:
+        yield str(error)
+
+
+def model_problems(config: RunConfig, hf_config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Every reason why this model cannot be the policy; nor the critic, where that starts as the policy."""
+    pools = [pool for pool in megatron_sections(config) if pool[0] == "actor.megatron" or config.critic.path is None]
+    for problem in _problems(config, hf_config, pools):
+        yield replace(problem, text=f"{Path(config.model.path) / 'config.json'}: {problem.text}")
+
+
+def critic_model_problems(config: RunConfig, hf_config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Every reason why the model of critic.path cannot be the critic, in the last pool."""
+    assert config.critic.path is not None
+    for problem in _problems(config, hf_config, [*megatron_sections(config)][-1:]):
+        keys = tuple("critic.path" if key == "model.path" else key for key in problem.keys)
+        yield replace(problem, text=f"{Path(config.critic.path) / 'config.json'}: {problem.text}", keys=keys)
+
+
+def _problems(
+    config: RunConfig, hf_config: Mapping[str, Any], pools: Sequence[tuple[str, MegatronConfig, int]]
+) -> Iterator[Problem]:
+    family = hf_config.get("model_type")
+    if family not in FAMILIES:
+        yield _problem(f"model_type ({family!r}) must be one of {', '.join(FAMILIES)}; choose such a model.")
+        return
+    yield from map(_problem, unsupported(hf_config))
+    sizes = _sizes(hf_config)
+    for key, value in sizes.items():
+        if value is None:
+            yield _problem(f"{key} ({hf_config.get(key)!r}) must be a positive integer; mend the file.")
+    known = {key: value for key, value in sizes.items() if value is not None}
+    for section, megatron, _ in pools:
+        if hf_config.get("mlp_bias"):
+            yield from _recompute_of_biases(section, megatron)
+        yield from _layout(section, megatron, known)
+    yield from _shape(config, known)
+
+
+def _recompute_of_biases(section: str, m: MegatronConfig) -> Iterator[Problem]:
+    if m.recompute_granularity == "selective" and "mlp" in m.recompute_modules:
+        prefix = f"{section}.recompute_"
+        yield _problem(
+            f"mlp_bias (True) and {prefix}modules ({list(m.recompute_modules)}) do not go together: megatron-core's"
+            f" backward pass through a recomputed MLP with biases does not end; remove mlp or use {prefix}granularity:"
+            " full.",
+            f"{prefix}modules",
+        )
+
+
+def _problem(text: str, *keys: str) -> Problem:
+    return Problem(text, ("model.path", *keys))
+
+
+def _sizes(hf_config: Mapping[str, Any]) -> dict[str, int | None]:
+    """Checked sizes; None where one is missing or is no positive integer. Optional ones may be absent."""
+    sizes: dict[str, int | None] = {}
+    for key in (*SIZES, *OPTIONAL_SIZES):
+        value = hf_config.get(key)
+        if value is None and key in OPTIONAL_SIZES:
+            continue
+        sizes[key] = value if type(value) is int and value > 0 else None
+    sizes.setdefault("num_key_value_heads", sizes["num_attention_heads"])
+    return sizes
+
+
+def _layout(section: str, m: MegatronConfig, sizes: Mapping[str, int]) -> Iterator[Problem]:
+    tp, pp = m.tensor_model_parallel_size, m.pipeline_model_parallel_size
+    tp_key, pp_key = f"{section}.tensor_model_parallel_size", f"{section}.pipeline_model_parallel_size"
+    divisible = (
+        ("num_attention_heads", tp_key, tp),
+        ("num_key_value_heads", tp_key, tp),
+        ("intermediate_size", tp_key, tp),
+        ("num_hidden_layers", pp_key, pp),
+    )
+    for name, key, ways in divisible:
+        if ways > 1 and name in sizes and sizes[name] % ways:
+            fit = [str(d) for d in range(1, ways) if sizes[name] % d == 0]
+            yield _problem(f"{name} ({sizes[name]}) must be a multiple of {key} ({ways}); use {' or '.join(fit)}.", key)
+    vpp, layers = m.virtual_pipeline_model_parallel_size, sizes.get("num_hidden_layers", 0)
+    if vpp is not None and vpp > 0 and pp > 0 and layers % pp == 0 and layers % (pp * vpp):
+        fit = [str(d) for d in range(2, layers // pp + 1) if layers // pp % d == 0]
+        yield _problem(
+            f"num_hidden_layers ({layers}) must be a multiple of {pp_key} x virtual_pipeline_model_parallel_size ({pp}"
+            f" x {vpp} = {pp * vpp}); set the second to {' or '.join([*fit, 'null'])}.",
+            pp_key,
+            f"{section}.virtual_pipeline_model_parallel_size",
+        )
+    yield from recompute_of_model(section, m, sizes.get("num_hidden_layers", 0))
+
+
+def _shape(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[Problem]:
+    heads, kv_heads = sizes.get("num_attention_heads"), sizes.get("num_key_value_heads")
+    if heads and kv_heads and heads % kv_heads:
+        yield _problem(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads}).")
+    if heads and "head_dim" not in sizes and sizes.get("hidden_size", 0) % heads:
+        yield _problem(f"hidden_size ({sizes['hidden_size']}) must be a multiple of num_attention_heads ({heads}).")
+    positions = sizes.get("max_position_embeddings")
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if positions and longest > positions:
+        yield _problem(
+            f"max_position_embeddings ({positions}) must cover data.max_prompt_length + max_response_length"
+            f" ({config.data.max_prompt_length} + {config.data.max_response_length} = {longest}); shorten one by"
+            f" {longest - positions}.",
+            *LENGTHS,
+        )

@@ -1,0 +1,360 @@
+"""The rules between settings. Each is a generator of problems over a loaded configuration; none touches a file.
+
+Also: Rules on checkpoints, resumption, deadlines and what happens when something fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import PurePath
+
+from rlhf_megatron.config.errors import Problem
+from rlhf_megatron.config.schema import MegatronConfig, OptimConfig, RunConfig
+from rlhf_megatron.config.source import Loaded
+
+GROUP_ESTIMATORS = (
+    "gdpo",
+    "gpg",
+    "grpo",
+    "opo",
+    "optimal_token_baseline",
+    "reinforce_plus_plus_baseline",
+    "rloo",
+    "tir_optimal_token_baseline",
+)
+"""Advantage estimators whose baseline is made of a prompt's other samples; also names that begin with one of these."""
+VALUE_ESTIMATORS = ("gae",)
+"""Advantage estimators that need a critic's values."""
+
+TP = "actor.megatron.tensor_model_parallel_size"
+PP = "actor.megatron.pipeline_model_parallel_size"
+CP = "actor.megatron.context_parallel_size"
+NODES, GPUS = "trainer.nnodes", "trainer.n_gpus_per_node"
+LENGTHS = ("data.max_prompt_length", "data.max_response_length")
+
+
+def world_size(config: RunConfig) -> int:
+    """All ranks of the job."""
+    return config.trainer.nnodes * config.trainer.n_gpus_per_node
+
+
+def actor_ranks(config: RunConfig) -> int:
+    """Ranks of the actor's pool, the first of the job."""
+    return world_size(config) - critic_ranks(config)
+
+
+def critic_ranks(config: RunConfig) -> int:
+    """Ranks of the critic's pool, the last of the job; 0 where there is no critic, or it is in the actor's pool."""
+    return config.critic.num_ranks if has_critic(config) else 0
+
+
+def megatron_sections(config: RunConfig) -> Iterator[tuple[str, MegatronConfig, int]]:
+    """(key, section, ranks) of each pool's layout."""
+    yield "actor.megatron", config.actor.megatron, actor_ranks(config)
+    if critic_ranks(config) > 0:
+        yield "critic.megatron", config.critic.megatron, critic_ranks(config)
+
+
+def has_critic(config: RunConfig) -> bool:
+    """Whether the estimator asks for values."""
+    return config.algorithm.adv_estimator in VALUE_ESTIMATORS
+
+
+def needs_reference(config: RunConfig) -> bool:
+    """Whether a KL term asks for the frozen reference."""
+    return config.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+
+
+def model_parallel_size(config: RunConfig) -> int:
+    """Ranks that hold one copy of the model and share its samples."""
+    m = config.actor.megatron
+    return m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size
+
+
+def layout(loaded: Loaded) -> Iterator[Problem]:
+    c, m = loaded.config, loaded.config.actor.megatron
+    world, ranks = actor_ranks(c), model_parallel_size(c)
+    if world_size(c) < 1 or ranks < 1:
+        return  # `ranges` says it
+    if c.trainer.runtime == "inline" and world_size(c) != 1:
+        yield Problem(
+            f"trainer.runtime (inline) has one rank, but trainer.nnodes x n_gpus_per_node is {world_size(c)}; set both"
+            " to 1 or use runtime: torchrun.",
+            ("trainer.runtime", GPUS, NODES),
+        )
+    if critic_ranks(c) > 0:
+        if c.trainer.runtime != "inline":  # else critic_rules say it
+            yield from _actor_pool(c)
+        return
+    if world % ranks:
+        near = near_multiples(world, ranks)
+        sizes = f"{m.tensor_model_parallel_size} x {m.pipeline_model_parallel_size} x {m.context_parallel_size}"
+        yield Problem(
+            f"trainer.nnodes x n_gpus_per_node ({c.trainer.nnodes} x {c.trainer.n_gpus_per_node} = {world}) must be a"
+            f" multiple of {TP} x pipeline_model_parallel_size x context_parallel_size ({sizes} = {ranks}); use {near}"
+            " ranks or another layout.",
+            (GPUS, NODES, TP, PP, CP),
+        )
+
+
+def _actor_pool(c: RunConfig) -> Iterator[Problem]:
+    """What a critic's pool leaves for the actor's."""
+    left, ranks, taken = actor_ranks(c), model_parallel_size(c), critic_ranks(c)
+    if left < ranks or left % ranks:
+        yield Problem(
+            f"critic.num_ranks ({taken}) leaves {left} of trainer.nnodes x n_gpus_per_node ({world_size(c)}) ranks for"
+            f" the actor, which must be a multiple of {TP} x pipeline_model_parallel_size x context_parallel_size"
+            f" ({ranks}), at least one; use {taken + max(1, -(-left // ranks)) * ranks} ranks in all.",
+            ("critic.num_ranks", GPUS, NODES, TP, PP, CP),
+        )
+
+
+def batches(loaded: Loaded) -> Iterator[Problem]:
+    c = loaded.config
+    mini, samples = c.actor.mini_batch_size, c.data.train_batch_size * c.rollout.n
+    if mini < 1 or samples < 1 or actor_ranks(c) < 1 or model_parallel_size(c) < 1:
+        return
+    yield from divides_the_samples(c, "actor.mini_batch_size", mini)
+    replicas = actor_ranks(c) // model_parallel_size(c)
+    sizes = [("actor.mini_batch_size", mini)]
+    if c.warmup.max_steps > 0:
+        sizes.append(("warmup.batch_size", c.warmup.batch_size))
+    for key, size in sizes:
+        yield from gives_all_work(key, size, replicas, (GPUS, NODES, TP, PP, CP))
+
+
+def divides_the_samples(c: RunConfig, key: str, size: int) -> Iterator[Problem]:
+    """`size`: samples of a mini-batch."""
+    samples = c.data.train_batch_size * c.rollout.n
+    if size < 1 or samples < 1 or samples % size == 0:
+        return
+    divisors = [d for d in range(1, samples + 1) if samples % d == 0]
+    below, above = [d for d in divisors if d < size], [d for d in divisors if d > size]
+    near = " or ".join(str(d) for d in below[-1:] + above[:1])
+    yield Problem(
+        f"{key} ({size} samples) must divide data.train_batch_size x rollout.n"
+        f" ({c.data.train_batch_size} x {c.rollout.n} = {samples} samples a step); use {near}.",
+        (key, "data.train_batch_size", "rollout.n"),
+    )
+
+
+def gives_all_work(key: str, size: int, replicas: int, switches: tuple[str, ...]) -> Iterator[Problem]:
+    """`size`: samples of a batch; `switches`: settings that make so many `replicas`."""
+    if 1 <= size < replicas:
+        yield Problem(
+            f"{key} ({size} samples) must be at least the data-parallel size ({replicas}), or replicas have no work"
+            f" in any optimizer step; use {replicas} or more, or fewer ranks.",
+            (key, *switches),
+        )
+
+
+def token_budgets(loaded: Loaded) -> Iterator[Problem]:
+    """A sample is never cut over micro-batches, and is padded as the layout demands."""
+    c, m = loaded.config, loaded.config.actor.megatron
+    if c.rollout.engine == "local":
+        budget = c.rollout.max_num_batched_tokens
+        yield from holds_the_longest(c, "rollout.max_num_batched_tokens", budget, "", MegatronConfig())
+    budgets = {"actor.ppo_max_token_len_per_gpu": c.actor.ppo_max_token_len_per_gpu}
+    if needs_reference(c) and c.reference.max_token_len_per_gpu is not None:
+        budgets["reference.max_token_len_per_gpu"] = c.reference.max_token_len_per_gpu
+    for key, budget in budgets.items():
+        yield from holds_the_longest(c, key, budget, "actor.megatron", m)
+
+
+def packed_multiple(megatron: MegatronConfig) -> int:
+    """`Layout.packed_multiple`: what the tokens of a micro-batch are padded to a multiple of."""
+    cp = megatron.context_parallel_size
+    return (2 * cp if cp > 1 else 1) * (megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1)
+
+
+def holds_the_longest(c: RunConfig, key: str, budget: int, section: str, m: MegatronConfig) -> Iterator[Problem]:
+    """`budget`: tokens of one rank in the layout `m` of `section`; context-parallel ranks pool theirs."""
+    cp, multiple = m.context_parallel_size, packed_multiple(m)
+    if cp < 1 or multiple < 1 or budget < 1:
+        return
+    longest = c.data.max_prompt_length + c.data.max_response_length
+    padded = -(-longest // multiple) * multiple
+    if budget * cp >= padded:
+        return
+    pool = f" x context_parallel_size {cp} = {budget * cp}" if cp > 1 else ""
+    padding = f", padded to a multiple of {multiple}: {padded}" if padded != longest else ""
+    switches = [f"{section}.context_parallel_size"] if cp > 1 else []
+    if padded != longest:
+        switches += [f"{section}.tensor_model_parallel_size", f"{section}.sequence_parallel"]
+    yield Problem(
+        f"{key} ({budget}{pool}) must hold the longest sample, data.max_prompt_length + max_response_length"
+        f" ({c.data.max_prompt_length} + {c.data.max_response_length} = {longest}{padding}); use {padded // cp} or"
+        " more.",
+        (key, *LENGTHS, *switches),
+    )
+
+
+def sampling(loaded: Loaded) -> Iterator[Problem]:
+    r = loaded.config.rollout
+    if not 0 < r.temperature < float("inf"):
+        yield Problem(
+            f"rollout.temperature ({r.temperature}) must be above 0: the loss needs log-probs of the distribution that"
+            " was sampled; use 1.0 (greedy decoding is for rollout.val_kwargs).",
+            ("rollout.temperature",),
+        )
+    for name, value, off in (("top_p", r.top_p, 1.0), ("top_k", r.top_k, -1), ("min_p", r.min_p, 0.0)):
+        if value != off:
+            yield Problem(
+                f"rollout.{name} ({value}) must be {off} (off): the trainer's log-probs are those of the full"
+                " distribution; remove it.",
+                (f"rollout.{name}",),
+            )
+    if r.val_kwargs.temperature == 0 and r.val_kwargs.n > 1:
+        yield Problem(
+            f"rollout.val_kwargs.n ({r.val_kwargs.n}) must be 1 at temperature 0, where all samples are equal; set n: 1"
+            " or a temperature.",
+            ("rollout.val_kwargs.n", "rollout.val_kwargs.temperature"),
+        )
+    of_evaluation = r.val_kwargs
+    for name, value, off in (
+        ("top_p", of_evaluation.top_p, 1.0),
+        ("top_k", of_evaluation.top_k, -1),
+        ("min_p", of_evaluation.min_p, 0.0),
+    ):
+        if r.val_kwargs.temperature == 0 and value != off:
+            yield Problem(
+                f"rollout.val_kwargs.{name} ({value}) would be ignored because rollout.val_kwargs.temperature is 0"
+                " (greedy); remove it or set a temperature.",
+                (f"rollout.val_kwargs.{name}", "rollout.val_kwargs.temperature"),
+            )
+    if r.val_kwargs.top_k == 0:
+        yield Problem(
+            "rollout.val_kwargs.top_k (0) must be at least 1, or -1 (off); use -1.", ("rollout.val_kwargs.top_k",)
+        )
+    if len(set(r.stop)) != len(r.stop) or "" in r.stop:
+        yield Problem(f"rollout.stop ({list(r.stop)}) must be distinct, non-empty strings.", ("rollout.stop",))
+    estimator = loaded.config.algorithm.adv_estimator
+    if estimator.startswith(GROUP_ESTIMATORS) and r.n == 1:
+        yield Problem(
+            f"rollout.n (1) must be at least 2 for algorithm.adv_estimator {estimator}: alone in its group, a sample"
+            " has advantage 0; use 8.",
+            ("rollout.n", "algorithm.adv_estimator"),
+        )
+
+
+def kl(loaded: Loaded) -> Iterator[Problem]:
+    actor = loaded.config.actor
+    if actor.use_kl_loss and actor.kl_loss_coef == 0:
+        yield Problem(
+            "actor.kl_loss_coef (0) must be above 0 with actor.use_kl_loss, or the reference is run for nothing; give"
+            " it a weight such as 0.001 or set use_kl_loss: false.",
+            ("actor.kl_loss_coef", "actor.use_kl_loss"),
+        )
+
+
+def data(loaded: Loaded) -> Iterator[Problem]:
+    d = loaded.config.data
+    for name, files in (("train_files", d.train_files), ("val_files", d.val_files)):
+        key = f"data.{name}"
+        if d.task is not None and files:
+            yield Problem(
+                f"{key} ({list(files)}) and data.task ({d.task}) exclude each other; set task: null or {name}: [].",
+                (key, "data.task"),
+            )
+        if d.task is None and not d.sources and not files:
+            other = "name a data.task" if name == "train_files" else "keep some of the training rows for it"
+            yield Problem(f"{key} ([]) must name a JSONL file; give one, or {other}.", (key, "data.task"))
+
+
+def schedules(loaded: Loaded) -> Iterator[Problem]:
+    c = loaded.config
+    steps = 0
+    if c.actor.mini_batch_size > 0:
+        a_step = c.data.train_batch_size * c.rollout.n // c.actor.mini_batch_size * c.actor.ppo_epochs
+        steps = (c.trainer.total_training_steps - (c.trainer.critic_warmup if has_critic(c) else 0)) * a_step
+    yield from optim_schedule("actor.optim", c.actor.optim, steps, "trainer.total_training_steps")
+    if c.warmup.max_steps > 0:
+        yield from optim_schedule("warmup.optim", c.warmup.optim, c.warmup.max_steps, "warmup.max_steps")
+        if c.warmup.stop_accuracy < 1 and c.warmup.test_freq > c.warmup.max_steps:
+            yield Problem(
+                f"warmup.test_freq ({c.warmup.test_freq}) must be at most warmup.max_steps ({c.warmup.max_steps}), or"
+                f" stop_accuracy is never looked at; use {c.warmup.max_steps} or less.",
+                ("warmup.test_freq", "warmup.max_steps", "warmup.stop_accuracy"),
+            )
+
+
+def optim_schedule(section: str, optim: OptimConfig, num_steps: int, length_key: str) -> Iterator[Problem]:
+    """Rules of megatron-core's OptimizerParamScheduler. `num_steps`: optimizer steps that the phase makes."""
+    if optim.min_lr > optim.lr:
+        yield Problem(
+            f"{section}.min_lr ({optim.min_lr}) must not be above {section}.lr ({optim.lr}); lower it.",
+            (f"{section}.min_lr", f"{section}.lr"),
+        )
+    decay, warmup = optim.lr_decay_steps, optim.lr_warmup_steps
+    end, key = (num_steps, length_key) if decay is None else (decay, f"{section}.lr_decay_steps")
+    if optim.lr_decay_style != "constant" and end > 0 and warmup >= end:
+        name = f"the run's optimizer steps ({end})" if decay is None else f"{key} ({end})"
+        yield Problem(
+            f"{section}.lr_warmup_steps ({warmup}) must be below {name} for lr_decay_style {optim.lr_decay_style}; warm"
+            f" up for {max(end // 10, 0)} steps or run longer.",
+            (f"{section}.lr_warmup_steps", key),
+        )
+    if optim.weight_decay_end is not None and optim.weight_decay_end < optim.weight_decay:
+        yield Problem(
+            f"{section}.weight_decay_end ({optim.weight_decay_end}) must be at least {section}.weight_decay"
+            f" ({optim.weight_decay}): the schedule only rises; swap them or remove it.",
+            (f"{section}.weight_decay_end", f"{section}.weight_decay"),
+        )
+
+
+def outputs(loaded: Loaded) -> Iterator[Problem]:
+    trainer = loaded.config.trainer
+    name = PurePath(trainer.experiment_name)
+    if len(name.parts) != 1 or name.name in ("", ".", ".."):
+        yield Problem(
+            f"trainer.experiment_name ({trainer.experiment_name!r}) must be one plain directory name; set the parent in"
+            " trainer.default_local_dir.",
+            ("trainer.experiment_name",),
+        )
+    if len(set(trainer.logger)) != len(trainer.logger):
+        yield Problem(f"trainer.logger ({list(trainer.logger)}) must differ; name each once.", ("trainer.logger",))
+    if not loaded.config.model.path:
+        yield Problem("model.path ('') must name a model directory; set it.", ("model.path",))
+
+
+def near_multiples(value: int, of: int) -> str:
+    """ "4 or 6": the multiples of `of` around a value that is none."""
+    below = value // of * of
+    return f"{below} or {below + of}" if below else str(of)
+
+
+RULES = (layout, batches, token_budgets, sampling, kl, data, schedules, outputs)
+
+
+STAGES = ("next", "generate", "score", "take", "annotate", "advantages", "update", "sync", "evaluate")
+SAVE_FREQ, RESUME_MODE, RESUME_FROM = "trainer.save_freq", "trainer.resume_mode", "trainer.resume_from_path"
+STAGE_TIMEOUTS = "trainer.stage_timeouts_s"
+
+
+def idle_state_settings(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str, str]]:
+    """See `config.ignored`."""
+    of_saving = ("trainer.async_save", "trainer.max_ckpt_to_keep", "trainer.save_failure")
+    yield not config.trainer.save_freq, of_saving, SAVE_FREQ, "give that a number of steps"
+    fix = "set it to resume_path"
+    yield config.trainer.resume_mode != "resume_path", (RESUME_FROM,), RESUME_MODE, fix
+
+
+def resumption(loaded: Loaded) -> Iterator[Problem]:
+    trainer = loaded.config.trainer
+    if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
+        yield Problem(
+            f"{RESUME_MODE} (resume_path) needs {RESUME_FROM}; name a directory like"
+            " runs/x/checkpoints/step_000010, or use auto.",
+            (RESUME_MODE, RESUME_FROM),
+        )
+
+
+def stage_deadlines(loaded: Loaded) -> Iterator[Problem]:
+    for stage, seconds in loaded.config.trainer.stage_timeouts_s.items():
+        if stage not in STAGES:
+            yield Problem(f"{STAGE_TIMEOUTS}: there is no stage {stage!r}; the stages are {', '.join(STAGES)}.", ())
+        elif isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+            yield Problem(f"{STAGE_TIMEOUTS}.{stage} ({seconds!r}) must be a number of seconds above 0.", ())
+
+
+STATE_RULES: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (resumption, stage_deadlines)

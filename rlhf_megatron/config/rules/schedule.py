@@ -1,0 +1,111 @@
+"""Rules of the section `schedule`: what a schedule needs of the rest of a run. Parameters: scheduler/schedules/."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rlhf_megatron.config.errors import Problem
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.source import Loaded
+
+NAME, PARAMS = "schedule.name", "schedule.params"
+SYNCHRONOUS, STREAMING = "synchronous", "streaming"
+CORRECTION, FILTER = "algorithm.rollout_correction", "algorithm.filter_groups.enable"
+STEPS = "trainer.total_training_steps"
+BUNDLED = ("asynchronous", "one_step_off", STREAMING, SYNCHRONOUS)
+
+
+def idle_schedule_settings(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str, str]]:
+    """See `config.ignored`."""
+    yield from ()
+
+
+def may_lag(config: RunConfig) -> bool:
+    """Whether a step may train on tokens of an older policy than it trains. Of a misspelt schedule nothing is said:
+    whoever looks it up says that there is none of that name."""
+    schedule = config.schedule
+    if schedule.name not in BUNDLED and difflib.get_close_matches(schedule.name, BUNDLED):
+        return False
+    if schedule.name == STREAMING:
+        return schedule.params.get("tail") == "carry_over"
+    return schedule.name != SYNCHRONOUS
+
+
+def shared_devices(loaded: Loaded) -> Iterator[Problem]:
+    """Who takes turns cannot work at the same time."""
+    c = loaded.config
+    if c.rollout.colocated and c.schedule.name != SYNCHRONOUS:
+        yield Problem(
+            f"{NAME} ({c.schedule.name}) lets engines generate while the trainer works, but rollout.colocated (true)"
+            f" lets them take turns with the same devices; set {NAME}: {SYNCHRONOUS}, or rollout.colocated: false.",
+            (NAME, "rollout.colocated"),
+        )
+
+
+def determinism(loaded: Loaded) -> Iterator[Problem]:
+    """What a step trains on depends on who was done first."""
+    c = loaded.config
+    if c.trainer.deterministic and c.schedule.name != SYNCHRONOUS:
+        yield Problem(
+            f"trainer.deterministic (true) cannot hold with {NAME} ({c.schedule.name}): what a step trains on depends"
+            f" on which groups were done first; set {NAME}: {SYNCHRONOUS}, or deterministic: false.",
+            (NAME, "trainer.deterministic"),
+        )
+
+
+def stale_tokens(loaded: Loaded) -> Iterator[Problem]:
+    """Nobody gets the bias of old tokens without having chosen it.
+
+    Without a setting the old policy of the loss is the trainer's before the update. Of a token of an older policy it
+    knows nothing: the importance ratio starts at 1, and the clip bounds the way from here, not from where it was
+    sampled.
+    """
+    c = loaded.config
+    if not may_lag(c) or loaded.is_set(CORRECTION):
+        return
+    yield Problem(
+        f"{NAME} ({c.schedule.name}) trains on tokens of older policies, and nothing says what is made of them: by"
+        f" default their ratio starts at 1, as if the policy that trains had sampled them. Set {CORRECTION}.preset:"
+        " decoupled_token_is (weights of old tokens, cut at 2) or bypass_ppo_clip (the clip counts from the policy that"
+        " sampled), or write disabled to do without.",
+        (NAME, f"{CORRECTION}.preset"),
+    )
+
+
+def bound_on_lag(loaded: Loaded) -> Iterator[Problem]:
+    """A bound that no step can reach."""
+    c = loaded.config
+    max_lag = _number(c.schedule.params.get("max_lag"))
+    if max_lag is not None and max_lag >= c.trainer.total_training_steps > 1:
+        yield Problem(
+            f"{PARAMS}.max_lag ({max_lag:g}) must be below {STEPS} ({c.trainer.total_training_steps}): it would bound"
+            " nothing, and all steps could train on what the first policy wrote; use 1 to 4.",
+            (PARAMS, STEPS),
+        )
+
+
+def spare_groups(loaded: Loaded) -> Iterator[Problem]:
+    """Of streaming that waits: a step has the groups that were started first, and only the filter takes any of them."""
+    c = loaded.config
+    params = c.schedule.params
+    oversampling = _number(params.get("oversampling"))
+    if c.schedule.name != STREAMING or params.get("tail", "wait") != "wait" or c.algorithm.filter_groups.enable:
+        return
+    if oversampling is not None and oversampling > 1:
+        yield Problem(
+            f"{PARAMS}.oversampling ({oversampling:g}) starts groups that no step trains on: with tail: wait only"
+            f" {FILTER} makes room for them; set that, use tail: drop or carry_over, or remove oversampling.",
+            (PARAMS, FILTER),
+        )
+
+
+def _number(value: Any) -> float | None:
+    """A parameter, as far as its schedule will take it for a number."""
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+SCHEDULE_RULES: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (
+    *(shared_devices, determinism, stale_tokens, bound_on_lag, spare_groups),
+)

@@ -1,0 +1,159 @@
+"""The terminal: a progress bar with the current stage, and a table row a step."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Column as ProgressColumn
+
+from rlhf_megatron.observe.loggers.base import LOGGERS, Logger
+from rlhf_megatron.observe.run_facts import RunFacts
+
+
+@dataclass(frozen=True)
+class Column:
+    """Of the table."""
+
+    title: str
+    width: int
+    key: str | None  # metric; None: the step
+    form: str
+    rank: int  # on a narrow terminal the columns of the highest rank are left out
+    is_optional: bool = False  # shown where the run has this metric
+
+
+COLUMNS = (
+    Column("step", 5, None, "d", 0),
+    Column("reward", 7, "critic/rewards/mean", ".3f", 0),
+    Column("mixed", 6, "reward/mixed_groups", ".2f", 3),
+    Column("kl", 8, "actor/reward_kl_penalty", ".1e", 4, is_optional=True),
+    Column("entropy", 8, "actor/entropy", ".3f", 2),
+    Column("pg_loss", 9, "actor/pg_loss", ".2e", 3),
+    Column("clip", 6, "actor/pg_clipfrac", ".3f", 5),
+    Column("ppo_kl", 9, "actor/ppo_kl", ".1e", 4),
+    Column("grad", 8, "actor/grad_norm", ".2e", 5),
+    Column("vf_loss", 9, "critic/vf_loss", ".2e", 2, is_optional=True),
+    Column("vf_ev", 6, "critic/vf_explained_var", ".2f", 2, is_optional=True),
+    Column("length", 7, "response_length/mean", ".1f", 2),
+    Column("|Δlogp|", 9, "training/rollout_log_probs_diff_max", ".1e", 3),
+    Column("gen s", 6, "timing_s/generate", ".2f", 6),
+    Column("upd s", 6, "timing_s/update", ".2f", 6),
+    Column("sync s", 6, "timing_s/sync", ".2f", 6),
+    Column("step s", 6, "timing_s/step", ".2f", 1),
+    Column("tok/s", 7, "perf/tokens_per_s", ".0f", 5),
+    Column("ettr", 5, "perf/ettr", ".2f", 6),
+)
+SOURCE = "reward/source/"  # <source>/mean
+SET_MEAN = re.compile(r"val/([^/]+)/mean@\d+")
+SOURCE_WIDTHS, SOURCE_RANK = (6, 12), 4
+AFTER_SOURCES = 2  # columns in front of those of the sources
+ROWS_PER_HEADER = 25
+
+
+@LOGGERS.register("console")
+class ConsoleLogger(Logger):
+    """Plain lines where stdout is no terminal, with all columns; where it is one, those that fit and a bar below."""
+
+    def __init__(self, run_dir: Path, total_steps: int, facts: RunFacts) -> None:
+        self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self._keys: set[str] = set()  # all metrics of steps so far
+        self._columns: tuple[Column, ...] = ()
+        self._rows = 0
+        self._progress = Progress(
+            TextColumn(
+                "[bold]{task.description}",
+                markup=True,
+                table_column=ProgressColumn(no_wrap=True, overflow="ellipsis", ratio=1),
+            ),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+            expand=True,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._progress.start()
+        self._task = self._progress.add_task("start", total=total_steps)
+
+    def close(self, is_failed: bool) -> None:
+        self._progress.stop()
+
+    def stage(self, text: str) -> None:
+        self._progress.update(self._task, description=text.replace("[", r"\["))
+
+    def note(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+    def row(self, kind: str, step: int, seconds: float, metrics: Mapping[str, float]) -> None:
+        if kind == "step":
+            self._step(step, metrics)
+        elif kind == "evaluation":
+            self._evaluation(step, metrics)
+        elif "warmup/accuracy" in metrics:  # between evaluations a warm-up is quiet
+            self.note(
+                f"warm-up {step:>4}  loss {metrics['warmup/loss']:.4f}  grad {metrics['warmup/grad_norm']:.2e}"
+                f"  sampled accuracy {metrics['warmup/accuracy']:.3f}"
+            )
+
+    def _evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        low, high = metrics["val/accuracy_low"], metrics["val/accuracy_high"]
+        self.note(
+            f"step {step}: held-out accuracy {metrics['val/accuracy']:.3f} [{low:.3f}, {high:.3f}]"
+            f" on {metrics['val/num_items']:.0f} items"
+        )
+        found = [(match[1], value) for key, value in metrics.items() if (match := SET_MEAN.fullmatch(key))]
+        if len(found) > 1:
+            self.note("    " + "  ".join(f"{name} {value:.3f}" for name, value in found))
+
+    def _step(self, step: int, metrics: Mapping[str, float]) -> None:
+        if not metrics.keys() <= self._keys:
+            self._keys |= metrics.keys()
+            columns = self._fitting()
+            self._rows = self._rows if columns == self._columns else 0  # the table changes: a header
+            self._columns = columns
+        if self._rows % ROWS_PER_HEADER == 0:
+            self._console.print(" ".join(f"{c.title:>{c.width}}" for c in self._columns), style="bold", markup=False)
+        self._console.print(" ".join(cell(c, step, metrics) for c in self._columns), markup=False)
+        self._rows += 1
+        self._progress.update(self._task, completed=step)
+
+    def _fitting(self) -> tuple[Column, ...]:
+        columns = columns_for(self._keys)
+        return fit(columns, self._console.width) if self._console.is_terminal else columns
+
+
+def columns_for(keys: set[str]) -> tuple[Column, ...]:
+    """All columns of a run with these metrics; one a data source where there are several."""
+    sources = sorted(key for key in keys if key.startswith(SOURCE) and key.endswith("/mean"))
+    extra = [_source_column(key) for key in sources] if len(sources) > 1 else []
+    used = [c for c in COLUMNS if not c.is_optional or c.key in keys]
+    return (*used[:AFTER_SOURCES], *extra, *used[AFTER_SOURCES:])
+
+
+def _source_column(key: str) -> Column:
+    name = key.removeprefix(SOURCE).removesuffix("/mean")
+    low, high = SOURCE_WIDTHS
+    title = name if len(name) <= high else name[: high - 1] + "…"
+    return Column(title, max(low, len(title)), key, ".3f", SOURCE_RANK)
+
+
+def fit(columns: tuple[Column, ...], width: int) -> tuple[Column, ...]:
+    """Those of the lowest ranks that fit into `width` characters, in their order."""
+    kept: list[Column] = []
+    for column in sorted(columns, key=lambda c: c.rank):
+        if sum(c.width + 1 for c in kept) + column.width <= width:
+            kept.append(column)
+    return tuple(c for c in columns if c in kept)
+
+
+def cell(column: Column, step: int, metrics: Mapping[str, float]) -> str:
+    value = step if column.key is None else metrics.get(column.key)
+    return f"{value:>{column.width}{column.form}}" if value is not None else f"{'-':>{column.width}}"

@@ -1,0 +1,113 @@
+"""Weights & Biases: metrics, histograms, settings, samples as a table. Where its service fails the run goes on."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from rlhf_megatron.observe.loggers.base import LOGGERS, BatchView, Logger, is_view_step
+from rlhf_megatron.observe.run_facts import RunFacts
+from rlhf_megatron.observe.samples import Sample
+
+logger = logging.getLogger(__name__)
+WITHOUT_SERVICE = ("offline", "disabled", "dryrun")  # values of WANDB_MODE
+RUN_ID = "wandb_run_id"  # file in the run directory
+FINISH_TIMEOUT_S = 120.0  # for what is not yet sent when the run ends
+
+
+@LOGGERS.register("wandb")
+class WandbLogger(Logger):
+    """Files under `wandb/`. Its environment variables (WANDB_MODE, WANDB_API_KEY) hold as they always do."""
+
+    def __init__(self, run_dir: Path, total_steps: int, facts: RunFacts) -> None:
+        self._run: Any = None
+        self._total_steps = total_steps
+        self._known: set[str] = set()  # metrics whose axis was told
+        self._try("start", lambda: self._start(run_dir, facts))
+
+    @classmethod
+    def check(cls) -> None:
+        if importlib.util.find_spec("wandb") is None:
+            raise ValueError(
+                "wandb is not installed; install it (pip install '.[wandb]') or take wandb out of the list."
+            )
+        import wandb
+
+        can_ask = "prompt" in inspect.signature(wandb.login).parameters  # older ones would wait for an answer
+        if wandb.setup().settings.mode not in WITHOUT_SERVICE and can_ask and not wandb.login(prompt=False):
+            raise ValueError(
+                "wandb has no API key; run `wandb login`, set WANDB_API_KEY, or write to the run directory only with"
+                " WANDB_MODE=offline."
+            )
+
+    def row(self, kind: str, step: int, seconds: float, metrics: Mapping[str, float]) -> None:
+        axis = "warmup/step" if kind == "warmup" else "step"
+        self._try("log metrics", lambda: self._log(axis, step, metrics))
+
+    def batch(self, step: int, view: BatchView) -> None:
+        if is_view_step(step, self._total_steps):
+            self._try("log a batch", lambda: self._log_batch(step, view))
+
+    def close(self, is_failed: bool) -> None:
+        self._try("finish", lambda: self._run.finish(exit_code=int(is_failed)))
+
+    def _start(self, run_dir: Path, facts: RunFacts) -> None:
+        import wandb
+
+        settings = wandb.Settings(silent=True, console="off")  # the terminal is another logger's
+        if hasattr(settings, "finish_timeout"):
+            settings.finish_timeout = FINISH_TIMEOUT_S
+        self._run = wandb.init(
+            project=facts.project,
+            name=facts.name,
+            id=run_id(run_dir),
+            resume="allow",
+            dir=str(run_dir),
+            config=dict(facts.config),
+            settings=settings,
+        )
+
+    def _log(self, axis: str, step: int, values: Mapping[str, Any]) -> None:
+        for key in values.keys() - self._known:
+            self._run.define_metric(key, step_metric=axis)
+        self._known |= values.keys()
+        self._run.log({**values, axis: step})
+
+    def _log_batch(self, step: int, view: BatchView) -> None:
+        import wandb
+
+        values: dict[str, Any] = {
+            f"histogram/{name}": wandb.Histogram(column.double().numpy()) for name, column in view.distributions.items()
+        }
+        if view.samples:
+            columns = [field.name for field in fields(Sample)]
+            table = [
+                [str(value) if isinstance(value, dict | tuple) else value for value in vars(s).values()]
+                for s in view.samples
+            ]
+            values["samples"] = wandb.Table(columns=columns, data=table)
+        self._log("step", step, values)
+
+    def _try(self, what: str, action: Callable[[], object]) -> None:
+        """Whatever goes wrong there is told once, and nothing is tried any more."""
+        if self._run is None and what != "start":
+            return
+        try:
+            action()
+        except Exception as error:
+            self._run = None
+            logger.warning("wandb could not %s: %s. The run goes on without it.", what, error)
+
+
+def run_id(run_dir: Path) -> str:
+    """Drawn once for a run directory, so that a run that is resumed goes on as the same one there."""
+    path = run_dir / RUN_ID
+    if not path.is_file():
+        path.write_text(f"{secrets.token_hex(4)}\n")
+    return path.read_text().strip()

@@ -1,0 +1,275 @@
+"""Metrics that are read off a finished batch. Pure.
+
+Also: The columns of a batch whose distribution people look at. How much of a step's gradient is signal: cheap proxies
+without a second backward pass. Pure. How old the policy was that sampled a step's tokens. Pure.
+"""
+# T packed tokens, B samples
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhf_megatron.algorithms.aggregate import sequence_sums
+from rlhf_megatron.algorithms.groups import Groups
+from rlhf_megatron.algorithms.mismatch import differences
+from rlhf_megatron.data.batch import RolloutBatch, ScoredBatch, TokenBatch, TrainBatch
+from rlhf_megatron.rollout.engine import FinishReason
+
+
+def valid_samples(batch: ScoredBatch) -> Tensor:
+    """[B] bool: samples whose reward counts."""
+    return torch.tensor([not status.startswith("masked:") for status in batch.reward_statuses], dtype=torch.bool)
+
+
+def valid_tokens(batch: ScoredBatch) -> Tensor:
+    """[T] bool: response tokens of samples whose reward counts."""
+    is_valid = valid_samples(batch)
+    if bool(is_valid.all()):
+        return batch.response_mask
+    return batch.response_mask & is_valid.repeat_interleave(batch.lengths)
+
+
+def response_lengths(batch: TokenBatch) -> Tensor:
+    """[B] int64, tokens that the policy sampled."""
+    if bool((batch.lengths > 0).all()):
+        return sample_counts(batch.response_mask, batch.offsets)
+    sums = torch.cat([torch.zeros(1, dtype=torch.int64), batch.response_mask.to(torch.int64).cumsum(0)])
+    return sums[batch.offsets[1:]] - sums[batch.offsets[:-1]]
+
+
+def sample_counts(is_counted_T: Tensor, offsets: Tensor) -> Tensor:
+    """[B] int64: True entries of each sample, none of which is empty."""
+    starts = offsets[:-1].numpy()
+    return torch.from_numpy(np.add.reduceat(is_counted_T.numpy().view(np.uint8), starts, dtype=np.int64))
+
+
+def picked(column: Tensor, mask: Tensor) -> Tensor:
+    """`column[mask]`. numpy's way of it takes a fifth of torch's time on a CPU, where all columns of a step are."""
+    return torch.from_numpy(column.numpy()[mask.numpy()])
+
+
+def token_versions(batch: RolloutBatch) -> Tensor:
+    """[T] int64, policy version that each response token was sampled from; prompt tokens have that of the first."""
+    versions_T = batch.policy_versions.repeat_interleave(batch.lengths)
+    if batch.version_spans is not None and any(batch.version_spans):
+        firsts = (batch.offsets[1:] - response_lengths(batch)).tolist()
+        for first, spans in zip(firsts, batch.version_spans, strict=True):
+            for version, start, end in spans:
+                versions_T[first + start : first + end] = version
+    return versions_T
+
+
+def group_metrics(batch: ScoredBatch) -> dict[str, float]:
+    """Shares of groups that teach something, and of those of several samples that count that do not."""
+    groups = Groups.of(batch.group_ids, valid_samples(batch))
+    is_mixed, counts = groups.have_spread(batch.rewards), groups.counts()
+    is_uniform = (counts > 1) & ~is_mixed
+    rewards = groups.sums(batch.rewards) / counts.clamp(min=1)  # of a uniform group: of each of its samples
+    shares = {
+        "mixed_groups": is_mixed,
+        "uniform_groups": is_uniform,
+        "solve_all": is_uniform & (rewards >= 1.0),
+        "solve_none": is_uniform & (rewards <= 0.0),
+    }
+    return {f"reward/{name}": int(of_groups.sum()) / max(1, groups.num_groups) for name, of_groups in shares.items()}
+
+
+def statistics(name: str, values: Tensor) -> dict[str, float]:
+    """`name`/{mean,max,min}; zeros where there are no values."""
+    values = values.float() if values.numel() else torch.zeros(1)
+    return {
+        f"{name}/mean": values.mean().item(),
+        f"{name}/max": values.max().item(),
+        f"{name}/min": values.min().item(),
+    }
+
+
+def batch_metrics(batch: TrainBatch, max_prompt_length: int | None = None) -> dict[str, float]:
+    """See metric_names for units and meanings. `max_prompt_length`: that prompts are cut to, None where not known."""
+    metrics = {
+        "perf/total_num_tokens": float(batch.num_tokens),
+        **statistics("critic/advantages", picked(batch.advantages, batch.response_mask)),
+        **length_metrics(batch, max_prompt_length),
+        **group_metrics(batch),
+        **reward_metrics(batch),
+        **engine_metrics(batch),
+        **value_metrics(batch),
+    }
+    if batch.entropies is not None:
+        metrics["actor/entropy"] = _mean(picked(batch.entropies, batch.response_mask))
+    return metrics
+
+
+def length_metrics(batch: RolloutBatch, max_prompt_length: int | None = None) -> dict[str, float]:
+    """Of responses, of those that were not aborted, of prompts; turns where a sample has several."""
+    responses = response_lengths(batch)
+    prompts = batch.lengths - responses
+    is_whole = torch.tensor([reason != "abort" for reason in batch.finish_reasons], dtype=torch.bool)
+    num_cut = sum(reason == "length" for reason in batch.finish_reasons)
+    num_whole = int(is_whole.sum())
+    metrics = {
+        **statistics("response_length", responses),
+        "response_length/clip_ratio": num_cut / len(batch),
+        **statistics("response_length_non_aborted", responses[is_whole]),
+        "response_length_non_aborted/clip_ratio": num_cut / max(1, num_whole),
+        "response/aborted_ratio": 1.0 - num_whole / len(batch),
+        **statistics("prompt_length", prompts),
+    }
+    if max_prompt_length is not None:
+        metrics["prompt_length/clip_ratio"] = int((prompts >= max_prompt_length).sum()) / len(batch)
+    mask = batch.response_mask.numpy()
+    begins = mask[1:] & ~mask[:-1]  # no sample begins with a response token
+    if np.count_nonzero(begins) > int((responses > 0).sum()):
+        turns = sample_counts(torch.from_numpy(np.concatenate([[False], begins])), batch.offsets)
+        metrics |= statistics("num_turns", turns)
+    return metrics
+
+
+def reward_metrics(batch: ScoredBatch) -> dict[str, float]:
+    """Rewards over all samples that count, by source and by part, and the share of each status."""
+    is_valid = valid_samples(batch)
+    rewards = batch.rewards[is_valid]
+    metrics = {
+        "reward/masked": 1.0 - is_valid.float().mean().item(),
+        **statistics("critic/rewards", rewards),
+        "critic/rewards/std": rewards.std().item() if rewards.numel() > 1 else 0.0,
+    }
+    numbers = {source: number for number, source in enumerate(sorted(set(batch.sources)))}
+    sources = torch.tensor([numbers[source] for source in batch.sources])
+    for source, number in numbers.items():
+        is_of = (sources == number) & is_valid
+        metrics[f"reward/source/{source}/mean"] = _mean(batch.rewards[is_of])
+        metrics[f"reward/source/{source}/count"] = float(is_of.sum())
+    for status, count in sorted(Counter(batch.reward_statuses).items()):
+        metrics[f"reward/status/{status}"] = count / len(batch)
+    for name, part in batch.reward_parts.items():
+        metrics[f"reward/part/{name}"] = _mean(part[is_valid & ~part.isnan()])
+    return metrics
+
+
+def engine_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """What the engines told of their samples; what a recorded step of an earlier version does not tell is left out."""
+    counts = Counter(batch.finish_reasons)
+    metrics = {
+        f"rollout/finish_reason/{reason}": counts[reason] / len(batch)
+        for reason in sorted({*get_args(FinishReason), *counts})
+    }
+    if batch.version_spans is not None:
+        several = sum(len({version for version, _, _ in spans}) > 1 for spans in batch.version_spans)
+        metrics["rollout/samples_of_several_versions"] = several / len(batch)
+    if batch.num_cached_tokens is not None:
+        num_prompt_tokens = int((batch.lengths - response_lengths(batch)).sum())
+        metrics["rollout/cached_token_share"] = int(batch.num_cached_tokens.sum()) / max(1, num_prompt_tokens)
+    if batch.num_retractions is not None:
+        metrics["rollout/num_retractions"] = float(batch.num_retractions.sum())
+    return metrics
+
+
+def value_metrics(batch: TrainBatch) -> dict[str, float]:
+    """What the critic said before the update, and the returns of the estimator; what there is of both."""
+    columns = {"critic/values": batch.values, "critic/returns": batch.returns}
+    found = {name: column for name, column in columns.items() if column is not None}
+    is_valid = valid_tokens(batch) if found else batch.response_mask
+    return {
+        key: value
+        for name, column in found.items()
+        for key, value in statistics(name, picked(column, is_valid)).items()
+    }
+
+
+def _mean(values: Tensor) -> float:
+    return values.mean().item() if values.numel() else 0.0
+
+
+def variance_metrics(batch: TrainBatch, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Empty where no estimator or loss asked for the sums of squared probabilities. `metrics`: of the update."""
+    if batch.sum_squares is None or batch.old_log_probs is None:
+        return {}
+    found = variance_proxies(batch, batch.sum_squares)
+    if found and (grad_norm := metrics.get("actor/grad_norm")) is not None:
+        num_samples = int(valid_samples(batch).sum())
+        found |= signal_and_noise(found["variance_proxy/proxy2_total_power"], grad_norm, num_samples)
+    return found
+
+
+def variance_proxies(batch: TrainBatch, sum_squares_T: Tensor) -> dict[str, float]:
+    """What the samples say; over those whose reward counts. `sum_squares_T`: sum of the squared probabilities."""
+    assert batch.old_log_probs is not None
+    is_valid_B = valid_samples(batch)
+    if not bool(is_valid_B.any()):
+        return {}
+    weights_T = batch.old_log_probs.exp().mul_(-2.0).add_(sum_squares_T).add_(1.0).mul_(batch.response_mask)
+    w_B = _sums(weights_T, batch.offsets)[is_valid_B]
+    sums_B = _sums(batch.advantages, batch.offsets)  # advantages are 0 outside of the response
+    squares_B = (sums_B / response_lengths(batch).clamp(min=1)).square()[is_valid_B]
+    return {
+        "variance_proxy/proxy2_total_power": (squares_B * w_B).mean().item(),
+        "variance_proxy/expected_a_squared": squares_B.mean().item(),
+        "variance_proxy/expected_w": w_B.mean().item(),
+    }
+
+
+def signal_and_noise(total_power: float, grad_norm: float, num_samples: float) -> dict[str, float]:
+    """With the gradient norm of the update: `total_power` is proxy 2. No noise can be told from a single sample."""
+    signal = grad_norm**2
+    metrics = {"variance_proxy/proxy1_signal_strength": signal}
+    if num_samples > 1:
+        metrics["variance_proxy/proxy3_pure_noise"] = max(0.0, total_power - signal) / (num_samples - 1)
+    return metrics
+
+
+def _sums(column_T: Tensor, offsets: Tensor) -> Tensor:
+    """[B] float64. numpy takes a tenth of the time of `sequence_sums`, for samples that have tokens."""
+    if not bool((offsets.diff() > 0).all()):
+        return sequence_sums(column_T, offsets)
+    return torch.from_numpy(np.add.reduceat(column_T.numpy(), offsets[:-1].numpy(), dtype=np.float64))
+
+
+def version_metrics(version: int, batch: RolloutBatch) -> dict[str, float]:
+    """`version`: of the weights that are about to be trained. Lag is told from a sample's first token, staleness from
+    its oldest."""
+    prefix = "training/off_policy/trajectory"
+    spans = torch.tensor([len(of_sample) for of_sample in _versions(batch)])
+    return {
+        "policy/lag": (version - batch.policy_versions.float()).mean().item(),
+        **statistics(f"{prefix}_staleness", lags(version, batch)),
+        **statistics(f"{prefix}_spans", spans),
+    }
+
+
+def lags(version: int, batch: RolloutBatch) -> Tensor:
+    """[B] int64: `version` less that of each sample's oldest token."""
+    return version - torch.tensor([min(of_sample) for of_sample in _versions(batch)], dtype=torch.int64)
+
+
+def _versions(batch: RolloutBatch) -> list[set[int]]:
+    """Of the tokens of each sample."""
+    spans = batch.version_spans or ((),) * len(batch)
+    pairs = zip(spans, batch.policy_versions.tolist(), strict=True)
+    return [{of for of, _, _ in of_sample} or {first} for of_sample, first in pairs]
+
+
+def distributions(batch: TrainBatch, version: int | None = None) -> dict[str, Tensor]:
+    """Name -> [n] finite values: of samples whose reward counts, of all responses, or of response tokens.
+
+    `version`: of the policy that trained on them; with it there are their lags, where any is not 0.
+    """
+    mask_T = batch.response_mask
+    columns = {"rewards": batch.rewards[valid_samples(batch)], "response_length": response_lengths(batch)}
+    if version is not None and bool((of_samples := lags(version, batch)).any()):
+        columns["lag"] = of_samples
+    columns["advantages"] = batch.advantages[mask_T]
+    if batch.old_log_probs is not None:
+        engine_N, trainer_N = batch.rollout_log_probs[mask_T], batch.old_log_probs[mask_T]
+        columns["log_prob_difference"] = differences(engine_N, trainer_N)
+        columns["mismatch_ratio"] = (trainer_N - engine_N).exp()
+    for name, column_T in (("values", batch.values), ("returns", batch.returns), ("entropy", batch.entropies)):
+        if column_T is not None:
+            columns[name] = column_T[mask_T]
+    return {name: finite for name, values in columns.items() if (finite := values[values.isfinite()]).numel()}

@@ -1,0 +1,174 @@
+"""Engine against trainer on the sampled tokens: metrics every step, stop thresholds at the first of a process.
+
+Also: Engine against trainer in one step, as a line of mismatch.jsonl: histograms by group, and the worst tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron.algorithms.mismatch import EDGES, Spread, differences, mismatch_statistics, spread, worst_tokens
+from rlhf_megatron.config.schema import CheckConfig
+from rlhf_megatron.data.batch import ScoredBatch, TrainBatch
+from rlhf_megatron.observe.metrics.batch import token_versions
+
+
+class MismatchCheck:
+    """Callable: (step, batch, trainer's log-probs [T]) -> metrics.
+
+    Raises ValueError past a threshold at `first_step`, or the first one after it that has tokens to compare.
+    """
+
+    def __init__(self, checks: CheckConfig, trainer_dtype: str, engine_dtype: str | None) -> None:
+        self.checks = checks
+        self.first_step = 1  # of this process
+        self.is_exact = trainer_dtype == "float32" and engine_dtype in (None, "float32")
+
+    def __call__(
+        self, step: int, batch: ScoredBatch, log_probs: Tensor, version: int | None = None
+    ) -> dict[str, float]:
+        """`version`: of the policy whose log-probs they are; tokens that it sampled are compared, and nothing is said
+        where there are none. None: it has sampled all."""
+        mask = batch.response_mask
+        if version is not None:
+            mask = mask & (token_versions(batch) == version)
+            if not bool(mask.any()) and bool(batch.response_mask.any()):
+                self.first_step += step == self.first_step
+                return {}
+        found = mismatch_statistics(batch.rollout_log_probs, log_probs, mask)
+        if step == self.first_step:
+            self._stop_past_thresholds(found)
+        return found
+
+    def _stop_past_thresholds(self, found: dict[str, float]) -> None:
+        past = past_thresholds(self.checks, self.is_exact, found)
+        if past:
+            raise ValueError(
+                "engine and trainer disagree on the sampled tokens before the first update: "
+                + "; ".join(past)
+                + ". The engine serves other weights or another temperature, or its arithmetic differs: compare the"
+                " model configuration of both, or raise the threshold if this precision is what you want."
+            )
+
+
+def past_thresholds(checks: CheckConfig, is_exact: bool, found: dict[str, float]) -> list[str]:
+    """Which of the `mismatch_statistics` are over their bound, in words. `is_exact`: both sides compute in float32."""
+    name = "training/rollout_log_probs_diff"
+    bounds = (
+        [(f"{name}_max", "log_prob_max_abs_diff", checks.log_prob_max_abs_diff)]
+        if is_exact
+        else [
+            (f"{name}_p50", "log_prob_p50_abs_diff", checks.log_prob_p50_abs_diff),
+            (f"{name}_p99", "log_prob_p99_abs_diff", checks.log_prob_p99_abs_diff),
+            ("training/rollout_kl", "log_prob_mean_kl", checks.log_prob_mean_kl),
+        ]
+    )
+    return [
+        f"{key} = {found[key]:.3g} (checks.{rule} = {bound:g})" for key, rule, bound in bounds if found[key] > bound
+    ]
+
+
+NUM_WORST, OVERSAMPLING = 10, 10
+CONTEXT_TOKENS, CONTEXT_CHARACTERS = 48, 80
+
+
+@dataclass(frozen=True)
+class MismatchGroup:
+    """The response tokens of one policy version, of samples that ended for one reason."""
+
+    policy_version: int
+    finish_reason: str
+    spread: Spread
+
+
+@dataclass(frozen=True)
+class WorstToken:
+    """One of the tokens that differ most."""
+
+    token: str
+    token_id: int
+    position: int  # among the response tokens of its sample, from 0
+    trainer: float  # log-prob
+    engine: float  # log-prob
+    difference: float  # nats; infinite where one of them is not a number
+    context: str  # the text before it
+    sample_id: int
+    policy_version: int
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class MismatchRecord:
+    """Of one step."""
+
+    step: int
+    groups: tuple[MismatchGroup, ...]
+    worst: tuple[WorstToken, ...]  # the worst first
+
+    def row(self) -> dict[str, object]:
+        """As it stands in mismatch.jsonl."""
+        return {
+            "step": self.step,
+            "edges": list(EDGES),
+            "groups": [
+                {"policy_version": g.policy_version, "finish_reason": g.finish_reason, **vars(g.spread)}
+                for g in self.groups
+            ],
+            "worst": [vars(token) for token in self.worst],
+        }
+
+
+def mismatch_record(step: int, batch: TrainBatch, spell: Callable[[Sequence[int]], str]) -> MismatchRecord | None:
+    """None where the trainer's log-probs or all response tokens are missing. `spell`: token ids as text."""
+    if batch.old_log_probs is None or not bool(batch.response_mask.any()):
+        return None
+    differences_T = differences(batch.rollout_log_probs, batch.old_log_probs)
+    owners_T = torch.repeat_interleave(torch.arange(len(batch)), batch.lengths)
+    versions_T = token_versions(batch)
+    reasons = sorted(set(batch.finish_reasons))
+    reasons_T = torch.tensor([reasons.index(reason) for reason in batch.finish_reasons])[owners_T]
+    groups = []
+    for version in versions_T[batch.response_mask].unique().tolist():
+        for i, reason in enumerate(reasons):
+            chosen = differences_T[(versions_T == version) & (reasons_T == i) & batch.response_mask]
+            if chosen.numel():
+                groups.append(MismatchGroup(version, reason, spread(chosen)))
+    worst = [
+        _worst_token(batch, differences_T, t, int(owners_T[t]), int(versions_T[t]), spell)
+        for t in _worst_places(batch, owners_T)
+    ]
+    return MismatchRecord(step, tuple(groups), tuple(worst))
+
+
+def _worst_places(batch: TrainBatch, owners_T: Tensor) -> list[int]:
+    """The samples of a group often begin alike: a token is taken once, however many have it after the same text."""
+    assert batch.old_log_probs is not None
+    places = worst_tokens(batch.rollout_log_probs, batch.old_log_probs, batch.response_mask, NUM_WORST * OVERSAMPLING)
+    found: dict[tuple[int, ...], int] = {}
+    for t in places.tolist():
+        found.setdefault(tuple(batch.token_ids[batch.offsets[owners_T[t]] : t + 1].tolist()), t)
+    return list(found.values())[:NUM_WORST]
+
+
+def _worst_token(
+    batch: TrainBatch, differences_T: Tensor, t: int, sample: int, version: int, spell: Callable[[Sequence[int]], str]
+) -> WorstToken:
+    assert batch.old_log_probs is not None
+    start = int(batch.offsets[sample])
+    before = batch.token_ids[max(start, t - CONTEXT_TOKENS) : t].tolist()
+    return WorstToken(
+        token=spell([int(batch.token_ids[t])]),
+        token_id=int(batch.token_ids[t]),
+        position=int(batch.response_mask[start:t].sum()),
+        trainer=batch.old_log_probs[t].item(),
+        engine=batch.rollout_log_probs[t].item(),
+        difference=differences_T[t].item(),
+        context=spell(before)[-CONTEXT_CHARACTERS:],
+        sample_id=int(batch.sample_ids[sample]),
+        policy_version=version,
+        finish_reason=batch.finish_reasons[sample],
+    )

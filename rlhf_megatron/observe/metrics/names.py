@@ -1,0 +1,208 @@
+"""Every metric of a step's samples, of the updates, of evaluations and of the warm-up, and the whole catalogue.
+
+Those of losses, estimators and corrections stand in algorithms/metric_names.py, those of time, memory, engines and
+syncs in scheduler/system_metric_names.py. To add one: see algorithms/metric_names.py.
+"""
+
+from __future__ import annotations
+
+from rlhf_megatron.algorithms.metric import (
+    GROUPS,
+    SAMPLES,
+    SEQUENCES,
+    STEP,
+    TOKENS,
+    VALID_SAMPLES,
+    VALID_TOKENS,
+    Metric,
+    find_in,
+)
+from rlhf_megatron.algorithms.metric_names import METRICS as ALGORITHM_METRICS
+from rlhf_megatron.observe.metrics.system_names import METRICS as SYSTEM_METRICS
+
+MADE_STEPS = "optimizer steps that were made"
+ITEMS = "held-out items of a set"
+PROMPTS = "prompts of the samples of a step"
+PROMPTS_SCORED = "prompts whose greedy sample counts"
+
+REWARDS: dict[str, Metric] = {
+    "critic/rewards/mean": Metric("score", "reward, without KL terms", "mean", VALID_SAMPLES, "higher"),
+    "critic/rewards/max": Metric("score", "largest reward", "max", VALID_SAMPLES),
+    "critic/rewards/min": Metric("score", "smallest reward", "min", VALID_SAMPLES),
+    "critic/rewards/std": Metric("score", "spread of rewards (unbiased); 0 for a single one", "std", VALID_SAMPLES),
+    "reward/mixed_groups": Metric(
+        "share", "groups whose samples have different rewards: the ones that teach", "share", GROUPS, "higher"
+    ),
+    "reward/uniform_groups": Metric(
+        "share",
+        "groups of several samples that count, whose rewards all agree: without signal",
+        "share",
+        GROUPS,
+        "lower",
+    ),
+    "reward/solve_all": Metric("share", "of these the groups whose rewards are all 1 or more", "share", GROUPS),
+    "reward/solve_none": Metric("share", "of these the groups whose rewards are all 0 or less", "share", GROUPS),
+    "reward/masked": Metric(
+        "share", "samples left out because their reward could not be computed", "share", SAMPLES, "lower"
+    ),
+    "reward/part/<name>": Metric("score", "a named component of the reward", "mean", "samples that count and have it"),
+    "reward/status/<status>": Metric("share", "samples whose reward has this status", "share", SAMPLES),
+    "reward/source/<source>/mean": Metric(
+        "score", "reward of the samples of a data source", "mean", VALID_SAMPLES, "higher"
+    ),
+    "reward/source/<source>/count": Metric("count", "samples of a data source", "count", VALID_SAMPLES),
+    "filter_groups/num_gen_batches": Metric(
+        "count", "batches of prompts that a step generated", "count", STEP, "lower"
+    ),
+    "filter_groups/kept": Metric(
+        "share", "generated groups that stayed, of algorithm.filter_groups", "share", "groups generated in a step"
+    ),
+    "filter_groups/num_groups": Metric("count", "groups that the step trains on", "count", STEP, "higher"),
+    "greedy/rewards/mean": Metric("score", "reward of the greedy sample of a prompt", "mean", PROMPTS_SCORED, "higher"),
+    "greedy/rewards/max": Metric("score", "largest of them", "max", PROMPTS_SCORED),
+    "greedy/rewards/min": Metric("score", "smallest of them", "min", PROMPTS_SCORED),
+    "greedy/masked": Metric("share", "greedy samples whose reward could not be computed", "share", PROMPTS, "lower"),
+    "greedy/response_length/mean": Metric("tokens", "greedy response", "mean", PROMPTS),
+    "greedy/response_length/max": Metric("tokens", "longest greedy response", "max", PROMPTS),
+    "greedy/response_length/min": Metric("tokens", "shortest greedy response", "min", PROMPTS),
+}
+SIGNALS: dict[str, Metric] = {
+    "critic/advantages/mean": Metric("1", "token advantage", "mean", TOKENS),
+    "critic/advantages/max": Metric("1", "largest token advantage", "max", TOKENS),
+    "critic/advantages/min": Metric("1", "smallest token advantage", "min", TOKENS),
+    "critic/values/mean": Metric("score", "value before the update", "mean", VALID_TOKENS),
+    "critic/values/max": Metric("score", "largest value before the update", "max", VALID_TOKENS),
+    "critic/values/min": Metric("score", "smallest value before the update", "min", VALID_TOKENS),
+    "critic/returns/mean": Metric("score", "what the critic is to learn", "mean", VALID_TOKENS),
+    "critic/returns/max": Metric("score", "largest return", "max", VALID_TOKENS),
+    "critic/returns/min": Metric("score", "smallest return", "min", VALID_TOKENS),
+    "variance_proxy/proxy1_signal_strength": Metric(
+        "1", "square of actor/grad_norm: of the mean gradient", "mean", MADE_STEPS
+    ),
+    "variance_proxy/proxy2_total_power": Metric(
+        "1", "(a sample's mean advantage)^2 x w: mean square of a sample's gradient", "mean", VALID_SAMPLES
+    ),
+    "variance_proxy/proxy3_pure_noise": Metric(
+        "1",
+        "(proxy2 - proxy1) / (samples - 1), 0 at least: variance of the mean gradient",
+        "ratio",
+        VALID_SAMPLES,
+        "lower",
+    ),
+    "variance_proxy/expected_a_squared": Metric("1", "(a sample's mean advantage)^2", "mean", VALID_SAMPLES),
+    "variance_proxy/expected_w": Metric(
+        "1",
+        "w: sum over a sample's tokens of 1 - 2 p + sum of p^2, p the probability of the token",
+        "mean",
+        VALID_SAMPLES,
+    ),
+}
+LENGTHS: dict[str, Metric] = {
+    "response_length/mean": Metric("tokens", "response length", "mean", SAMPLES),
+    "response_length/max": Metric("tokens", "longest response", "max", SAMPLES),
+    "response_length/min": Metric("tokens", "shortest response", "min", SAMPLES),
+    "response_length/clip_ratio": Metric(
+        "share", "responses that ended by the length limit", "share", SAMPLES, "lower"
+    ),
+    "response_length_non_aborted/mean": Metric("tokens", "response length", "mean", SEQUENCES),
+    "response_length_non_aborted/max": Metric("tokens", "longest response", "max", SEQUENCES),
+    "response_length_non_aborted/min": Metric("tokens", "shortest response", "min", SEQUENCES),
+    "response_length_non_aborted/clip_ratio": Metric(
+        "share", "responses that ended by the length limit", "share", SEQUENCES, "lower"
+    ),
+    "response/aborted_ratio": Metric("share", "samples that ended by abort", "share", SAMPLES, "lower"),
+    "prompt_length/mean": Metric("tokens", "prompt length", "mean", SAMPLES),
+    "prompt_length/max": Metric("tokens", "longest prompt", "max", SAMPLES),
+    "prompt_length/min": Metric("tokens", "shortest prompt", "min", SAMPLES),
+    "prompt_length/clip_ratio": Metric(
+        "share", "prompts as long as data.max_prompt_length, so perhaps cut to it", "share", PROMPTS, "lower"
+    ),
+    "num_turns/mean": Metric("count", "stretches that the policy wrote; where a sample has several", "mean", SAMPLES),
+    "num_turns/max": Metric("count", "most turns", "max", SAMPLES),
+    "num_turns/min": Metric("count", "fewest turns", "min", SAMPLES),
+    "rollout/num_samples": Metric("count", "prompts x rollout.n", "count", SAMPLES),
+}
+UPDATES: dict[str, Metric] = {
+    "actor/entropy": Metric("nats", "entropy of the policy before the update", "mean", TOKENS),
+    "<role>/grad_norm": Metric("1", "global gradient norm before clipping", "mean", MADE_STEPS),
+    "<role>/lr": Metric("1", "learning rate", "last", "optimizer steps of a step"),
+    "<role>/num_epochs": Metric("count", "passes over the samples; 0 where the role was not trained", "last", STEP),
+    "<role>/num_optimizer_steps": Metric("count", "optimizer steps, with those that were skipped", "count", STEP),
+    "<role>/num_skipped_steps": Metric(
+        "count", "optimizer steps skipped on all ranks for a number that is not finite", "count", STEP, "lower"
+    ),
+    "policy/version": Metric(
+        "count", "weight syncs so far; a step that leaves the policy as it was makes none", "last", STEP
+    ),
+    "pf_ppo/distinct_samples": Metric(
+        "share", "samples that were drawn to train on, each once, with algorithm.pf_ppo", "share", SAMPLES
+    ),
+    "policy/lag": Metric("count", "version at training minus version at sampling", "mean", SAMPLES, "lower"),
+    "training/off_policy/trajectory_staleness/mean": Metric(
+        "count", "version at training minus that of a sample's oldest token", "mean", SAMPLES, "lower"
+    ),
+    "training/off_policy/trajectory_staleness/max": Metric("count", "largest of it", "max", SAMPLES, "lower"),
+    "training/off_policy/trajectory_staleness/min": Metric("count", "smallest of it", "min", SAMPLES, "lower"),
+    "training/off_policy/trajectory_spans/mean": Metric(
+        "count", "policy versions of a sample", "mean", SAMPLES, "lower"
+    ),
+    "training/off_policy/trajectory_spans/max": Metric("count", "most of them", "max", SAMPLES, "lower"),
+    "training/off_policy/trajectory_spans/min": Metric("count", "fewest of them", "min", SAMPLES, "lower"),
+    "health/<verdict>": Metric(
+        "0 or 1",
+        "1: trouble, see docs/monitoring.md; left out where it cannot be told",
+        "verdict",
+        "the last steps",
+        "lower",
+    ),
+}
+VALIDATION: dict[str, Metric] = {
+    "val/accuracy": Metric(
+        "score", "score of all held-out items; a share where it is 0 or 1", "mean", "held-out items", "higher"
+    ),
+    "val/accuracy_low": Metric("share", "lower end of its 95 % interval", "quantile", "held-out items"),
+    "val/accuracy_high": Metric("share", "upper end of its 95 % interval", "quantile", "held-out items"),
+    "val/num_items": Metric("count", "held-out items", "count", "an evaluation"),
+    "val/response_length": Metric("tokens", "response length on the held-out items", "mean", "held-out samples"),
+    "val/<source>/mean@<N>": Metric("score", "mean score of an item's N samples", "mean", ITEMS, "higher"),
+    "val/<source>/std@<N>": Metric("score", "standard deviation of an item's scores", "mean", ITEMS),
+    "val/<source>/best@<k>": Metric(
+        "score", "expected best of k samples of an item; for 0/1 scores pass@k", "mean", ITEMS, "higher"
+    ),
+    "val/<source>/worst@<k>": Metric("score", "expected worst of k samples of an item", "mean", ITEMS, "higher"),
+    "val/<source>/maj@<k>": Metric(
+        "score",
+        "expected score of the most common answer among k samples of an item; an answer is what stands in the last"
+        " \\boxed{...} of a response, or after its last ####, or else all of it; equally common ones count as their mean",  # noqa: E501
+        "mean",
+        ITEMS,
+        "higher",
+    ),
+    "val/<source>/best@<k>/low": Metric("score", "lower end of its 95 % interval (bootstrap)", "quantile", ITEMS),
+    "val/<source>/best@<k>/high": Metric("score", "upper end of its 95 % interval (bootstrap)", "quantile", ITEMS),
+    "val/<source>/worst@<k>/low": Metric("score", "lower end of its 95 % interval (bootstrap)", "quantile", ITEMS),
+    "val/<source>/worst@<k>/high": Metric("score", "upper end of its 95 % interval (bootstrap)", "quantile", ITEMS),
+    "val/<source>/maj@<k>/low": Metric("score", "lower end of its 95 % interval (bootstrap)", "quantile", ITEMS),
+    "val/<source>/maj@<k>/high": Metric("score", "upper end of its 95 % interval (bootstrap)", "quantile", ITEMS),
+    "val/<source>/low": Metric("score", "lower end of the 95 % interval of mean@N", "quantile", ITEMS),
+    "val/<source>/high": Metric("score", "upper end of the 95 % interval of mean@N", "quantile", ITEMS),
+    "val/<source>/num_items": Metric("count", "items with a sample that counts", "count", "an evaluation"),
+    "val/<source>/num_masked": Metric(
+        "count", "samples left out because their reward could not be computed", "count", "an evaluation", "lower"
+    ),
+    "val/<source>/response_length": Metric("tokens", "response length", "mean", "held-out samples of a set"),
+}
+WARMUP: dict[str, Metric] = {
+    "warmup/loss": Metric("nats", "supervised loss", "mean", "answer tokens of a warm-up step", "lower"),
+    "warmup/grad_norm": Metric("1", "global gradient norm before clipping", "last", "a warm-up step"),
+    "warmup/accuracy": Metric(
+        "share", "sampled held-out accuracy during the warm-up", "mean", "held-out items", "higher"
+    ),
+}
+METRICS: dict[str, Metric] = REWARDS | SIGNALS | LENGTHS | UPDATES | VALIDATION | WARMUP
+CATALOGUE: dict[str, Metric] = METRICS | ALGORITHM_METRICS | SYSTEM_METRICS
+
+
+def find(key: str) -> Metric | None:
+    """The line of a key as a run writes it, "reward/part/format" too; None where it is not listed."""
+    return find_in(CATALOGUE, key)

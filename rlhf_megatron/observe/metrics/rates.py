@@ -1,0 +1,197 @@
+"""Throughput, time a token, MFU and balance of a step: what its times and counts come to. Pure.
+
+Also: FLOPs that a model cannot do without, and the peaks of devices: what model FLOPs utilisation (MFU) is made of.
+Pure. What a run's rates refer to: its devices, layouts and models. Nothing here changes during a run.
+"""
+# B samples
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rlhf_megatron.checkpoint.hf_reader import read_hf_config
+from rlhf_megatron.config.rules.engines import num_engines
+from rlhf_megatron.config.rules.run import actor_ranks, critic_ranks, has_critic, world_size
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.data.batch import TokenBatch, TrainBatch
+from rlhf_megatron.data.plan import NO_OP
+from rlhf_megatron.observe.metrics.batch import response_lengths
+from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.runtime.dispatch import plan_call
+from rlhf_megatron.runtime.pool import pools_of
+
+# Dense bfloat16 with float32 sums, TFLOP/s, as the vendors' data sheets have them (without sparsity).
+PEAK_TFLOPS: Mapping[str, float] = {
+    "H200": 989.4,
+    "GH200": 989.4,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.4,
+    "H800": 989.4,
+    "H20": 148.0,
+    "B200": 2250.0,
+    "GB200": 2500.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "A40": 149.7,
+    "L40S": 362.05,
+    "L40": 181.05,
+    "L4": 121.0,
+    "A10": 125.0,
+}
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+FORWARD, TRAINING = 1, 3  # passes, in units of a forward pass
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """Of the longest name in the table whose words the device's name has; None for one that is not in it."""
+    words = set(device_name.replace("-", " ").split())
+    known = [name for name in PEAK_TFLOPS if set(name.split()) <= words]
+    return PEAK_TFLOPS[max(known, key=len)] if known else None
+
+
+def model_flops(
+    hf_config: Mapping[str, Any], lengths_B: Tensor, num_head_tokens: int, passes: int, head_size: int | None = None
+) -> float | None:
+    """Of a pass over whole samples. `head_size`: outputs of the head (1 of a critic); None: the vocabulary.
+
+    None for a model with experts, whose active weights this does not count, or of which nothing is known.
+    """
+    if "hidden_size" not in hf_config or any(hf_config.get(key) for key in EXPERT_KEYS):
+        return None
+    hidden, num_heads = hf_config["hidden_size"], hf_config["num_attention_heads"]
+    head_dim = hf_config.get("head_dim") or hidden // num_heads
+    num_kv_heads = hf_config.get("num_key_value_heads") or num_heads
+    attention = hidden * head_dim * (2 * num_heads + 2 * num_kv_heads)
+    weights = hf_config["num_hidden_layers"] * (attention + 3 * hidden * hf_config["intermediate_size"])
+    lengths = lengths_B.double()
+    pairs = float(lengths.square().sum()) / 2
+    head = 2.0 * hidden * (head_size or hf_config["vocab_size"]) * num_head_tokens
+    scores = 4.0 * hf_config["num_hidden_layers"] * num_heads * head_dim * pairs
+    return passes * (2.0 * weights * float(lengths.sum()) + scores + head)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Counts are of ranks: of GPUs, or of processes on a machine without."""
+
+    num_devices: int  # of the trainer, and of engines that have devices of their own
+    num_actor_ranks: int
+    num_critic_ranks: int  # those of the actor where the critic has none of its own
+    actor_layout: Layout
+    token_budget: int  # of a micro-batch of the log-probs, on one rank
+    max_prompt_length: int
+    critic_epochs: int
+    policy: Mapping[str, Any] = field(default_factory=dict)  # its config.json; empty: not known
+    critic: Mapping[str, Any] = field(default_factory=dict)
+    device_peak_tflops: float | None = None  # as the configuration says; None: by the device's name
+
+
+def workload_of(config: RunConfig) -> Workload:
+    """Raises ValueError for a bad layout."""
+    actor, critic, rollout = config.actor, config.critic, config.rollout
+    engine_ranks = 0 if rollout.colocated else num_engines(config) * int(str(rollout.sglang.args.get("tp-size", 1)))
+    return Workload(
+        num_devices=world_size(config) + engine_ranks,
+        num_actor_ranks=actor_ranks(config),
+        num_critic_ranks=critic_ranks(config) or actor_ranks(config),
+        actor_layout=pools_of(config)[0].layout,
+        token_budget=actor.ppo_max_token_len_per_gpu,
+        max_prompt_length=config.data.max_prompt_length,
+        critic_epochs=critic.ppo_epochs or actor.ppo_epochs,
+        policy=_hf_config(config.model.path),
+        critic=_hf_config(critic.path or config.model.path) if has_critic(config) else {},
+        device_peak_tflops=config.trainer.device_peak_tflops,
+    )
+
+
+def _hf_config(path: str) -> Mapping[str, Any]:
+    return read_hf_config(Path(path)) if (Path(path) / "config.json").is_file() else {}
+
+
+SHORTEST = 1e-9  # s; no time is taken as shorter
+CALLS = {  # the field's name -> the call to the hosts that is meant
+    "old_log_prob": "actor.log_probs",
+    "ref": "reference.log_probs",
+    "values": "critic.values",
+    "update_actor": "actor.update",
+    "update_critic": "critic.update",
+}
+
+
+def throughput(metrics: Mapping[str, float], num_devices: int | None = None) -> dict[str, float]:
+    """Tokens per second of the whole step, a device, and of its two large stages."""
+    tokens = metrics["perf/total_num_tokens"]
+    rates = {"perf/tokens_per_s": tokens / max(SHORTEST, metrics["timing_s/step"])}
+    if num_devices is not None:
+        rates["perf/throughput"] = rates["perf/tokens_per_s"] / num_devices
+    if "timing_s/generate" in metrics:
+        rates["perf/tokens_per_s/generate"] = _num_response_tokens(metrics) / max(
+            SHORTEST, metrics["timing_s/generate"]
+        )
+    if "timing_s/update" in metrics:
+        trained = tokens * metrics["actor/num_epochs"]
+        rates["perf/tokens_per_s/update"] = trained / max(SHORTEST, metrics["timing_s/update"])
+    return rates
+
+
+def time_per_token(metrics: Mapping[str, float], call_seconds: Mapping[str, float]) -> dict[str, float]:
+    """Milliseconds. `call_seconds`: in this step, by call ("actor.update"), without the time that it waited."""
+    tokens = max(1.0, metrics["perf/total_num_tokens"])
+    found = {name: call_seconds[call] / tokens for name, call in CALLS.items() if call in call_seconds}
+    if "timing_s/generate" in metrics:
+        found["gen"] = metrics["timing_s/generate"] / max(1.0, _num_response_tokens(metrics))
+    if "timing_s/advantages" in metrics:
+        found["adv"] = metrics["timing_s/advantages"] / tokens
+    return {f"timing_per_token_ms/{name}": 1e3 * seconds for name, seconds in found.items()}
+
+
+def utilisation(
+    metrics: Mapping[str, float], call_seconds: Mapping[str, float], batch: TrainBatch, work: Workload
+) -> dict[str, float]:
+    """Model FLOPs over seconds of the call x ranks of its pool x peak of a device, and that peak.
+
+    The peak is the configuration's, or that of the device's name (`metrics`); empty where neither is known, as on a
+    CPU.
+    """
+    tflops = work.device_peak_tflops or metrics.get("perf/peak_tflops", 0.0)
+    if not tflops:
+        return {}
+    peak = 1e12 * tflops
+    num_trained = int(response_lengths(batch).sum())
+    of_policy = model_flops(work.policy, batch.lengths, num_trained, FORWARD)
+    of_critic = model_flops(work.critic, batch.lengths, num_trained, FORWARD, head_size=1)
+    cases = (
+        ("actor_infer", "actor.log_probs", of_policy, FORWARD, work.num_actor_ranks),
+        ("actor", "actor.update", of_policy, TRAINING * metrics["actor/num_epochs"], work.num_actor_ranks),
+        ("critic", "critic.update", of_critic, TRAINING * work.critic_epochs, work.num_critic_ranks),
+    )
+    return {"perf/peak_tflops": tflops} | {
+        f"perf/mfu/{name}": passes * flops / (max(SHORTEST, call_seconds[call]) * num_ranks * peak)
+        for name, call, flops, passes, num_ranks in cases
+        if flops is not None and call in call_seconds
+    }
+
+
+def balance(batch: TokenBatch, work: Workload) -> dict[str, float]:
+    """Tokens of the actor's replicas: dealt in the samples' order, and as the log-probs' call deals them."""
+    lengths, num_replicas = batch.lengths, work.actor_layout.dp
+    total = float(lengths.sum())
+    in_order = [float(part.sum()) for part in lengths.tensor_split(num_replicas)]
+    balanced = [total]
+    if num_replicas > 1:
+        plans = plan_call(batch, work.actor_layout, work.token_budget)
+        balanced = [float(lengths[[i for i in plan.samples if i != NO_OP]].sum()) for plan in plans]
+    low, high = min(in_order), max(in_order)
+    found = {"mean": total / num_replicas, "max": high, "min": low, "minmax_diff": high - low}
+    found |= {"balanced_max": max(balanced), "balanced_min": min(balanced)}
+    return {f"global_seqlen/{name}": value for name, value in found.items()}
+
+
+def _num_response_tokens(metrics: Mapping[str, float]) -> float:
+    return metrics["response_length/mean"] * metrics["rollout/num_samples"]

@@ -1,0 +1,113 @@
+"""docs/metrics.md from the catalogue: `python -m rlhf_megatron.observe.metrics.reference --write docs/metrics.md`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from rlhf_megatron.algorithms.metric import PLACEHOLDERS, Metric
+from rlhf_megatron.algorithms.metric_names import METRICS as ALGORITHM_METRICS
+from rlhf_megatron.observe.metrics import names as of_steps
+from rlhf_megatron.observe.metrics import system_names as of_system
+from rlhf_megatron.observe.metrics.names import CATALOGUE
+
+COMMAND = "python -m rlhf_megatron.observe.metrics.reference --write docs/metrics.md"
+SECTIONS: tuple[tuple[str, Mapping[str, Metric]], ...] = (
+    ("Rewards", of_steps.REWARDS),
+    ("Advantages, values, returns", of_steps.SIGNALS),
+    ("Lengths", of_steps.LENGTHS),
+    ("Updates, versions, health", of_steps.UPDATES),
+    ("Losses, estimators, corrections", ALGORITHM_METRICS),
+    ("Evaluations", of_steps.VALIDATION),
+    ("Warm-up", of_steps.WARMUP),
+    ("Engines and weight syncs", of_system.ENGINES),
+    ("Schedules in the background", of_system.SCHEDULE),
+    ("Time and checkpoints", of_system.TIMES),
+    ("Throughput and balance", of_system.RATES),
+    ("Memory", of_system.MEMORY),
+)
+VERL_NAMES: Mapping[str, tuple[str, str]] = {  # verl's name -> (ours, what differs)
+    "critic/score/mean": ("critic/rewards/mean", "what the reward says; the same for max and min"),
+    "critic/rewards/mean": (
+        "critic/rewards/mean",
+        "KL in the reward is not subtracted: it stands in actor/reward_kl_penalty",
+    ),
+    "training/off_policy/trajectory_staleness_worst/max": (
+        "training/off_policy/trajectory_staleness/max",
+        "here staleness is that of a sample's oldest token",
+    ),
+    "actor/kl_coef": ("actor/reward_kl_penalty_coeff", "that of the reward; actor.kl_loss_coef does not change"),
+    "timing_s/gen": ("timing_s/generate", ""),
+    "timing_s/reward": ("timing_s/score", ""),
+    "timing_s/old_log_prob": ("timing_s/annotate", "with the reference's log-probs and the values"),
+    "timing_s/adv": ("timing_s/advantages", ""),
+    "timing_s/update_actor": ("timing_s/update", "with the critic's update"),
+    "timing_s/update_weights": ("timing_s/sync", ""),
+    "perf/time_per_step": ("timing_s/step", ""),
+    "training/rollout_actor_probs_pearson_corr": (
+        "training/rollout_kl",
+        "a KL, and quantiles of the differences: a correlation hides a shift",
+    ),
+    "val-core/<source>/reward/mean@<N>": ("val/<source>/mean@<N>", "one tree, val/"),
+    "val-core/<source>/reward/best@<k>/mean": (
+        "val/<source>/best@<k>",
+        "expected value, drawn without replacement, in closed form; its interval is over items, by bootstrap",
+    ),
+    "val-core/<source>/reward/maj@<k>/mean": ("val/<source>/maj@<k>", "ties count as the mean of the tied answers"),
+    "agent_loop/num_preempted/mean": ("rollout/num_retractions", "a sum"),
+    "filter_groups/<option>": ("reward/uniform_groups", "the share before any group is left out"),
+}
+HEAD = f"""# Metrics
+
+Made by `{COMMAND}` from the catalogue in
+[algorithms](../rlhf_megatron/algorithms/metric_names.py) and
+[scheduler](../rlhf_megatron/scheduler/metric_names.py); do not edit.
+
+Every number that a run writes to `metrics.jsonl`, TensorBoard or Weights & Biases is one of these; a metric that does
+not apply to a run is left out. *Reduction* says how many numbers became one, and of what; ▲ and ▼ tell the better
+direction, where there is one. How to look at them: [monitoring](monitoring.md).
+"""
+
+
+def reference() -> str:
+    """The document."""
+    parts = [HEAD, _table(("in a name", "stands for"), [(f"`<{k}>`", what) for k, (_, what) in _used().items()])]
+    heads = ("metric", "unit", "meaning", "reduction")
+    for title, metrics in SECTIONS:
+        rows: list[tuple[str, ...]] = [(f"`{name}`", m.unit, m.meaning, _reduction(m)) for name, m in metrics.items()]
+        parts += [f"## {title}\n", _table(heads, rows)]
+    names: list[tuple[str, ...]] = [(f"`{verl}`", f"`{ours}`", what) for verl, (ours, what) in VERL_NAMES.items()]
+    parts += ["## Names of verl that are others here\n", _table(("verl", "here", "what differs"), names)]
+    return "\n".join(parts)
+
+
+def _used() -> dict[str, tuple[str, str]]:
+    names = {name for key in CATALOGUE for name in re.findall(r"<(\w+)>", key)}
+    return {name: entry for name, entry in PLACEHOLDERS.items() if name in names}
+
+
+def _reduction(metric: Metric) -> str:
+    mark = {"higher": " ▲", "lower": " ▼", "": ""}[metric.better]
+    return f"{metric.reduction}, {metric.over}{mark}"
+
+
+def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [heads, tuple("---" for _ in heads), *rows]
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", metavar="FILE", type=Path, help="to this file instead of standard output")
+    path = parser.parse_args().write
+    if path is None:
+        sys.stdout.write(reference())
+    else:
+        path.write_text(reference(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+"""The page of several runs: seeds of a configuration as mean and interval, configurations side by side.
+
+Also: Several runs as configurations with seeds: which belong together, and what they came to. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+
+from rlhf_megatron.config.keys import leaves, value_of
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.show import as_text
+from rlhf_megatron.evaluation.intervals import t95
+from rlhf_megatron.observe.report import html
+from rlhf_megatron.observe.report.catalogue import SECTIONS, Spec
+from rlhf_megatron.observe.report.charts import Chart, Series, keys_of, make_chart, matching, rows_of
+from rlhf_megatron.observe.report.facts import (
+    Estimate,
+    duration,
+    ends,
+    held_out,
+    mean_reward,
+    seconds,
+    setting,
+    status,
+    written_settings,
+)
+from rlhf_megatron.observe.report.numbers import seed_interval, significant
+from rlhf_megatron.observe.report.page import document, footer
+from rlhf_megatron.observe.report.payload import Payload
+from rlhf_megatron.observe.report.records import RunFiles
+
+SEEDS = ("trainer.seed", "model.init_seed", "data.seed")
+NAMES = (  # where a run writes, not what it does
+    "trainer.experiment_name",
+    "trainer.project_name",
+    "trainer.default_local_dir",
+    "trainer.logger",
+    "trainer.samples_kept",
+)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs of one configuration that differ in their seeds only."""
+
+    label: str
+    runs: tuple[RunFiles, ...]
+
+
+def group_runs(runs: Sequence[RunFiles]) -> list[Group]:
+    """In the order of their first runs. Labels differ."""
+    by_settings: dict[tuple[tuple[str, str], ...], list[RunFiles]] = {}
+    for run in runs:
+        key = tuple((k, v) for k, v in sorted(all_settings(run).items()) if k not in (*SEEDS, *NAMES))
+        by_settings.setdefault(key, []).append(run)
+    labels: list[str] = []
+    for members in by_settings.values():
+        label = _label([run.path.resolve().name for run in members])
+        labels.append(label if label not in labels else f"{label} ({len(labels) + 1})")
+    return [Group(label, tuple(members)) for label, members in zip(labels, by_settings.values(), strict=True)]
+
+
+def all_settings(run: RunFiles) -> dict[str, str]:
+    """Full key -> value as text; what its config.yaml leaves out has this version's default."""
+    default = RunConfig()
+    usual = {leaf.key: as_text(value_of(default, leaf.key)) for leaf in leaves(RunConfig)}
+    return usual | written_settings(run)
+
+
+def differing_settings(groups: Sequence[Group]) -> list[tuple[str, list[str]]]:
+    """(key, value in each group) of the settings in which groups differ, seeds and names apart."""
+    settings = [all_settings(group.runs[0]) for group in groups]
+    keys = dict.fromkeys(key for found in settings for key in found)
+    rows = [(key, [found.get(key, "") for found in settings]) for key in keys if key not in (*SEEDS, *NAMES)]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]
+
+
+def mean_over_runs(values: Sequence[float]) -> Estimate | None:
+    """Mean over runs with Student's t interval. None for no value."""
+    if not values:
+        return None
+    interval = seed_interval(values)
+    return Estimate(statistics.fmean(values), *(interval or (None, None)))
+
+
+def difference(values: Sequence[float], base: Sequence[float]) -> Estimate | None:
+    """Mean of `values` minus mean of `base`, runs of two configurations. Interval: Welch 1947. None for no value."""
+    if not values or not base:
+        return None
+    mean = statistics.fmean(values) - statistics.fmean(base)
+    if len(values) < 2 or len(base) < 2:
+        return Estimate(mean)
+    one, other = statistics.variance(values) / len(values), statistics.variance(base) / len(base)
+    if one + other == 0:
+        return Estimate(mean, mean, mean)
+    degrees = (one + other) ** 2 / (one**2 / (len(values) - 1) + other**2 / (len(base) - 1))
+    half = t95(max(1, math.floor(degrees))) * math.sqrt(one + other)
+    return Estimate(mean, mean - half, mean + half)
+
+
+def _label(names: Sequence[str]) -> str:
+    """The name of a single run; of several what their names begin with in common, and their number."""
+    if len(names) == 1:
+        return names[0]
+    common = "".join(letters[0] for letters in takewhile(lambda letters: len(set(letters)) == 1, zip(*names)))
+    common = common.rstrip("-_. 0123456789").removesuffix("seed").rstrip("-_. ")
+    return f"{common or names[0]} ({len(names)} runs)"
+
+
+BAND_NOTE = (
+    "In charts, thick: mean over the runs of a configuration; band: its 95 % interval (Student's t); thin: each run."
+)
+
+
+def compare_page(runs: Sequence[RunFiles], pictures: Sequence[str] | None) -> str:
+    """One self-contained HTML file for at least two runs."""
+    groups = group_runs(runs)
+    payload = Payload()
+    sections = [("runs", "Runs", _runs(groups))]
+    for section in SECTIONS:
+        charts = compare_charts(groups, section.name)
+        for chart in charts:
+            payload.add_chart(chart)
+        if charts:
+            sections.append((section.name, section.title, html.grid(charts)))
+    title = " · ".join(group.label for group in groups)
+    notes = [f"{run.path.resolve().name}: {note}" for run in runs for note in run.notes]
+    return document(title, _head(groups, title), sections, payload, footer(notes, pictures))
+
+
+def compare_charts(groups: Sequence[Group], section: str) -> list[Chart]:
+    """A chart for each metric of a section that any run has, a colour for each configuration."""
+    found: list[Chart] = []
+    shown: set[str] = set()
+    for spec in next(s.charts for s in SECTIONS if s.name == section):
+        rows = [row for group in groups for run in group.runs for row in rows_of(run, spec.row)]
+        lines = [line for line in matching(spec, keys_of(rows)) if line[0] not in shown]
+        shown |= {key for key, _ in lines}
+        for i, (key, label) in enumerate(lines):
+            name = spec.name if i == 0 else f"{spec.name}-{i}"
+            title = spec.title if len(lines) == 1 else f"{spec.title}: {label}"
+            chart = _chart(replace(spec, name=name, title=title, keys=(key,), labels={key: label}), groups)
+            found += [replace(chart, is_wide=spec.is_wide and len(lines) == 1)] if chart else []
+    return found
+
+
+def _chart(spec: Spec, groups: Sequence[Group]) -> Chart | None:
+    kind = "lines" if spec.kind == "stack" else spec.kind
+    spec = replace(spec, kind=kind, is_wide=spec.is_wide and spec.kind != "stack")
+    series: list[Series] = []
+    charts: list[Chart] = []
+    for i, group in enumerate(groups):
+        made = [make_chart(_bandless(spec, group), rows_of(run, spec.row)) for run in group.runs]
+        of_runs = [chart for chart in made if chart is not None]
+        charts += of_runs
+        series += _series_of(group, i, [chart.series[0] for chart in of_runs])
+    if not charts:
+        return None
+    note = spec.note if any(len(group.runs) == 1 for group in groups) else ""
+    return replace(charts[0], series=tuple(series), note=note)
+
+
+def _bandless(spec: Spec, group: Group) -> Spec:
+    """The band of several runs is that of their mean; a single run keeps its interval."""
+    return replace(spec, band="") if len(group.runs) > 1 or spec.band == "range" else spec
+
+
+def _series_of(group: Group, index: int, of_runs: Sequence[Series]) -> list[Series]:
+    if len(group.runs) == 1 or len(of_runs) < 2:
+        return [replace(series, label=group.label, group=index) for series in of_runs]
+    faint = [replace(series, label=group.label, group=index, is_faint=True) for series in of_runs]
+    return [*faint, mean_series(group.label, index, of_runs)]
+
+
+def mean_series(label: str, index: int, of_runs: Sequence[Series]) -> Series:
+    """Mean and Student's t interval at the steps at which all runs have a value."""
+    known = [dict(zip(series.steps, series.values, strict=True)) for series in of_runs]
+    steps, values, low, high = [], [], [], []
+    for step in of_runs[0].steps:
+        found = [value for values_of in known if (value := values_of.get(step)) is not None]
+        if len(found) < len(of_runs):
+            continue
+        interval = seed_interval(found)
+        assert interval is not None, "a mean is of two runs or more"
+        steps.append(step)
+        values.append(significant(sum(found) / len(found)))
+        low.append(significant(interval[0]))
+        high.append(significant(interval[1]))
+    first = of_runs[0]
+    return Series(label, first.key, first.meaning, tuple(steps), tuple(values), tuple(low), tuple(high), group=index)
+
+
+def _head(groups: Sequence[Group], title: str) -> str:
+    num_runs = sum(len(group.runs) for group in groups)
+    about = f"{num_runs} runs, {html.count(len(groups), 'configuration')}"
+    legend = f" {html.text(BAND_NOTE)}" if any(len(group.runs) > 1 for group in groups) else ""
+    return (
+        f'<div class="title"><h1>{html.text(title)}</h1></div><p class="muted">{html.text(about)}. Samples, timelines'
+        f" and histograms are on the page of each run.{legend}</p>{_results(groups)}{_differences(groups)}"
+    )
+
+
+def _finals(group: Group) -> list[float]:
+    return [after.value for run in group.runs if (after := held_out(run)[1]) is not None]
+
+
+def _gains(group: Group) -> list[float]:
+    pairs = [held_out(run) for run in group.runs]
+    return [after.value - before.value for before, after in pairs if before is not None and after is not None]
+
+
+def _results(groups: Sequence[Group]) -> str:
+    rows = []
+    for group in groups:
+        before = [found.value for run in group.runs if (found := held_out(run)[0]) is not None]
+        rewards = [found.value for run in group.runs if (found := mean_reward(ends(run.steps)[1])) is not None]
+        versus: Estimate | None = difference(_finals(group), _finals(groups[0])) if group is not groups[0] else None
+        cells = [mean_over_runs(before), mean_over_runs(_finals(group)), mean_over_runs(rewards)]
+        rows.append(
+            [
+                group.label,
+                str(len(group.runs)),
+                *(html.estimate(cell) for cell in cells),
+                html.estimate(mean_over_runs(_gains(group)), signed=True),
+                html.estimate(versus, signed=True),
+            ][: 6 + (len(groups) > 1)]
+        )
+    headings = ["configuration", "runs", "held-out before", "held-out after", "last reward", "gain"]
+    if len(groups) > 1:
+        headings.append(f"after, minus that of {groups[0].label}")
+    caption = "Means over runs with 95 % interval (Student's t; of a difference: Welch). A single run has none."
+    return f'<div class="card">{html.table(caption, headings, rows, range(1, 7))}</div>'
+
+
+def _differences(groups: Sequence[Group]) -> str:
+    rows = [[key, *values] for key, values in differing_settings(groups)]
+    if not rows:
+        return ""
+    shown = html.table("Settings in which they differ", ["key", *(group.label for group in groups)], rows)
+    return f'<div class="card">{shown}</div>'
+
+
+def _runs(groups: Sequence[Group]) -> str:
+    rows = []
+    for group in groups:
+        for run in group.runs:
+            before, after = held_out(run)
+            last = mean_reward(ends(run.steps)[1])
+            rows.append(
+                [
+                    run.path.resolve().name,
+                    group.label,
+                    str(setting(run, "trainer.seed") or ""),
+                    status(run).text,
+                    html.estimate(before),
+                    html.estimate(after),
+                    html.estimate(last),
+                    duration(seconds(run)),
+                ]
+            )
+    headings = ["run", "configuration", "seed", "state", "held-out before", "held-out after", "last reward", "time"]
+    caption = "Held-out accuracy with its 95 % interval over items, reward with its over samples."
+    return f'<div class="card">{html.table(caption, headings, rows, (2, 4, 5, 6, 7))}</div>'

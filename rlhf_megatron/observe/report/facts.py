@@ -1,0 +1,247 @@
+"""The head of a report: what was run, how it ended, what it came to, and which settings somebody chose."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_megatron.config.keys import leaves, value_of
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.show import as_text
+from rlhf_megatron.evaluation.intervals import Z95
+from rlhf_megatron.observe.report.charts import MASKED, NUM_SAMPLES, REWARD_STD
+from rlhf_megatron.observe.report.records import Row, RunFiles
+from rlhf_megatron.parallel.layout import Layout
+
+FRESH_S = 180.0  # a run without a summary that wrote so lately may still be at work
+WINDOW = 10  # steps at each end that "first" and "last" reward are means of
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number and its 95 % interval, where there is one."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Fact:
+    label: str
+    value: str
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class Setting:
+    key: str
+    value: str
+    default: str  # empty: this version has no such setting
+    doc: str
+
+
+@dataclass(frozen=True)
+class Status:
+    word: str  # "finished", "failed", "interrupted" or "running"
+    text: str
+
+
+def setting(run: RunFiles, key: str) -> Any:
+    """The value of a setting in the run's config.yaml; None where it is not written there."""
+    value: Any = run.config
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def last_step(run: RunFiles) -> int:
+    return run.steps[-1].step if run.steps else 0
+
+
+def seconds(run: RunFiles) -> float:
+    """Wall time, as far as the files tell."""
+    told = (run.summary or {}).get("seconds")
+    rows = [*run.steps, *run.evaluations, *run.warmups]
+    return float(told) if isinstance(told, int | float) else max(row.seconds for row in rows)
+
+
+def status(run: RunFiles) -> Status:
+    """How the run ended. Only summary.json proves an end; the rest is read off the logs and the age of the files."""
+    step, total = last_step(run), setting(run, "trainer.total_training_steps")
+    place = f"step {step} of {total}" if isinstance(total, int) else f"step {step}"
+    if not run.steps and run.warmups:
+        place = f"warm-up step {run.warmups[-1].step}"
+    if run.summary is not None:
+        return Status("finished", f"finished at {place}")
+    if run.log_errors:
+        return Status("failed", f"failed after {place}")
+    if run.age_s < FRESH_S:
+        return Status("running", f"no summary yet; {place} was written less than {FRESH_S / 60:.0f} minutes ago")
+    return Status("interrupted", f"interrupted after {place}: no summary.json and no error in its logs")
+
+
+def held_out(run: RunFiles) -> tuple[Estimate | None, Estimate | None]:
+    """Held-out accuracy before the first step, and last."""
+    before = next((row for row in run.evaluations if row.step == 0), None)
+    after = next((row for row in reversed(run.evaluations) if row.step > 0), None)
+    return _accuracy(before), _accuracy(after)
+
+
+def _accuracy(row: Row | None) -> Estimate | None:
+    value = row.metrics.get("val/accuracy") if row else None
+    if row is None or value is None:
+        return None
+    return Estimate(value, row.metrics.get("val/accuracy_low"), row.metrics.get("val/accuracy_high"))
+
+
+def gain(before: Estimate, after: Estimate) -> Estimate:
+    """after - before. Interval: Newcombe 1998, method 10, of two independent proportions; wide for the same items."""
+    if None in (before.low, before.high, after.low, after.high):
+        return Estimate(after.value - before.value)
+    assert before.low is not None and before.high is not None and after.low is not None and after.high is not None
+    down = math.hypot(after.value - after.low, before.high - before.value)
+    up = math.hypot(after.high - after.value, before.value - before.low)
+    difference = after.value - before.value
+    return Estimate(difference, difference - down, difference + up)
+
+
+def mean_reward(rows: Sequence[Row]) -> Estimate | None:
+    """Mean over steps of the mean reward; the interval is over their samples, where the rows have the deviation."""
+    rows = [row for row in rows if math.isfinite(row.metrics.get("critic/rewards/mean", math.nan))]
+    if not rows:
+        return None
+    value = sum(row.metrics["critic/rewards/mean"] for row in rows) / len(rows)
+    variance = 0.0
+    for row in rows:
+        count = row.metrics.get(NUM_SAMPLES, 0.0) * (1 - row.metrics.get(MASKED, 0.0))
+        if REWARD_STD not in row.metrics or not count >= 2:
+            return Estimate(value)
+        variance += row.metrics[REWARD_STD] ** 2 / count
+    half = Z95 * math.sqrt(variance) / len(rows)
+    return Estimate(value, value - half, value + half)
+
+
+def ends(rows: Sequence[Row]) -> tuple[Sequence[Row], Sequence[Row]]:
+    """The first and the last steps, at most WINDOW and never more than half of all."""
+    count = max(1, min(WINDOW, len(rows) // 2))
+    return rows[:count], rows[-count:]
+
+
+def layouts(run: RunFiles) -> str:
+    """Of the actor's pool and, where it has one, of the critic's."""
+    told = (run.summary or {}).get("layouts")
+    if isinstance(told, Mapping):
+        return ", ".join(f"{name} {layout}" for name, layout in told.items())
+    ranks, critic_ranks = _ranks(run), setting(run, "critic.num_ranks") or 0
+    actor = (run.summary or {}).get("layout") or _layout(run, "actor", ranks - critic_ranks if ranks else 0)
+    if not critic_ranks:
+        return str(actor or "")
+    return f"actor {actor or '?'}, critic {_layout(run, 'critic', critic_ranks) or '?'}"
+
+
+def _ranks(run: RunFiles) -> int:
+    nodes, per_node = setting(run, "trainer.nnodes"), setting(run, "trainer.n_gpus_per_node")
+    return nodes * per_node if isinstance(nodes, int) and isinstance(per_node, int) else 0
+
+
+def _layout(run: RunFiles, role: str, ranks: int) -> Layout | None:
+    section = setting(run, f"{role}.megatron")
+    if not isinstance(section, Mapping) or not ranks:
+        return None
+    try:
+        return Layout(
+            ranks,
+            tp=section.get("tensor_model_parallel_size") or 1,
+            pp=section.get("pipeline_model_parallel_size") or 1,
+            cp=section.get("context_parallel_size") or 1,
+            vpp=section.get("virtual_pipeline_model_parallel_size") or 1,
+            sequence_parallel=bool(section.get("sequence_parallel")),
+        )
+    except (ValueError, TypeError):
+        return None
+
+
+def facts(run: RunFiles) -> list[Fact]:
+    """What was run, a line each; what the files do not tell is left out."""
+    summary = run.summary or {}
+    engine, num_engines = setting(run, "rollout.engine"), setting(run, "rollout.num_engines")
+    prompts, group = setting(run, "data.train_batch_size"), setting(run, "rollout.n")
+    sources = setting(run, "data.sources") or []
+    names = [str(s.get("name")) for s in sources if isinstance(s, Mapping)]
+    versions = summary.get("versions")
+    found = [
+        Fact("Model", _joined(setting(run, "model.path") or summary.get("model"), setting(run, "model.dtype"))),
+        Fact("Layout", layouts(run), "of the ranks: tensor, pipeline, context and data parallel sizes"),
+        Fact("Ranks", str(_ranks(run) or "")),
+        Fact("Engine", f"{num_engines} × {engine}" if engine and num_engines else str(engine or "")),
+        Fact(
+            "Algorithm", _joined(setting(run, "algorithm.adv_estimator"), setting(run, "actor.policy_loss.loss_mode"))
+        ),
+        Fact("Samples a step", f"{prompts} prompts × {group}" if prompts and group else ""),
+        Fact("Data", ", ".join(names) or str(setting(run, "data.task") or "") or _files(run)),
+        Fact("Reward", str(setting(run, "reward.name") or "")),
+        Fact("Seed", str(summary.get("seed", setting(run, "trainer.seed") or ""))),
+        Fact("Versions", ", ".join(f"{k} {v}" for k, v in versions.items()) if isinstance(versions, Mapping) else ""),
+    ]
+    return [fact for fact in found if fact.value]
+
+
+def _joined(*parts: Any) -> str:
+    return ", ".join(str(part) for part in parts if part)
+
+
+def _files(run: RunFiles) -> str:
+    return ", ".join(str(name) for name in setting(run, "data.train_files") or [])
+
+
+def duration(value: float) -> str:
+    """ "3 h 05 min", "1 min 46 s", "12 s" """
+    total = round(value)
+    hours, minutes, rest = total // 3600, total // 60 % 60, total % 60
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+def settings(run: RunFiles) -> list[Setting]:
+    """What differs from the defaults of this version, in the order of the schema; settings it does not know last."""
+    default = RunConfig()
+    usual = {leaf.key: (as_text(value_of(default, leaf.key)), leaf.doc) for leaf in leaves(RunConfig)}
+    found = []
+    for key, value in written_settings(run).items():
+        text, doc = usual.get(key, ("", "not a setting of this version"))
+        if value != text:
+            found.append(Setting(key, value, text, doc))
+    return found
+
+
+def written_settings(run: RunFiles) -> dict[str, str]:
+    """Full key -> value as text, of all that config.yaml has: those of the schema in its order, then unknown ones."""
+    if run.config is None:
+        return {}
+    keys = [leaf.key for leaf in leaves(RunConfig)]
+    found = {key: as_text(setting(run, key)) for key in keys if _is_written(run.config, key)}
+    return found | {key: as_text(value) for key, value in _unknown(run.config, set(keys), "")}
+
+
+def _is_written(config: Mapping[str, Any], key: str) -> bool:
+    value: Any = config
+    for name in key.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            return False
+        value = value[name]
+    return True
+
+
+def _unknown(tree: Mapping[str, Any], known: set[str], path: str) -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        key = f"{path}{name}"
+        if key in known:
+            continue
+        if isinstance(value, Mapping) and any(other.startswith(f"{key}.") for other in known):
+            yield from _unknown(value, known, f"{key}.")
+        else:
+            yield key, value

@@ -1,0 +1,172 @@
+"""A whole page: head, bar, sections, data and scripts in one file that needs no network. Scripts are in assets/."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
+
+from rlhf_megatron import __version__
+from rlhf_megatron.observe.report import html
+from rlhf_megatron.observe.report.attempts import attempts_block
+from rlhf_megatron.observe.report.catalogue import SECTIONS
+from rlhf_megatron.observe.report.facts import (
+    Status,
+    duration,
+    ends,
+    facts,
+    gain,
+    held_out,
+    layouts,
+    mean_reward,
+    seconds,
+    settings,
+    status,
+)
+from rlhf_megatron.observe.report.health import health_block
+from rlhf_megatron.observe.report.payload import Payload
+from rlhf_megatron.observe.report.records import RunFiles
+from rlhf_megatron.observe.report.sections import all_sections
+
+SCRIPTS = ("base.js", "lines.js", "timeline.js", "mismatch.js", "samples.js", "main.js")
+SHORT = {section.name: section.short for section in SECTIONS} | {"other": "Other"}
+Section = tuple[str, str, str]  # name, title, HTML
+
+
+@cache
+def asset(name: str) -> str:
+    return files("rlhf_megatron.observe.report").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def run_page(run: RunFiles, pictures: Sequence[str] | None) -> str:
+    """The page of one run. `pictures`: file names of the PNGs beside it; None: matplotlib is not installed."""
+    payload = Payload()
+    sections = all_sections(run, payload)
+    name = run.path.resolve().name
+    return document(name, head(run, name), sections, payload, footer(run.notes, pictures))
+
+
+def document(title: str, header: str, sections: Sequence[Section], payload: Payload, foot: str) -> str:
+    """One self-contained HTML file. The policy lets run only the page's own script, and lets nothing be fetched."""
+    script = "\n".join(asset(name).removeprefix('"use strict";\n') for name in SCRIPTS)
+    script = f'"use strict";\n{script}'
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
+    links = "".join(f'<a href="#{name}">{html.text(SHORT.get(name, title))}</a>' for name, title, _ in sections)
+    body = "\n".join(html.section(*section) for section in sections)
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="generator" content="rlhf-megatron {html.text(__version__)}">
+<title>{html.text(title)} – training report</title>
+<link rel="icon" href="data:,">
+<style>
+{asset("report.css")}</style>
+</head>
+<body>
+<header>{header}</header>
+<div class="bar"><div><nav aria-label="sections">{links}</nav>
+<div class="controls"><label>smoothing
+<input type="range" id="smoothing" min="0" max="0.98" step="0.02" value="0"></label>
+<button type="button" id="reset-zoom" hidden>reset zoom</button></div></div></div>
+<main>
+<noscript><p class="missing">The charts are drawn by a script inside this page, which is switched off here. The PNG
+files beside the page show the main ones.</p></noscript>
+{body}
+</main>
+<footer>{foot}</footer>
+<script type="application/json" id="data">{payload.as_json()}</script>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+
+def title_line(name: str, state: Status) -> str:
+    return (
+        f'<div class="title"><h1>{html.text(name)}</h1>'
+        f'<span class="pill {state.word}">{html.text(state.word)}</span></div>'
+        f'<p class="muted">{html.text(state.text)}</p>'
+    )
+
+
+def head(run: RunFiles, name: str) -> str:
+    """Title, state, key results, what was run, chosen settings, the whole configuration."""
+    chosen = settings(run)
+    rows = [[s.key, s.value, s.default or "–", s.doc] for s in chosen]
+    parts = [title_line(name, status(run)), _alert(run), f'<dl class="tiles">{_tiles(run)}</dl>']
+    parts.append(html.fact_list(facts(run)))
+    parts.append(attempts_block(run))
+    parts.append(health_block(run))
+    if rows:
+        parts.append(
+            html.block(
+                f"{len(rows)} settings that differ from the defaults",
+                f'<div class="card">{html.table("Settings", ["key", "value", "default", "meaning"], rows)}</div>',
+            )
+        )
+    if run.config_text:
+        pre = f'<pre class="long" tabindex="0">{html.text(run.config_text)}</pre>'
+        parts.append(html.block("The whole configuration", pre))
+    else:
+        parts.append(html.missing("No settings: this run directory has no config.yaml."))
+    return "\n".join(parts)
+
+
+def _alert(run: RunFiles) -> str:
+    if run.summary is not None or not run.log_errors:
+        return ""
+    errors = "".join(f"<pre>{html.text(error)}</pre>" for error in run.log_errors)
+    return f'<div class="alert"><b>What its logs say</b>{errors}</div>'
+
+
+def _tiles(run: RunFiles) -> str:
+    tiles = []
+    before, after = held_out(run)
+    majority = (run.summary or {}).get("majority_answer_accuracy")
+    baseline = f"; always the most common answer: {majority:.3f}" if isinstance(majority, int | float) else ""
+    if after is not None:
+        start = f"from {html.estimate(before)}" if before else "no evaluation before the first step"
+        tiles.append(("Held-out accuracy", html.estimate(after), start + baseline))
+    elif before is not None:
+        tiles.append(("Held-out accuracy before RL", html.estimate(before), f"95 % interval{baseline}"))
+    if before is not None and after is not None:
+        tiles.append(
+            ("Gain", html.estimate(gain(before, after), signed=True), "95 % interval, as of independent items")
+        )
+    if run.steps:
+        first, last = (mean_reward(part) for part in ends(run.steps))
+        hint = f"from {html.estimate(first)}; means of {html.count(len(ends(run.steps)[0]), 'step')}"
+        tiles.append(("Reward", html.estimate(last), hint))
+    tiles.append(("Wall time", duration(seconds(run)), _pace(run)))
+    return "".join(html.tile(*tile) for tile in tiles)
+
+
+def _pace(run: RunFiles) -> str:
+    times = sorted(row.metrics["timing_s/step"] for row in run.steps if "timing_s/step" in row.metrics)
+    return (
+        f"{html.count(len(run.steps), 'step')}, median {times[len(times) // 2]:.3g} s a step; {layouts(run)}"
+        if times
+        else layouts(run)
+    )
+
+
+def footer(notes: Sequence[str], pictures: Sequence[str] | None) -> str:
+    """How to use the page, what was left out, the pictures."""
+    parts = [
+        "<p>Point at a chart for its values; drag across it to zoom all charts of that axis, double-click to undo."
+        " Arrow keys work in a chart that has the focus.</p>"
+    ]
+    if notes:
+        parts.append(f"<p>Left out: {html.text('; '.join(notes))}.</p>")
+    links = ", ".join(f'<a href="{html.text(name)}">{html.text(name)}</a>' for name in pictures or ())
+    parts.append(f"<p>Pictures: {links}.</p>" if links else "")
+    if pictures is None:
+        parts.append("<p>No pictures: matplotlib was not installed where this page was made.</p>")
+    parts.append(f"<p>Made by rlhf-megatron report {html.text(__version__)}.</p>")
+    return "".join(parts)

@@ -1,0 +1,110 @@
+"""What the loggers know of a run before its first step.
+
+Also: Versions of what a run is made of, as its records tell them.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import yaml
+
+from rlhf_megatron.config.keys import leaf_keys, value_of
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.secrets import redacted
+from rlhf_megatron.config.show import as_text, as_yaml
+from rlhf_megatron.data.tokenizer import Tokenizer
+from rlhf_megatron.observe.metrics.rates import Workload, workload_of
+
+Setting = bool | int | float | str
+MAIN = (  # settings that are shown even at their defaults
+    "model.path",
+    "model.dtype",
+    "data.train_batch_size",
+    "actor.megatron.tensor_model_parallel_size",
+    "actor.megatron.pipeline_model_parallel_size",
+    "actor.megatron.context_parallel_size",
+    "actor.optim.lr",
+    "actor.mini_batch_size",
+    "actor.policy_loss.loss_mode",
+    "rollout.n",
+    "rollout.temperature",
+    "reward.name",
+    "algorithm.adv_estimator",
+    "trainer.n_gpus_per_node",
+    "trainer.nnodes",
+    "trainer.seed",
+    "trainer.total_training_steps",
+)
+NO_INFLUENCE = (  # on what a run does
+    "trainer.experiment_name",
+    "trainer.project_name",
+    "trainer.default_local_dir",
+    "trainer.logger",
+    "trainer.samples_kept",
+)
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Defaults are those of a run of which nothing is known."""
+
+    name: str = "run"
+    project: str = ""
+    seed: int = 0
+    samples_kept: int = 6  # a step
+    settings: Mapping[str, Setting] = field(default_factory=dict)  # by full key: what was set, and the main ones
+    config: Mapping[str, Any] = field(default_factory=dict)  # all settings in use, by section
+    resumed_from_step: int | None = None  # in the same run directory; None: the files of the run are new
+    spell: Callable[[Sequence[int]], str] | None = None  # token ids as text, special tokens shown
+    workload: Workload | None = None  # what rates refer to
+
+
+def run_facts(config: RunConfig, name: str, tokenizer: Tokenizer, resumed_from_step: int | None = None) -> RunFacts:
+    """`name`: of the run directory."""
+    return RunFacts(
+        name=name,
+        project=config.trainer.project_name,
+        seed=config.trainer.seed,
+        samples_kept=config.trainer.samples_kept,
+        settings=settings_of(config),
+        config=yaml.safe_load(as_yaml(config)),
+        resumed_from_step=resumed_from_step,
+        spell=tokenizer.spell,
+        workload=workload_of(config),
+    )
+
+
+def settings_of(config: RunConfig) -> dict[str, Setting]:
+    """The main settings and all that differ from their defaults; entries of free mappings one by one."""
+    config, defaults = redacted(config), RunConfig()
+    found: dict[str, Setting] = {}
+    for key in leaf_keys(RunConfig):
+        value = value_of(config, key)
+        if key in NO_INFLUENCE or (key not in MAIN and value == value_of(defaults, key)):
+            continue
+        if isinstance(value, dict):
+            found |= {f"{key}.{name}": _setting(entry) for name, entry in value.items()}
+        else:
+            found[key] = _setting(value)
+    return found
+
+
+def _setting(value: Any) -> Setting:
+    return value if isinstance(value, bool | int | float | str) else as_text(value)
+
+
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    """Of the interpreter and `packages`, by distribution name; "not installed" where one is not."""
+    return {"python": platform.python_version(), **{name: _version(name) for name in packages}}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

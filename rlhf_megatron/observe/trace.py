@@ -1,0 +1,161 @@
+"""When what ran: trace.json in the trace event format of Chrome's and Perfetto's viewers.
+
+An array, one event a line, each with a comma behind it; both viewers take a file whose closing bracket is missing.
+Times are wall-clock microseconds. A track is a "thread" of the one process: 0 whole steps, 1 stages, then others.
+Format: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+
+Also: A WorkerGroup whose calls appear in the trace, one track a pool: two pools that work at the same time are seen.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rlhf_megatron.data.batch import TokenBatch
+from rlhf_megatron.observe.line_file import cut_after
+from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.runtime.failures import HostError
+from rlhf_megatron.runtime.hang import DescribeHang
+from rlhf_megatron.runtime.pool import pool_of_role
+from rlhf_megatron.runtime.worker_group import WorkerGroup
+
+PROCESS = 1000  # Perfetto takes track 0 for the one with the process's number: that must be no other track's
+STEPS, STAGES = "steps", "stages"
+CALL = "call"  # category of calls to the hosts
+OPENING, ENDING = b"[\n", b"]\n"
+_CLOSING_EVENT = {"name": "process_labels", "ph": "M", "pid": PROCESS, "tid": 0, "args": {"labels": "closed"}}
+
+
+class Trace:
+    """Threads may share it. Without a path nothing is written."""
+
+    def __init__(self, path: Path | None, process_name: str) -> None:
+        self.step = 0  # set by the tracker: the step that new events belong to
+        self._call_seconds: dict[str, float] = {}
+        self._lock = threading.Lock()
+        self._tracks: dict[str, int] = {}
+        self._wall_clock = time.time() - time.monotonic()
+        self._file = None
+        if path is None:
+            return
+        if path.exists():
+            _reopen(path)
+        self._file = path.open("ab")
+        if not self._file.tell():
+            self._file.write(OPENING)
+        self._write({"name": "process_name", "ph": "M", "pid": PROCESS, "args": {"name": process_name}})
+        for track in (STEPS, STAGES):
+            self._track(track)
+
+    @contextmanager
+    def span(self, name: str, track: str, category: str, **arguments: Any) -> Iterator[None]:
+        """What the block takes, as an event; also when it ends by an exception."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.add(name, track, category, start, time.monotonic(), **arguments)
+
+    def add(self, name: str, track: str, category: str, start: float, end: float, **arguments: Any) -> None:
+        """An event from `start` to `end`, as `time.monotonic` counts. Not written once closed."""
+        first, last = (round((self._wall_clock + moment) * 1e6) for moment in (start, end))
+        with self._lock:
+            if category == CALL:
+                self._call_seconds[name] = self._call_seconds.get(name, 0.0) + end - start
+            if self._file is None:
+                return
+            event = {"name": name, "cat": category, "ph": "X", "ts": first, "dur": last - first, "pid": PROCESS}
+            self._write({**event, "tid": self._track(track), "args": {"step": self.step, **arguments}})
+
+    def take_call_seconds(self) -> dict[str, float]:
+        """By call ("actor.update"): what calls to the hosts took since the last time, also where no file is written."""
+        with self._lock:
+            taken, self._call_seconds = self._call_seconds, {}
+        return taken
+
+    def close(self) -> None:
+        with self._lock:
+            if self._file is not None:
+                self._file.write(json.dumps(_CLOSING_EVENT).encode() + b"\n" + ENDING)
+                self._file.close()
+                self._file = None
+
+    def _track(self, name: str) -> int:
+        """Its number. A new one gets a name, and its place below the others."""
+        if name not in self._tracks:
+            number = self._tracks[name] = len(self._tracks)
+            for what, arguments in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": number})):
+                self._write({"name": what, "ph": "M", "pid": PROCESS, "tid": number, "args": arguments})
+        return self._tracks[name]
+
+    def _write(self, event: dict[str, Any]) -> None:
+        assert self._file is not None
+        self._file.write(json.dumps(event).encode() + b",\n")
+        self._file.flush()
+
+
+def _reopen(path: Path) -> None:
+    """Takes off a closing bracket with the event before it, or a line that a former process left unfinished."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    while lines and not (lines[-1].endswith(b",\n") or lines == [OPENING]):
+        lines.pop()
+    cut_after(path, sum(map(len, lines)))
+
+
+class TracedGroup:
+    """See `WorkerGroup`; every call goes on to `group`."""
+
+    def __init__(self, group: WorkerGroup, trace: Trace) -> None:
+        self._group = group
+        self._trace = trace
+        self._ends: dict[str, float] = {}  # by pool: when its last call ended
+
+    @property
+    def layout(self) -> Layout:
+        return self._group.layout
+
+    @property
+    def layouts(self) -> Mapping[str, Layout]:
+        return self._group.layouts
+
+    def scatter(self, method: str, batch: TokenBatch, *, token_budget: int, **arguments: Any) -> Future[Any]:
+        def call() -> Future[Any]:
+            return self._group.scatter(method, batch, token_budget=token_budget, **arguments)
+
+        return self._traced(method, call, num_samples=len(batch), num_tokens=batch.num_tokens)
+
+    def broadcast(self, method: str, **arguments: Any) -> Future[list[Any]]:
+        return self._traced(method, lambda: self._group.broadcast(method, **arguments))
+
+    def describe_hosts(self) -> list[str]:
+        return self._group.describe_hosts()
+
+    def describe_hangs_by(self, describe: DescribeHang) -> None:
+        self._group.describe_hangs_by(describe)
+
+    def end_with(self, error: HostError) -> None:
+        self._group.end_with(error)
+
+    def close(self) -> None:
+        self._group.close()
+
+    def _traced(self, method: str, call: Callable[[], Future[Any]], **arguments: Any) -> Future[Any]:
+        pool = pool_of_role(list(self._group.layouts), method.partition(".")[0])
+        start = time.monotonic()
+
+        def add(_: Future[Any]) -> None:
+            # A pool runs its calls one after the other, and their futures are done in that order.
+            end = time.monotonic()
+            self._trace.add(method, f"{pool} pool", CALL, max(start, self._ends.get(pool, start)), end, **arguments)
+            self._ends[pool] = end
+
+        future = call()
+        future.add_done_callback(add)
+        return future

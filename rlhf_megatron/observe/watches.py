@@ -1,0 +1,76 @@
+"""The most memory that any rank has needed, and what device it is, asked of the ranks after each update.
+
+Also: How the ranks compute log-probs, told once, and every fall-back to a simpler backend of the head, when it
+happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from rlhf_megatron.observe.metrics.rates import peak_tflops
+from rlhf_megatron.runtime.worker_group import WorkerGroup
+from rlhf_megatron.workers.findings import HeadReport
+from rlhf_megatron.workers.memory import MemoryReport
+
+GIB = float(1 << 30)
+
+
+class MemoryWatch:
+    """Asks one role a pool: what it tells is of a whole process."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+
+    def metrics(self) -> dict[str, float]:
+        """To be called after a step's update."""
+        calls = [self._group.broadcast(f"{pool}.memory_report") for pool in self._group.layouts]
+        return memory_metrics([report for call in calls for report in call.result()])
+
+
+def memory_metrics(reports: Iterable[MemoryReport]) -> dict[str, float]:
+    """The largest of each over `reports`, one or more; the smallest peak, where every device is one that is known."""
+    found = list(reports)
+    metrics = {"perf/cpu_memory_used_gb": max(r.resident_bytes for r in found) / GIB}
+    names = {report.device_name for report in found}
+    if names == {""}:
+        return metrics
+    metrics["perf/max_memory_allocated_gb"] = max(r.peak_allocated_bytes for r in found) / GIB
+    metrics["perf/max_memory_reserved_gb"] = max(r.peak_reserved_bytes for r in found) / GIB
+    peaks = [peak for name in names if (peak := peak_tflops(name)) is not None]
+    return metrics | ({"perf/peak_tflops": min(peaks)} if len(peaks) == len(names) else {})
+
+
+class HeadWatch:
+    """Asks the ranks of `roles` after each step, until their self-checks are over."""
+
+    def __init__(self, group: WorkerGroup, roles: Sequence[str], note: Callable[[str], None]) -> None:
+        self._group = group
+        self._roles = list(roles)
+        self._note = note
+        self._told: set[str] = set()
+        self._num_fallbacks = 0
+        self._is_over = False
+
+    def metrics(self) -> dict[str, float]:
+        """To be called after a step's update."""
+        if not self._is_over:
+            calls = {role: self._group.broadcast(f"{role}.head_report") for role in self._roles}
+            reports = {role: [found for found in call.result() if found is not None] for role, call in calls.items()}
+            self._num_fallbacks = sum(len(report.notices) for of_role in reports.values() for report in of_role)
+            self._is_over = not any(report.num_checks_left for of_role in reports.values() for report in of_role)
+            for role, of_role in reports.items():
+                for text in _lines(role, of_role):
+                    self._tell(text)
+        return {"perf/num_head_fallbacks": float(self._num_fallbacks)}
+
+    def _tell(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            self._note(text)
+
+
+def _lines(role: str, reports: Sequence[HeadReport]) -> list[str]:
+    """Ranks that chose alike are one line."""
+    choices = dict.fromkeys(f"head of the {role}: {report.choice}" for report in reports)
+    return [*choices, *(f"[{report.where}] {notice}" for report in reports for notice in report.notices)]

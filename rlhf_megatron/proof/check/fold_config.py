@@ -1,0 +1,274 @@
+"""The run's configuration at a tiny size: the same algorithm, losses, optimizer and layout; small model and data.
+
+Also: A tiny model of the same family and kind as a large one: what a layout can get wrong in it stays. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rlhf_megatron.config.rules.run import has_critic, needs_reference
+from rlhf_megatron.config.schema import (
+    ActorConfig,
+    AlgorithmConfig,
+    CheckConfig,
+    CriticConfig,
+    DataConfig,
+    FilterGroupsConfig,
+    MegatronConfig,
+    ModelConfig,
+    OptimConfig,
+    ReferenceConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainerConfig,
+    WarmupConfig,
+)
+from rlhf_megatron.models.families.base import family_for
+from rlhf_megatron.proof.check.fold_layout import Folded
+
+NUM_STEPS = 2
+PROMPTS, MAX_SAMPLES, MAX_PROMPT, MAX_RESPONSE = 8, 4, 8, 8
+TOKEN_BUDGET = 2 * (MAX_PROMPT + MAX_RESPONSE)  # a rank's: several micro-batches an optimizer step
+LEARNING_RATE = 1e-3
+MIN_EPS = 1e-5  # of Adam: below, an element whose gradient is rounding noise moves by a whole learning rate
+VALUE_HEAD_STD = 0.1  # least: behind a head of zeros nothing else would learn in the first optimizer step
+VOCAB_CHUNK = 8  # columns of the head at a time: several chunks of the tiny vocabulary
+
+CHANGED = (
+    "float32 in trainer and engine, so that layouts agree to rounding error",
+    "the bundled local engine, one server; the synchronous schedule, whatever the run's is",
+    f"a tiny model of the same family with random weights; {PROMPTS} prompts of the addition task with up to"
+    f" {MAX_SAMPLES} samples; prompts of 4 to {MAX_PROMPT} tokens, responses of up to {MAX_RESPONSE}",
+    "the reward is the share of digits in a response, so that groups have different rewards from the first step",
+    f"learning rate {LEARNING_RATE:g} (schedules keep their style), Adam epsilon {MIN_EPS:g} or more, at most 2"
+    " mini-batches a step and 2 epochs, 2 warm-up steps where the run has a warm-up",
+    f"a critic's first value head is random, of deviation {VALUE_HEAD_STD:g} or more, and the policy learns from"
+    " the first step (critic_warmup 0)",
+)
+"""What every folded run changes, whatever the layout."""
+
+
+def fold_config(config: RunConfig, folded: Folded, directory: Path) -> RunConfig:
+    """The configuration of a folded run. `directory`: with models and data in it.
+
+    Configurations that differ in `folded` only train the same.
+    """
+    num_ranks = folded.num_ranks
+    return RunConfig(
+        model=ModelConfig(
+            path=str(directory / "model"),
+            dtype="float32",
+            init_seed=1 if config.model.init_seed is None else config.model.init_seed,
+        ),
+        data=DataConfig(
+            train_files=(str(directory / "train.jsonl"),),
+            val_files=(str(directory / "val.jsonl"),),
+            max_prompt_length=MAX_PROMPT,
+            max_response_length=MAX_RESPONSE,
+            train_batch_size=PROMPTS,
+            shuffle=config.data.shuffle,
+            seed=config.data.seed,
+        ),
+        actor=_actor(config, folded.actor.megatron),
+        critic=_critic(config, folded, directory),
+        reference=_reference(config, directory),
+        rollout=RolloutConfig(
+            engine="local",
+            n=min(config.rollout.n, MAX_SAMPLES),
+            temperature=config.rollout.temperature,
+            stop=("+", "-", "*"),  # responses of different lengths
+            max_num_seqs=PROMPTS * MAX_SAMPLES,
+            max_num_batched_tokens=2 * PROMPTS * MAX_SAMPLES * (MAX_PROMPT + MAX_RESPONSE),
+            update_weights_bucket_megabytes=1,
+        ),
+        reward=RewardConfig(name="character_share"),
+        algorithm=_algorithm(config),
+        warmup=_warmup(config.warmup),
+        checks=_checks(config),
+        trainer=TrainerConfig(
+            experiment_name=folded.name,
+            default_local_dir=str(directory),
+            runtime="torchrun" if num_ranks > 1 else "inline",
+            nnodes=1,
+            n_gpus_per_node=num_ranks,
+            device="cpu",
+            seed=config.trainer.seed,
+            total_training_steps=NUM_STEPS,
+            val_before_train=False,
+            test_freq=0,
+            save_hf=True,
+            logger=("jsonl",),
+        ),
+    )
+
+
+def _actor(config: RunConfig, megatron: MegatronConfig) -> ActorConfig:
+    return replace(
+        config.actor,
+        megatron=megatron,
+        optim=_optim(config.actor.optim),
+        mini_batch_size=_mini_batch(config, config.actor.mini_batch_size),
+        ppo_epochs=min(config.actor.ppo_epochs, 2),
+        ppo_max_token_len_per_gpu=TOKEN_BUDGET,
+        log_prob_chunk_size=VOCAB_CHUNK,
+    )
+
+
+def _critic(config: RunConfig, folded: Folded, directory: Path) -> CriticConfig:
+    critic = config.critic
+    if not has_critic(config):
+        return CriticConfig()
+    return replace(
+        critic,
+        path=None if critic.path is None else str(directory / "critic"),
+        value_head_init_std=max(critic.value_head_init_std, VALUE_HEAD_STD),
+        num_ranks=0 if folded.critic is None else folded.critic.num_ranks,
+        megatron=MegatronConfig() if folded.critic is None else folded.critic.megatron,
+        optim=_optim(critic.optim),
+        mini_batch_size=None if critic.mini_batch_size is None else _mini_batch(config, critic.mini_batch_size),
+        ppo_epochs=None if critic.ppo_epochs is None else min(critic.ppo_epochs, 2),
+        ppo_max_token_len_per_gpu=None if critic.ppo_max_token_len_per_gpu is None else 2 * TOKEN_BUDGET,
+    )
+
+
+def _mini_batch(config: RunConfig, true: int) -> int:
+    """Two a step where the run has several, else one."""
+    samples = _num_samples(config)
+    return samples // 2 if config.data.train_batch_size * config.rollout.n > true else samples
+
+
+def _num_samples(config: RunConfig) -> int:
+    """Of a step of the folded run."""
+    return PROMPTS * min(config.rollout.n, MAX_SAMPLES)
+
+
+def _reference(config: RunConfig, directory: Path) -> ReferenceConfig:
+    reference = config.reference
+    if not needs_reference(config):
+        return ReferenceConfig()
+    return replace(
+        reference,
+        path=None if reference.path is None else str(directory / "reference"),
+        max_token_len_per_gpu=None if reference.max_token_len_per_gpu is None else 2 * TOKEN_BUDGET,
+    )
+
+
+def _algorithm(config: RunConfig) -> AlgorithmConfig:
+    """The adaptive KL controller needs a horizon far longer than a step. No group is left out: there is nothing to
+    generate others with.
+    """
+    control = config.algorithm.kl_ctrl
+    horizon = max(control.horizon, 10 * _num_samples(config))
+    return replace(config.algorithm, kl_ctrl=replace(control, horizon=horizon), filter_groups=FilterGroupsConfig())
+
+
+def _optim(optim: OptimConfig) -> OptimConfig:
+    return replace(
+        optim,
+        lr=LEARNING_RATE,
+        eps=max(optim.eps, MIN_EPS),
+        min_lr=LEARNING_RATE * optim.min_lr / optim.lr if optim.lr else 0.0,
+        lr_warmup_steps=min(optim.lr_warmup_steps, 1),
+        lr_decay_steps=None,
+    )
+
+
+def _warmup(warmup: WarmupConfig) -> WarmupConfig:
+    if warmup.max_steps == 0:
+        return WarmupConfig()
+    return WarmupConfig(max_steps=2, batch_size=PROMPTS, test_freq=2, test_samples=PROMPTS, optim=_optim(warmup.optim))
+
+
+def _checks(config: RunConfig) -> CheckConfig:
+    """The run's own bound where it is one on float32."""
+    is_exact = config.model.dtype == "float32" and config.rollout.dtype in (None, "float32")
+    return CheckConfig(log_prob_max_abs_diff=config.checks.log_prob_max_abs_diff) if is_exact else CheckConfig()
+
+
+HEAD_DIM = 8
+MIN_VOCAB_SIZE = 32  # holds the tokens of the character tokenizer
+MAX_QUERIES_PER_GROUP = 3
+SETTINGS: dict[str, Any] = {
+    "initializer_range": 0.06,  # wide enough for the probabilities of tokens to differ
+    "torch_dtype": "float32",
+    "dtype": None,
+    "bos_token_id": None,  # these three are of the character tokenizer
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+
+
+def fold_model(
+    hf_config: Mapping[str, Any], trues: Sequence[MegatronConfig], folded: Sequence[MegatronConfig]
+) -> dict[str, Any]:
+    """The config.json of a tiny model that fits all layouts `folded`. `trues`: the run's own layouts, one a pool.
+
+    Raises ValueError for a model that has no family here.
+    """
+    sizes = family_for(hf_config).transformer_arguments(hf_config)
+    true_tp = trues[0].tensor_model_parallel_size
+    tp = math.lcm(*(megatron.tensor_model_parallel_size for megatron in folded))
+    chunks = math.lcm(*map(num_chunks, folded))
+    groups = tp * (2 if sizes["num_query_groups"] > true_tp else 1)
+    heads = groups * _queries_per_group(sizes["num_attention_heads"] // sizes["num_query_groups"])
+    is_square = sizes["hidden_size"] == sizes["num_attention_heads"] * sizes["kv_channels"]
+    hidden = heads * HEAD_DIM + (0 if is_square else 2 * HEAD_DIM)
+    num_layers = chunks * max(layers_per_chunk(true, sizes["num_layers"], chunks) for true in trues)
+    small: dict[str, Any] = {
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "hidden_size": hidden,
+        "intermediate_size": _up_to_multiple(3 * hidden // 2, 4 * tp),
+        "vocab_size": _vocab_size(int(hf_config["vocab_size"]) % true_tp == 0, tp),
+    }
+    if hf_config.get("head_dim") is not None or not is_square:
+        small["head_dim"] = HEAD_DIM
+    if hf_config.get("layer_types"):
+        small["layer_types"] = list(hf_config["layer_types"])[:num_layers]
+    kept = {key: value for key, value in hf_config.items() if not key.startswith("_")}
+    return {key: value for key, value in {**kept, **small, **SETTINGS}.items() if value is not None}
+
+
+def fold_recompute(folded: MegatronConfig, true: MegatronConfig, num_layers: int) -> MegatronConfig:
+    """`folded` with a recompute_num_layers that fits the tiny model. `num_layers`: of the true model."""
+    count = true.recompute_num_layers
+    if true.recompute_granularity != "full" or count is None:
+        return folded
+    is_every_layer = count * num_chunks(true) >= num_layers
+    few = 1 if true.recompute_method == "block" and not is_every_layer else min(count, 2)
+    return replace(folded, recompute_num_layers=min(few, layers_per_chunk(true, num_layers, num_chunks(folded))))
+
+
+def num_chunks(megatron: MegatronConfig) -> int:
+    """Model chunks of all stages: stages x virtual stages."""
+    return megatron.pipeline_model_parallel_size * (megatron.virtual_pipeline_model_parallel_size or 1)
+
+
+def layers_per_chunk(true: MegatronConfig, num_layers: int, small_chunks: int) -> int:
+    """Of the tiny model. Two where the large one has several and they make a difference, or cost little."""
+    are_grouped = true.recompute_granularity == "full" and (true.recompute_num_layers or 1) > 1
+    are_cut = true.recompute_granularity == "full" and true.recompute_method == "block"
+    return 2 if num_layers > num_chunks(true) and (are_grouped or are_cut or small_chunks <= 2) else 1
+
+
+def _queries_per_group(true: int) -> int:
+    """The same where it is small; else 2, or 3 for an odd number."""
+    return true if true <= MAX_QUERIES_PER_GROUP else 2 + true % 2
+
+
+def _vocab_size(divides: bool, tp: int) -> int:
+    """At least MIN_VOCAB_SIZE; a multiple of `tp`, or not (where tp is not 1)."""
+    if divides or tp == 1:
+        return _up_to_multiple(MIN_VOCAB_SIZE, tp)
+    return _up_to_multiple(MIN_VOCAB_SIZE, tp) + 1
+
+
+def _up_to_multiple(value: int, of: int) -> int:
+    return -(-value // of) * of

@@ -1,0 +1,193 @@
+"""Memory of the true layout, with what the weight sync needs, as rows for people and for scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf_megatron.checkpoint.hf_reader import read_hf_config
+from rlhf_megatron.config.rules.run import actor_ranks, critic_ranks, has_critic, needs_reference
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.kernels.head_memory import HeadMemory, HeadShape, head_memory
+from rlhf_megatron.models.families.base import padded_vocab_size, table_for
+from rlhf_megatron.resharding.plan import StageTraffic, stage_traffic
+from rlhf_megatron.rollout.fleet.start import MIB, engine_dtype
+from rlhf_megatron.workers.head_backend import stash_bytes_of
+from rlhf_megatron.workers.memory import StageMemory, plan_memory
+
+NOT_INCLUDED = (
+    "Not included: activations, temporary tensors of other kernels and of collectives, the runtime of the device,"
+    " engines."
+)
+UNITS = {"MiB": 1 << 20, "GiB": 1 << 30}
+HEADER = (
+    "model",
+    "stage",
+    "ranks",
+    "parameters",
+    "gradients",
+    "main parameters",
+    "moments",
+    "a rank",
+    "head",
+    "reference",
+    "weight sync",
+)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Exact bytes of the true layout."""
+
+    stages: tuple[StageMemory, ...]  # of the actor
+    critic: tuple[StageMemory, ...]  # empty: the run has none
+    has_critic_pool: bool  # else the critic is on the actor's ranks, stage by stage
+    reference: tuple[int, ...]  # of the frozen reference model, by stage, bytes a rank; empty: the run has none
+    is_reference_on_host: bool  # it is on the device during its forward pass only
+    traffic: tuple[StageTraffic, ...]  # of the weight sync, by stage: the sender of each
+    head: (
+        HeadMemory | None
+    )  # of the actor's last stage, in an update; None: the reference backend, which makes all logits
+
+    @property
+    def total(self) -> int:
+        """All ranks: parameters, gradients and optimizer."""
+        return sum(sum(s.totals) * (s.num_ranks // len(s.totals)) for s in (*self.stages, *self.critic))
+
+
+def plan(config: RunConfig, hf_config: Mapping[str, Any], critic_config: Mapping[str, Any]) -> Memory:
+    """`hf_config`: of model.path; `critic_config`: of critic.path. The reference is taken to be as the policy where it
+    cannot be read.
+
+    Raises ValueError for a model or layout that is not supported.
+    """
+    megatron, dtype = config.actor.megatron, getattr(torch, config.model.dtype)
+    stages = plan_memory(hf_config, megatron, actor_ranks(config), dtype)
+    critic: tuple[StageMemory, ...] = ()
+    if has_critic(config):
+        num_ranks = critic_ranks(config)
+        layout = (config.critic.megatron, num_ranks) if num_ranks else (megatron, actor_ranks(config))
+        critic = plan_memory(critic_config, *layout, dtype, "value")
+    reference: tuple[int, ...] = ()
+    if needs_reference(config):
+        path = config.reference.path
+        known = path is not None and (Path(path) / "config.json").is_file()
+        other = (
+            plan_memory(read_hf_config(Path(path)), megatron, actor_ranks(config), dtype) if known and path else stages
+        )
+        reference = tuple(stage.reference for stage in other)
+    # Virtual stages change which layers a stage sends, not how many of what size in which order.
+    traffic = stage_traffic(
+        table_for(hf_config, megatron.tensor_model_parallel_size),
+        megatron.tensor_model_parallel_size,
+        megatron.pipeline_model_parallel_size,
+        engine_dtype(config),
+        config.rollout.update_weights_bucket_megabytes * MIB,
+    )
+    return Memory(
+        stages,
+        critic,
+        critic_ranks(config) > 0,
+        reference,
+        config.reference.param_offload,
+        traffic,
+        _head(config, hf_config),
+    )
+
+
+def _head(config: RunConfig, hf_config: Mapping[str, Any]) -> HeadMemory | None:
+    """Of a micro-batch that has the whole token budget, all of it response. On a GPU unless the run is one on a CPU."""
+    actor, megatron = config.actor, config.actor.megatron
+    tp, dtype = megatron.tensor_model_parallel_size, getattr(torch, config.model.dtype)
+    backend, is_cpu = actor.kernels.backend, config.trainer.device == "cpu"
+    if backend == "reference":
+        return None
+    if backend == "auto":
+        backend = "chunked" if is_cpu else "triton"
+    tokens = actor.ppo_max_token_len_per_gpu
+    vocab_size = int(hf_config["vocab_size"])
+    return head_memory(
+        HeadShape(
+            num_tokens=tokens,
+            num_rows=tokens,
+            hidden_size=int(hf_config["hidden_size"]),
+            num_columns=min(vocab_size, padded_vocab_size(vocab_size, tp) // tp),
+            chunk_size=actor.log_prob_chunk_size,
+            dtype=dtype,
+            device_type="cpu" if is_cpu else "cuda",
+            num_parts=tp if megatron.sequence_parallel else 1,
+            stash_bytes=stash_bytes_of(actor.kernels, dtype),
+            backend=backend,
+        )
+    )
+
+
+def rows(memory: Memory) -> list[Sequence[str]]:
+    """One row a model and pipeline stage, under HEADER; a range where the optimizer's shards are not of one size."""
+    found: list[Sequence[str]] = []
+    unit = _unit(memory)
+    for index, (stage, traffic) in enumerate(zip(memory.stages, memory.traffic, strict=True)):
+        reference = _text(memory.reference[index], unit) if memory.reference else "-"
+        is_last = index == len(memory.stages) - 1
+        head = _text(memory.head.peak, unit) if memory.head is not None and is_last else "-"
+        found.append((*_cells("actor", stage, unit), head, reference, _text(traffic.peak_buffer, unit)))
+    return [*found, *((*_cells("critic", stage, unit), "-", "-", "-") for stage in memory.critic)]
+
+
+def _cells(model: str, stage: StageMemory, unit: str) -> Sequence[str]:
+    main, moments, total = (_range(column, unit) for column in (stage.main_parameters, stage.moments, stage.totals))
+    fixed = (str(stage.stage), str(stage.num_ranks), _text(stage.parameters, unit), _text(stage.gradients, unit))
+    return (model, *fixed, main, moments, total)
+
+
+def notes(memory: Memory) -> list[str]:
+    """What the columns mean."""
+    unit = _unit(memory)
+    lines = [
+        f"{unit} on each rank of a pipeline stage. `a rank`: parameters, gradients, main parameters and moments.",
+    ]
+    every = [f"{_range(totals, unit)} {unit} {where}" for where, totals in _by_rank(memory)]
+    ranks = sum(stage.num_ranks for stage in (*memory.stages, *(memory.critic if memory.has_critic_pool else ())))
+    lines.append(f"{'; '.join(every)}; {_text(memory.total, unit)} {unit} on {ranks} ranks.")
+    lines.append(
+        "`weight sync`: the largest buffers of the one rank of a stage that sends, two of them in shared memory."
+    )
+    if memory.head is not None:
+        parts = [_text(part, unit) for part in (memory.head.tile, memory.head.hidden_gradient, memory.head.stash)]
+        lines.append(
+            "`head`: the most that the last stage needs for log-probs in an update, on a micro-batch of"
+            f" actor.ppo_max_token_len_per_gpu response tokens: tile {parts[0]}, gradient of hidden states {parts[1]},"
+            f" stash {parts[2]}, and rows; beside `a rank`."
+        )
+    if memory.reference:
+        where = "in host memory, and on the device while it is used" if memory.is_reference_on_host else "on the device"
+        lines.append(f"`reference`: the frozen reference model, {where}; beside `a rank`.")
+    return [*lines, NOT_INCLUDED]
+
+
+def _by_rank(memory: Memory) -> list[tuple[str, list[int]]]:
+    """(which ranks, bytes on each kind of them), all models of a rank together."""
+    actor = [total for stage in memory.stages for total in stage.totals]
+    critic = [total for stage in memory.critic for total in stage.totals]
+    if not critic:
+        return [("a rank", actor)]
+    if memory.has_critic_pool:
+        return [("a rank of the actor", actor), ("a rank of the critic", critic)]
+    return [("a rank, actor and critic together", [a + c for a, c in zip(actor, critic, strict=True)])]
+
+
+def _unit(memory: Memory) -> str:
+    return "GiB" if max(max(stage.totals) for stage in memory.stages) >= UNITS["GiB"] else "MiB"
+
+
+def _text(num_bytes: int, unit: str) -> str:
+    return f"{num_bytes / UNITS[unit]:.3f}"
+
+
+def _range(values: Sequence[int], unit: str) -> str:
+    low, high = _text(min(values), unit), _text(max(values), unit)
+    return low if low == high else f"{low} to {high}"

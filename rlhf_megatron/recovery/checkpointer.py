@@ -1,0 +1,296 @@
+"""Checkpoints of a run, as the controller makes and loads them. What is in one: docs/checkpoints.md.
+
+A save begins between two steps and is committed at the end of a later one: the hosts copy their state to memory, the
+run goes on while they write, and when all files are complete the directory gets its name. At most one is under way.
+
+Also: Where a run stands between two steps: what the controller must know to go on, beside the weights on the hosts.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhf_megatron.checkpoint.aside import fsync
+from rlhf_megatron.checkpoint.manifest import FileRecord, SaveResult, record_of
+from rlhf_megatron.checkpoint.run_checkpoint import CheckpointStore, Found
+from rlhf_megatron.config.rules.run import has_critic, needs_reference
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.show import as_yaml
+from rlhf_megatron.data import codec
+from rlhf_megatron.data.stream import PromptCursor
+from rlhf_megatron.observe.run_facts import versions
+from rlhf_megatron.recovery.desync import check_replicas
+from rlhf_megatron.runtime.worker_group import WorkerGroup
+from rlhf_megatron.sync.colocation import NoTurns, Turns
+
+
+@codec.register
+@dataclass(frozen=True)
+class RunState:
+    """After `step` and before the next one. Seeds of samples and shuffles follow from (trainer.seed, step)."""
+
+    step: int  # 0: after the warm-up, or before anything
+    policy_version: int  # weight syncs so far; these weights are that version also when they are sent again
+    cursor: PromptCursor | None  # of the prompt stream
+    kl: dict[str, float] = field(default_factory=dict)  # of the controller of the KL term in the reward; {}: none
+    num_warmup_steps: int = 0
+    warmup_accuracy: float | None = None
+    num_consecutive_skips: int = 0  # optimizer steps in a row with non-finite gradients
+    productive_s: float = 0.0  # time in steps, evaluations and warm-up that this state came from
+    architecture: dict[str, str] = field(default_factory=dict)  # of the policy: entries of its config.json, as JSON
+    untrained: tuple[int, ...] = ()  # positions of the stream before the cursor whose groups were in flight
+
+
+CHECKPOINTS = "checkpoints"
+RUN_STATE, CONFIG, REFERENCE, RNG = "run_state.batch", "config.yaml", "reference", "rng"
+PACKAGES = ("torch", "megatron-core", "rlhf-megatron")
+SPARE_SHARE = 0.05  # of the estimated size, that must be free beside it
+POLL_S = 0.05
+SETTLE_S = 90.0  # over the 60 s that NFS may show an old listing of a directory
+
+
+class SaveFailed(OSError):
+    """A checkpoint could not be written and trainer.save_failure is stop. Those before it are as they were."""
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A save whose files the hosts are writing. Values are those at the request, not at the commit."""
+
+    step: int
+    policy_version: int
+    files: tuple[FileRecord, ...]  # that stand already
+    began: float  # time.monotonic()
+
+
+class Checkpointer:
+    """`run_dir`: locked by this run. `note`: says a line to whoever watches the run. `turns`: of trainer and engines,
+    where they share devices: a save needs the trainer's.
+
+    `on_commit(step)` is called when a checkpoint has its name, from `save`, `poll` or `wait`.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        group: WorkerGroup,
+        run_dir: Path,
+        note: Callable[[str], None],
+        turns: Turns | None = None,
+    ) -> None:
+        self.store = CheckpointStore(run_dir / CHECKPOINTS, SETTLE_S if config.trainer.nnodes > 1 else 0.0)
+        self.on_commit: Callable[[int], None] = lambda step: None
+        self._config = config
+        self._group = group
+        self._note = note
+        self._turns = turns or NoTurns()
+        self._roles = ("actor", "critic") if has_critic(config) else ("actor",)
+        self._in_flight: _InFlight | None = None
+        self._last: Found | None = None  # committed or restored here
+        self._num_bytes: int | None = None  # that the hosts will write, about
+        self._num_failed = 0
+        self._metrics: dict[str, float] = {}  # that `poll` has not handed out yet
+        for path in self.store.clean():
+            note(f"removed {path}: it was not complete when the run ended")
+
+    def save(self, state: RunState) -> None:
+        """Begin a checkpoint of `state` and of the hosts as they are now; returns when they may change.
+
+        Waits for the one before. Nothing is done where that step has one. Raises SaveFailed, with save_failure stop.
+        """
+        self.wait()
+        if self._last is not None and self._last.manifest.step == state.step:
+            return
+        self._turns.to_trainer()
+        if self._config.trainer.desync_freq:
+            check_replicas(self._group, self._roles)
+        began = time.monotonic()
+        try:
+            self._require_space()
+            directory = self.store.begin(state.step)
+            files = [*self._own_files(directory, state), *self._host_files(directory, state)]
+        except (OSError, ValueError) as error:
+            self._failed(state.step, str(error))
+            return
+        self._in_flight = _InFlight(state.step, state.policy_version, tuple(files), began)
+        self._on_roles("begin_save", lambda role: {"directory": directory / role})
+        if not self._config.trainer.async_save:
+            self.wait()
+
+    def poll(self) -> dict[str, float]:
+        """At each step's end: commit a save that is complete. Metrics since the last call. Raises SaveFailed."""
+        if self._in_flight is not None and self._is_written():
+            self._finish(self._config.trainer.stage_timeout_s)
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Finish what is under way; given up after `timeout_s` (None: trainer.stage_timeout_s). Raises SaveFailed."""
+        if self._in_flight is None:
+            return
+        deadline = time.monotonic() + (self._config.trainer.stage_timeout_s if timeout_s is None else timeout_s)
+        while not self._is_written() and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        self._finish(max(0.0, deadline - time.monotonic()))
+
+    def newest(self) -> Found | None:
+        """The newest checkpoint of the run that is good. Raises ValueError when there are some and none is."""
+        return self.store.newest()
+
+    def restore(self, found: Found) -> RunState:
+        """Everything as it was at `found`, on whatever layout the hosts have now; what the controller goes on from.
+
+        Raises ValueError for a checkpoint that does not fit the configuration.
+        """
+        state = read_state(found)
+        if self._has_own_reference(state) and not (found.path / REFERENCE).is_dir():
+            raise ValueError(
+                f"{found.path} has no reference policy, but a KL term needs the one after the warm-up; restore the"
+                " settings of the KL terms that the run began with, or give reference.path."
+            )
+        for role in self._roles:
+            if not (found.path / role).is_dir():
+                raise ValueError(f"{found.path} has no {role}; restore the settings that the run began with.")
+        self._on_roles("load", lambda role: {"directory": found.path / role})
+        if self._has_own_reference(state):
+            self._group.broadcast("host.load_reference", directory=found.path / REFERENCE).result()
+        for pool, role in self._rng_roles():
+            layout = str(self._group.layouts[pool])
+            if found.manifest.layouts.get(pool) == layout:
+                self._group.broadcast(f"{role}.load_rng", directory=found.path / RNG).result()
+            else:
+                self._note(
+                    f"{pool}: {found.manifest.layouts.get(pool)} is now {layout}; random states begin anew, and sums"
+                    " are made in another order, so that results are not bit for bit those of an undisturbed run"
+                )
+        if found.path.parent == self.store.directory:
+            self._last = found
+        return state
+
+    def _own_files(self, directory: Path, state: RunState) -> list[FileRecord]:
+        codec.write_file(directory / RUN_STATE, state)
+        with open(directory / CONFIG, "w") as file:
+            file.write(as_yaml(self._config))
+            file.flush()
+            os.fsync(file.fileno())
+        return [record_of(directory, directory / name) for name in (RUN_STATE, CONFIG)]
+
+    def _host_files(self, directory: Path, state: RunState) -> list[FileRecord]:
+        """What the hosts write at once."""
+        files: list[FileRecord] = []
+        for _, role in self._rng_roles():
+            files += _files_of(self._group.broadcast(f"{role}.save_rng", directory=directory / RNG).result())
+        if not self._has_own_reference(state):
+            return files
+        if self._last is not None and (self._last.path / REFERENCE).is_dir():
+            return [*files, *_linked(self._last, directory)]
+        saved = self._group.broadcast("host.save_reference", directory=directory / REFERENCE).result()
+        return [*files, *_files_of(saved)]
+
+    def _is_written(self) -> bool:
+        return all(all(done) for done in self._on_roles("is_save_done"))
+
+    def _finish(self, timeout_s: float) -> None:
+        assert self._in_flight is not None
+        save, self._in_flight = self._in_flight, None
+        results = self._on_roles("finish_save", lambda role: {"timeout_s": timeout_s})
+        try:
+            files = [*save.files, *(record for of_role in results for record in _files_of(of_role))]
+            layouts = {pool: str(layout) for pool, layout in self._group.layouts.items()}
+            found = self.store.commit(save.step, save.policy_version, layouts, versions(PACKAGES), files)
+        except (OSError, ValueError) as error:
+            self._failed(save.step, str(error))
+            return
+        self._last = found
+        seconds = time.monotonic() - save.began
+        num_bytes = found.manifest.num_bytes
+        self._metrics |= {
+            "checkpoint/step": float(save.step),
+            "checkpoint/seconds": seconds,
+            "checkpoint/num_bytes": float(num_bytes),
+            "checkpoint/num_failed": float(self._num_failed),
+        }
+        self._note(f"committed step {save.step}: {found.path} ({_size(num_bytes)}, {seconds:.1f} s)")
+        self.on_commit(save.step)
+        self.store.prune(self._config.trainer.max_ckpt_to_keep)
+
+    def _failed(self, step: int, problem: str) -> None:
+        self.store.abandon(step)
+        self._num_failed += 1
+        self._metrics["checkpoint/num_failed"] = float(self._num_failed)
+        kept = f"the newest one is of step {self._last.manifest.step}" if self._last else "there is none before it"
+        text = f"the checkpoint of step {step} was not written: {problem} ({kept})"
+        if self._config.trainer.save_failure == "stop":
+            raise SaveFailed(f"{text}; the run ends because trainer.save_failure is stop.")
+        self._note(f"WARNING: {text}; the run goes on without it")
+
+    def _require_space(self) -> None:
+        """Raises OSError when the file system has less room than the hosts will need."""
+        if self._num_bytes is None:
+            self._num_bytes = sum(sum(of_ranks) for of_ranks in self._on_roles("num_save_bytes"))
+        needed = int(self._num_bytes * (1 + SPARE_SHARE))
+        self.store.directory.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self.store.directory).free
+        if free < needed:
+            raise OSError(
+                f"it needs about {_size(needed)} and {_size(free)} are free at {self.store.directory}; make room, or"
+                " lower trainer.max_ckpt_to_keep"
+            )
+
+    def _has_own_reference(self, state: RunState) -> bool:
+        """Whether the reference is a policy that no path gives: the one after the warm-up."""
+        return needs_reference(self._config) and self._config.reference.path is None and state.num_warmup_steps > 0
+
+    def _rng_roles(self) -> list[tuple[str, str]]:
+        """(pool, the role that stands for its ranks)."""
+        return [(pool, "host" if pool == "actor" else pool) for pool in self._group.layouts]
+
+    def _on_roles(
+        self, method: str, arguments: Callable[[str], dict[str, Any]] = lambda role: {}
+    ) -> list[Sequence[Any]]:
+        """One result a rank of each role; roles on different ranks work at the same time."""
+        calls: list[Future[list[Any]]] = [
+            self._group.broadcast(f"{role}.{method}", **arguments(role)) for role in self._roles
+        ]
+        return [call.result() for call in calls]
+
+
+def read_state(found: Found) -> RunState:
+    """What the controller goes on from. Raises ValueError."""
+    state = codec.read_file(found.path / RUN_STATE)
+    if not isinstance(state, RunState) or state.step != found.manifest.step:
+        raise ValueError(f"{found.path / RUN_STATE} is not the state of step {found.manifest.step}.")
+    return state
+
+
+def _files_of(results: Sequence[SaveResult]) -> list[FileRecord]:
+    """Raises OSError with what kept a rank from writing."""
+    for result in results:
+        if result.error is not None:
+            raise OSError(result.error)
+    return [record for result in results for record in result.files]
+
+
+def _linked(last: Found, directory: Path) -> list[FileRecord]:
+    """The reference of the checkpoint before, which never changes, as links; copies where links cannot be made."""
+    files = [record for record in last.manifest.files if record.path.startswith(f"{REFERENCE}/")]
+    for record in files:
+        source, target = last.path / record.path, directory / record.path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(source, target)
+        except OSError:
+            shutil.copyfile(source, target)
+            fsync(target)
+    return files
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.2f} MB"

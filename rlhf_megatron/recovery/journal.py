@@ -1,0 +1,266 @@
+"""The journal of a run: what is finished of the steps after its last checkpoint, so that none of it is done again.
+
+journal/
+    step_000007.groups    of the step that is generated: samples as they come, appended
+    step_000007.scored    all of them with their rewards; the groups are gone
+    step_000007.train     the batch to train on; the scored one is gone
+
+A record is a length, a SHA-256 and `data.codec` bytes. One that does not fit its digest counts as absent, with a
+warning; so does one that was written under other settings.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron import faults
+from rlhf_megatron.data import codec
+from rlhf_megatron.data.batch import ScoredBatch, Spans, TrainBatch
+from rlhf_megatron.recovery.checkpointer import RunState
+from rlhf_megatron.rollout.engine import GeneratedSample, VersionSpan
+from rlhf_megatron.rollout.requests import spans_of
+
+logger = logging.getLogger(__name__)
+
+MAGIC = b"RLJ1"
+_DIGEST_BYTES, _LENGTH_BYTES = 32, 8
+_HEADER_BYTES = len(MAGIC) + _LENGTH_BYTES + _DIGEST_BYTES
+_NAME = re.compile(r"\.?step_(\d{6,})\.(groups|scored|train)")
+GROUPS, SCORED, TRAIN = "groups", "scored", "train"
+
+
+@codec.register
+@dataclass(frozen=True)
+class JournalledGroup:
+    """The samples of one prompt of a step."""
+
+    settings: str  # see `Journal`
+    index: int  # of the prompt in its step
+    lengths: Tensor  # [samples]
+    token_ids: Tensor  # of all samples, one after the other
+    log_probs: Tensor  # float64, which is what an engine's numbers are on the controller
+    finish_reasons: tuple[str, ...]
+    policy_versions: tuple[int, ...]
+    version_spans: tuple[Spans, ...] = ()  # this and the next two: () in a journal of an earlier version
+    num_cached_tokens: tuple[int, ...] = ()
+    num_retractions: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(settings: str, index: int, samples: Sequence[GeneratedSample]) -> JournalledGroup:
+        return JournalledGroup(
+            settings,
+            index,
+            torch.tensor([len(sample.token_ids) for sample in samples], dtype=torch.int64),
+            torch.tensor([token for sample in samples for token in sample.token_ids], dtype=torch.int64),
+            torch.tensor([value for sample in samples for value in sample.log_probs], dtype=torch.float64),
+            tuple(sample.finish_reason for sample in samples),
+            tuple(sample.policy_version for sample in samples),
+            tuple(spans_of(sample) for sample in samples),
+            tuple(sample.num_cached_tokens for sample in samples),
+            tuple(sample.num_retractions for sample in samples),
+        )
+
+    def samples(self) -> list[GeneratedSample]:
+        lengths = self.lengths.tolist()
+        columns = zip(
+            self.token_ids.split(lengths),
+            self.log_probs.split(lengths),
+            self.finish_reasons,
+            self.policy_versions,
+            self.version_spans or [()] * len(lengths),
+            self.num_cached_tokens or [0] * len(lengths),
+            self.num_retractions or [0] * len(lengths),
+            strict=True,
+        )
+        return [
+            GeneratedSample(
+                tuple(ids.tolist()),
+                tuple(log_probs.tolist()),
+                reason,  # type: ignore[arg-type]
+                version,
+                tuple(VersionSpan(*span) for span in spans),
+                num_cached,
+                num_retractions,
+            )
+            for ids, log_probs, reason, version, spans, num_cached, num_retractions in columns
+        ]
+
+
+@codec.register
+@dataclass(frozen=True)
+class JournalledBatch:
+    """A step as far as it had come, with what the stages had said and changed until then."""
+
+    settings: str
+    batch: ScoredBatch  # a TrainBatch when only the update is left
+    metrics: dict[str, float] = field(default_factory=dict)
+    kl: dict[str, float] = field(default_factory=dict)  # state of the controller of the KL term in the reward
+    seconds: float = 0.0  # that the step had taken
+    num_drawn: int | None = None  # prompts of the stream after this step; None: as its number says
+
+
+class Journal:
+    """`settings`: digest of those that a step's batch depends on. Its steps are those after the last checkpoint.
+
+    A disk that is full costs the journal, never the run: what could not be written is done again after a kill.
+    """
+
+    def __init__(self, directory: Path, settings: str) -> None:
+        self.directory = directory
+        self.settings = settings
+        self._known_bytes = 0  # of the open file of groups that are good
+
+    def groups(self, step: int) -> dict[int, list[GeneratedSample]]:
+        """The groups of a step that were journalled, by index. Call it before `append` of that step."""
+        path = self._path(step, GROUPS)
+        records, self._known_bytes = read_records(path)
+        found = {
+            record.index: record.samples()
+            for record in records
+            if isinstance(record, JournalledGroup) and record.settings == self.settings
+        }
+        if path.exists() and path.stat().st_size > self._known_bytes:
+            logger.warning("%s: its last record is cut off or damaged and is left out", path)
+            guarded(path, lambda: os.truncate(path, self._known_bytes))
+        return found
+
+    def append(self, step: int, first: int, groups: Sequence[Sequence[GeneratedSample]]) -> None:
+        """Neighbouring groups that have come. They are on disk when this returns."""
+        path = self._path(step, GROUPS)
+        data = b"".join(
+            record(JournalledGroup.of(self.settings, first + i, samples)) for i, samples in enumerate(groups)
+        )
+
+        def write() -> None:
+            faults.reach("journal.before_write")
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with open(path, "ab") as file:
+                file.truncate(self._known_bytes)  # what an append that failed has left
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            self._known_bytes += len(data)
+
+        guarded(path, write)
+
+    def batch(self, step: int) -> JournalledBatch | None:
+        """The furthest that is known of a step: to train on, or with rewards only.
+
+        What later steps have then counts only where this one has all: their samples came from the policy that this
+        step's update made.
+        """
+        found = self._read_batch(step, TRAIN)
+        if found is None:
+            self._drop(lambda other: other > step)
+            found = self._read_batch(step, SCORED)
+        return found
+
+    def write(
+        self,
+        step: int,
+        batch: ScoredBatch,
+        metrics: Mapping[str, float],
+        kl: Mapping[str, float],
+        seconds: float,
+        num_drawn: int | None = None,
+    ) -> None:
+        """A batch that is scored, or ready to train on. It replaces what the step had before."""
+        kind, former = (TRAIN, SCORED) if isinstance(batch, TrainBatch) else (SCORED, GROUPS)
+        path = self._path(step, kind)
+        data = record(JournalledBatch(self.settings, batch, dict(metrics), dict(kl), seconds, num_drawn))
+
+        def write() -> None:
+            faults.reach("journal.before_write")
+            codec.write_whole(path, [data])
+            self._path(step, former).unlink(missing_ok=True)
+
+        guarded(path, write)
+
+    def drop_through(self, step: int) -> None:
+        """Forget the steps up to this one: a checkpoint has them."""
+        self._drop(lambda other: other <= step)
+
+    def saved(self, state: RunState) -> None:
+        self.drop_through(state.step)
+
+    def clear(self) -> None:
+        self._drop(lambda step: True)
+
+    @property
+    def steps(self) -> list[int]:
+        """That have any record."""
+        return sorted(self._files())
+
+    def _read_batch(self, step: int, kind: str) -> JournalledBatch | None:
+        path = self._path(step, kind)
+        if not path.exists():
+            return None
+        records, num_good = read_records(path)
+        is_whole = len(records) == 1 and path.stat().st_size == num_good
+        if not is_whole or not isinstance(records[0], JournalledBatch):
+            logger.warning("%s is cut off or damaged; that part of step %d is done again", path, step)
+            return None
+        return records[0] if records[0].settings == self.settings else None
+
+    def _drop(self, is_gone: Callable[[int], bool]) -> None:
+        for step, paths in self._files().items():
+            if is_gone(step):
+                for path in paths:
+                    path.unlink(missing_ok=True)
+
+    def _files(self) -> dict[int, list[Path]]:
+        found: dict[int, list[Path]] = {}
+        for path in self.directory.iterdir() if self.directory.is_dir() else ():
+            if match := _NAME.match(path.name):  # also one that is being written
+                found.setdefault(int(match[1]), []).append(path)
+        return found
+
+    def _path(self, step: int, kind: str) -> Path:
+        return self.directory / f"step_{step:06d}.{kind}"
+
+
+def guarded(path: Path, action: Callable[[], None]) -> None:
+    """A disk that is full costs the file, never the run."""
+    try:
+        action()
+    except OSError as error:
+        logger.warning("%s could not be written (%s); after a kill this part of the step is done again", path, error)
+
+
+def record(value: Any) -> bytes:
+    data = codec.encode(value)
+    return MAGIC + len(data).to_bytes(_LENGTH_BYTES, "little") + hashlib.sha256(data).digest() + data
+
+
+def read_records(path: Path) -> tuple[list[Any], int]:
+    """(the records up to the first that is cut off or damaged, their bytes)."""
+    if not path.exists():
+        return [], 0
+    data = path.read_bytes()
+    records: list[Any] = []
+    position = 0
+    while position + _HEADER_BYTES <= len(data) and data.startswith(MAGIC, position):
+        length_at = position + len(MAGIC)
+        digest_at = length_at + _LENGTH_BYTES
+        begin = position + _HEADER_BYTES
+        end = begin + int.from_bytes(data[length_at:digest_at], "little")
+        payload = data[begin:end]
+        if end > len(data) or hashlib.sha256(payload).digest() != data[digest_at:begin]:
+            break
+        try:
+            records.append(codec.decode(payload))
+        except ValueError as error:  # a whole record of another version of this package
+            logger.warning("%s: a record that cannot be read is left out: %s", path, error)
+            break
+        position = end
+    return records, position

@@ -1,0 +1,155 @@
+"""Where a run goes on: the checkpoint that it starts from, and whether this configuration may go on from there."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_megatron.checkpoint.hf_reader import read_hf_config
+from rlhf_megatron.checkpoint.run_checkpoint import CheckpointStore, Found
+from rlhf_megatron.config.changes import OF_DATA_ORDER, Changes, compare, flat
+from rlhf_megatron.config.rules.schedule import SYNCHRONOUS
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.show import as_yaml
+from rlhf_megatron.data.stream import PromptStream
+from rlhf_megatron.observe.attempts import read_attempts
+from rlhf_megatron.recovery.checkpointer import CHECKPOINTS, CONFIG, RunState, read_state
+
+_NO_ARCHITECTURE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "auto_map")
+
+
+@dataclass(frozen=True)
+class Start:
+    """A checkpoint that was verified, and what is known of it before any host is up."""
+
+    found: Found
+    state: RunState
+    changes: Changes  # of the configuration since it was written
+    is_same_run: bool  # False: a new run directory starts from another run's checkpoint
+
+    def __str__(self) -> str:
+        changed = f"; changed: {self.changes}" if self.changes.all else ""
+        layout = " (another layout: sums are made in another order, bits may differ)" if self.changes.layout else ""
+        return f"resumed after step {self.state.step} from {self.found.path}{changed}{layout}"
+
+
+def goes_on(run_dir: Path, config: RunConfig) -> bool:
+    """Whether what the directory holds is to be resumed: cheap, nothing is verified yet.
+
+    With resume_path it is where the run in it began at that checkpoint and has got further since.
+    """
+    trainer = config.trainer
+    if trainer.resume_mode == "disable" or not CheckpointStore(run_dir / CHECKPOINTS).steps():
+        return False
+    if trainer.resume_mode == "auto":
+        return True
+    starts = [line for line in read_attempts(run_dir) if line.get("kind") == "start"]
+    return bool(starts) and starts[0].get("resumed_from") == str(trainer.resume_from_path)
+
+
+def completion(run_dir: Path, config: RunConfig) -> str | None:
+    """What to say of a run that has all of its steps already; None: there is work to do."""
+    if not goes_on(run_dir, config):
+        return None
+    try:
+        steps = int(json.loads((run_dir / "summary.json").read_text())["steps"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    total = config.trainer.total_training_steps
+    if steps < total:
+        return None
+    return (
+        f"{run_dir} is already complete: {steps} steps were made, and trainer.total_training_steps is {total}. Set more"
+        " steps to train on, or start anew with --fresh."
+    )
+
+
+def find_start(config: RunConfig, run_dir: Path, stream: PromptStream | None) -> Start | None:
+    """None: the run starts anew. Raises ValueError where there are checkpoints and none is good, or where this
+    configuration cannot go on from the one that is.
+    """
+    trainer = config.trainer
+    is_same_run = goes_on(run_dir, config)
+    if is_same_run:
+        found = CheckpointStore(run_dir / CHECKPOINTS).newest()
+        assert found is not None, "goes_on has seen a checkpoint"
+    elif trainer.resume_mode == "resume_path":
+        assert trainer.resume_from_path is not None, "a rule demands it"
+        path = Path(trainer.resume_from_path)
+        found = CheckpointStore(path.parent).verify(path)
+    else:
+        return None
+    state = read_state(found)
+    before = flat((found.path / CONFIG).read_text())
+    changes = compare(before, flat(as_yaml(config)))
+    _check_architecture(config, state)
+    _check_steps(config, state, found.path, is_same_run)
+    check_schedule(config, state)
+    _restore_stream(stream, state, changes)
+    return Start(found, state, changes, is_same_run)
+
+
+def facts_of(start: Start | None, config: RunConfig) -> dict[str, Any]:
+    """What attempts.jsonl keeps of where a process began."""
+    if start is None:
+        return {"resumed_from_step": None}
+    path = start.found.path.name if start.is_same_run else str(config.trainer.resume_from_path)
+    changes = {key: list(pair) for key, pair in start.changes.all.items()}
+    return {"resumed_from_step": start.state.step, "resumed_from": path, "changes": changes or None}
+
+
+def architecture_of(config: RunConfig) -> dict[str, str]:
+    """What `RunState.architecture` keeps: a resumed run must have the same."""
+    entries = read_hf_config(Path(config.model.path))
+    return {name: json.dumps(value, sort_keys=True) for name, value in entries.items() if name not in _NO_ARCHITECTURE}
+
+
+def _check_architecture(config: RunConfig, state: RunState) -> None:
+    now, before = architecture_of(config), state.architecture
+    different = [
+        f"{name} is {now.get(name, 'missing')} and was {before.get(name, 'missing')}"
+        for name in sorted(now.keys() | before.keys())
+        if now.get(name) != before.get(name)
+    ]
+    if different:
+        raise ValueError(
+            f"model.path ({config.model.path}) has another architecture than the run that is resumed:"
+            f" {'; '.join(different)}. Set it back, or start anew with --fresh."
+        )
+
+
+def _check_steps(config: RunConfig, state: RunState, checkpoint: Path, is_same_run: bool) -> None:
+    """A run of the same directory that has all steps may lack its end: the last evaluation, the summary."""
+    total = config.trainer.total_training_steps
+    if state.step > total or (state.step == total and not is_same_run):
+        raise ValueError(
+            f"nothing is left to do: {checkpoint} is after step {state.step}, and trainer.total_training_steps is"
+            f" {total}; set more steps than {state.step}."
+        )
+
+
+def check_schedule(config: RunConfig, state: RunState) -> None:
+    """A synchronous run has no groups in flight. Without a filter its steps' prompts have places of their own."""
+    if config.schedule.name != SYNCHRONOUS or state.cursor is None:
+        return
+    expected = state.step * state.cursor.batch_size
+    if state.untrained or not (config.algorithm.filter_groups.enable or state.cursor.num_drawn == expected):
+        raise ValueError(
+            f"schedule.name ({SYNCHRONOUS}) cannot go on from this checkpoint: {state.cursor.num_drawn} prompts had"
+            f" been started and {len(state.untrained)} of them not been trained, where {expected} prompts of whole"
+            " steps are needed; restore the schedule that the run began with."
+        )
+
+
+def _restore_stream(stream: PromptStream | None, state: RunState, changes: Changes) -> None:
+    """Raises ValueError, with both values of what changed, when the prompts would come in another order."""
+    if state.cursor is None or stream is None:
+        return
+    try:
+        stream.restore(state.cursor)
+    except ValueError as error:
+        suspects = {key: pair for key, pair in changes.all.items() if key.startswith(OF_DATA_ORDER)}
+        said = ", ".join(f"{key} is {now} and was {before}" for key, (before, now) in suspects.items())
+        raise ValueError(f"{error}" + (f" Changed: {said}." if said else "")) from error

@@ -1,0 +1,173 @@
+"""Buckets as safetensors files, and the checkpoint directory that they make together.
+
+While a sync runs, the files lie in the transfer directory itself, where engines read each as it appears. When all
+senders have ended, `complete_checkpoint` moves them into a directory of that version and writes index and
+configuration: transformers, and engines without the run's loader, load it as any model directory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron.checkpoint.hf_reader import DTYPES
+from rlhf_megatron.checkpoint.hf_writer import write_companions, write_index
+from rlhf_megatron.checkpoint.safetensors_writer import TensorSpec
+from rlhf_megatron.resharding.manifest import BucketManifest, TensorEntry
+from rlhf_megatron.resharding.transports.base import Deliver, Turns
+from rlhf_megatron.resharding.transports.shared_memory import NO_ROOM
+
+_FORMAT_NAMES = {name: code for code, name in DTYPES.items()}
+_HEADER_ALIGNMENT = 64  # bytes; the bucket begins at a multiple of it
+_PREFIX = "weights-"
+_VERSION = re.compile(r"version-(\d+)")
+
+
+class DiskTransport:
+    """Implements `transport.Transport`. Buckets must have no gaps between their tensors (`plan_buckets`)."""
+
+    def __init__(self, directory: Path, sender: str, capacity: int, num_buckets: int, deliver: Deliver) -> None:
+        """`sender` names the files; `capacity`: bytes of the largest bucket. A file that cannot be written, because the
+        disk is full for one, is a ValueError of the delivery."""
+        self._directory = directory
+        self._stem = f"{_PREFIX}{sender.replace(' ', '-')}"
+        self._deliver = deliver
+        self._turns = Turns(num_buckets)
+        for path in directory.glob(f"{self._stem}-*"):
+            path.unlink(missing_ok=True)  # of a sync that failed
+        self._buffers = [torch.empty(max(capacity, 1), dtype=torch.uint8) for _ in range(self._turns.num_buffers)]
+
+    def buffer(self, bucket: int) -> Tensor:
+        self._turns.wait(bucket)
+        return self._buffers[self._turns.slot(bucket)]
+
+    def file(self, bucket: int) -> str:
+        return f"{self._stem}-{bucket:05d}.safetensors"
+
+    def send(self, manifest: BucketManifest) -> None:
+        raw = self._buffers[self._turns.slot(manifest.bucket)][: manifest.num_bytes]
+        self._turns.start(manifest.bucket, partial(self._write_and_deliver, manifest, raw))
+
+    def drain(self) -> None:
+        self._turns.drain()
+
+    def close(self) -> None:
+        """The files stay for `complete_checkpoint`."""
+        self._turns.close()
+        self._buffers = []
+
+    def _write_and_deliver(self, manifest: BucketManifest, raw: Tensor) -> None:
+        header = safetensors_header(manifest.tensors)
+        _write_file(self._directory / manifest.file, header, raw)
+        self._deliver(replace(manifest, file_offset=len(header)), raw)
+
+
+def safetensors_header(entries: Collection[TensorEntry]) -> bytes:
+    """What stands in a safetensors file before tensors that lie without gaps, in this order."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for entry in entries:
+        assert entry.offset == end, f"{entry.name} begins at byte {entry.offset}, not at {end}: the format has no gaps"
+        end = entry.offset + entry.num_bytes
+        header[entry.name] = {
+            "dtype": _FORMAT_NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [entry.offset, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % _HEADER_ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def complete_checkpoint(
+    directory: Path,
+    version: int,
+    names: Collection[str],
+    hf_config: Mapping[str, Any],
+    companions_from: Path | None,
+) -> Path:
+    """Move the files of all senders into a model directory of their own inside `directory`. Call when all have ended.
+
+    `names`: Hugging Face tensors that were sent. Raises ValueError where the files do not hold just these, or the disk
+    is full.
+    """
+    target, aside = directory / f"version-{version}", directory / f".version-{version}"
+    files = {path.name: _specs(path) for path in sorted(directory.glob(f"{_PREFIX}*.safetensors"))}
+    found = sorted(spec.name for specs in files.values() for spec in specs)
+    if found != sorted(names):
+        wrong = sorted(set(found) ^ set(names)) or [name for name in found if found.count(name) > 1]
+        raise ValueError(
+            f"the weight files in {directory} are not those of the {len(names)} tensors that were sent: {wrong[:5]}. Do"
+            " other runs, or machines without a common file system, use rollout.transfer_dir?"
+        )
+    shutil.rmtree(aside, ignore_errors=True)
+
+    def fill() -> None:
+        aside.mkdir()
+        write_index(aside, files)
+        write_companions(aside, hf_config, {spec.dtype for specs in files.values() for spec in specs}, companions_from)
+        for name in files:
+            os.rename(directory / name, aside / name)
+        shutil.rmtree(target, ignore_errors=True)
+        os.rename(aside, target)
+
+    _with_room(target, fill)
+    return target
+
+
+def remove_versions(directory: Path, keep: int) -> None:
+    """Remove the model directories of versions other than `keep`."""
+    for path in directory.iterdir():
+        match = _VERSION.fullmatch(path.name)
+        if match is not None and int(match[1]) != keep:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _specs(path: Path) -> list[TensorSpec]:
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    header.pop("__metadata__")
+    return [TensorSpec(name, DTYPES[entry["dtype"]], tuple(entry["shape"])) for name, entry in header.items()]
+
+
+def _write_file(path: Path, header: bytes, raw: Tensor) -> None:
+    """It appears under its name when it is whole. Raises ValueError where there is no room."""
+    aside = path.with_suffix(".partial")
+
+    def write() -> None:
+        with aside.open("wb") as file:
+            os.chmod(aside, 0o600)
+            os.posix_fallocate(file.fileno(), 0, len(header) + raw.numel())
+            file.write(header)
+            file.write(raw.numpy().data)
+        os.rename(aside, path)
+
+    try:
+        _with_room(path, write)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+def _with_room(path: Path, write: Callable[[], None]) -> None:
+    """Raises ValueError where the disk is full."""
+    try:
+        write()
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        free = shutil.disk_usage(path.parent).free
+        raise ValueError(
+            f"no room for weights at {path}: {error.strerror}, {free} bytes are free. Free some (two versions of the"
+            " weights are kept during a sync), or set rollout.transfer_dir to a larger file system."
+        ) from error

@@ -1,0 +1,64 @@
+"""Where the answer stands in a response."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from rlhf_megatron.rewards.scorers.base import RewardSample
+
+BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class AnswerParams:
+    """Parameters of a reward that reads an answer. A subclass may have more, or other defaults."""
+
+    pattern: str | None = None  # regular expression; group 1 of its last match is the answer. null: the whole response
+    max_answer_chars: int = 256  # a longer answer is malformed
+    allow_truncated: bool = False  # true: also read a response that ended by length
+
+    def __post_init__(self) -> None:
+        if self.max_answer_chars < 1:
+            raise ValueError(f"max_answer_chars ({self.max_answer_chars}) must be at least 1.")
+        if self.pattern is None:
+            return
+        try:
+            num_groups = re.compile(self.pattern).groups
+        except re.error as error:
+            raise ValueError(f"pattern ({self.pattern!r}) is not a regular expression: {error}.") from error
+        if num_groups < 1:
+            raise ValueError(f"pattern ({self.pattern!r}) needs a group; put parentheses around the answer.")
+
+    def can_read(self, sample: RewardSample) -> bool:
+        return sample.finish_reason != "length" or self.allow_truncated
+
+    def cut(self, sample: RewardSample) -> str | None:
+        """The answer; None where the response is malformed."""
+        answer = parse_answer(sample.response, self.pattern) if self.can_read(sample) else None
+        return answer if answer and len(answer) <= self.max_answer_chars else None
+
+
+def parse_answer(response: str, pattern: str | None) -> str | None:
+    """The stripped group 1 of the last match of `pattern`, None without one. No pattern: the whole response."""
+    if pattern is None:
+        return response.strip()
+    answer = None
+    for match in re.finditer(pattern, response):
+        answer = match.group(1)
+    return answer.strip() if answer is not None else None
+
+
+def last_boxed(response: str) -> str | None:
+    r"""What stands in the \boxed{...} that is closed last. None without a whole one. Takes time in proportion."""
+    answer = None
+    opened: list[int | None] = []  # of each open brace, where its content starts if it is a box
+    for match in BRACES.finditer(response):
+        text = match.group()
+        if text == "}":
+            start = opened.pop() if opened else None
+            if start is not None:
+                answer = response[start : match.start()]
+        elif text.endswith("{") and text != r"\{":
+            opened.append(match.end() if text != "{" else None)
+    return answer.strip() if answer is not None else None

@@ -1,0 +1,26 @@
+"""The share of a response's characters that belong to a class. Graded: nearly every group has different rewards."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from rlhf_megatron.rewards.scorers.base import REWARDS, RewardResult, RewardSample
+
+
+@dataclass(frozen=True)
+class CharacterShareParams:
+    pattern: str = "[0-9]"  # regular expression of one character
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise ValueError(f"pattern ({self.pattern!r}) is not a regular expression: {error}.") from error
+
+
+@REWARDS.register("character_share", CharacterShareParams)
+def character_share(sample: RewardSample, params: CharacterShareParams) -> RewardResult:
+    """An empty response scores 0. The label is not read."""
+    matches = sum(bool(re.fullmatch(params.pattern, character)) for character in sample.response)
+    return RewardResult(matches / max(1, len(sample.response)))

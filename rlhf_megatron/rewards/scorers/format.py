@@ -1,0 +1,30 @@
+"""1 when the response has the form that a regular expression describes, else 0. The label is not read."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from rlhf_megatron.rewards.scorers.base import REWARDS, RewardResult, RewardSample
+
+
+@dataclass(frozen=True)
+class FormatParams:
+    pattern: str  # regular expression; a dot also matches a line's end
+    match: Literal["whole", "somewhere"] = (
+        "whole"  # whether the whole response, but for white space around it, must match
+    )
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise ValueError(f"pattern ({self.pattern!r}) is not a regular expression: {error}.") from error
+
+
+@REWARDS.register("format", FormatParams)
+def format_match(sample: RewardSample, params: FormatParams) -> RewardResult:
+    """A response that ended by length is judged as any other."""
+    look = re.fullmatch if params.match == "whole" else re.search
+    return RewardResult(float(look(params.pattern, sample.response.strip(), re.DOTALL) is not None))

@@ -1,0 +1,141 @@
+"""A function of the user's own, named by a dotted path or a file: the way to a reward without touching this package.
+
+It gets, as keyword arguments, those of prompt, response, label, source, extra, finish_reason and num_tokens that its
+signature has, and `kwargs`. It returns a number, or a mapping with the number "score" and further numbers for metrics.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rlhf_megatron.rewards.scorers.base import OWN_PROCESS, REWARDS, BadResultError, RewardResult, RewardSample
+
+GIVEN = tuple(f.name for f in fields(RewardSample))
+NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+@dataclass(frozen=True)
+class FunctionParams:
+    path: str  # "package.module:function" or "path/to/file.py:function", seen from where the run is started
+    kwargs: dict[str, Any] = field(default_factory=dict)  # further keyword arguments
+    max_memory_gib: float = 4.0  # that the worker process may use
+
+    def __post_init__(self) -> None:
+        module, _, name = self.path.rpartition(":")
+        if not module or not name.isidentifier():
+            raise ValueError(
+                f"path ({self.path!r}) must name a module and a function in it; write package.module:function or"
+                " path/to/file.py:function."
+            )
+        if not self.max_memory_gib > 0:
+            raise ValueError(f"max_memory_gib ({self.max_memory_gib}) must be above 0.")
+        clash = sorted(set(self.kwargs) & set(GIVEN))
+        if clash:
+            raise ValueError(f"kwargs ({clash}) must not have the names of what a sample has; rename them.")
+
+    def prepare(self) -> None:
+        """Import the module and look at the signature. Raises ValueError."""
+        load_function(self.path, tuple(self.kwargs))
+
+
+@cache
+def load_function(path: str, kwargs: tuple[str, ...]) -> tuple[Callable[..., Any], tuple[str, ...]]:
+    """The function, and which of a sample's fields it takes. Raises ValueError for what cannot be called."""
+    module_name, _, name = path.rpartition(":")
+    module = _module_of_file(path, module_name) if module_name.endswith(".py") else _module(path, module_name)
+    function = getattr(module, name, None)
+    if function is None:
+        known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        raise ValueError(
+            f"path ({path!r}): the module has no {name!r}; its functions are {', '.join(known) or 'none'}."
+        )
+    if not callable(function) or inspect.iscoroutinefunction(function):
+        kind = "an async function" if inspect.iscoroutinefunction(function) else f"a {type(function).__name__}"
+        raise ValueError(f"path ({path!r}): {name!r} is {kind}, and must be a plain function.")
+    return function, _accepted(path, function, kwargs)
+
+
+def _module(path: str, name: str) -> Any:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
+            raise  # something that the module itself imports: its traceback tells
+        raise ValueError(
+            f"path ({path!r}): there is no module {error.name!r} in {os.getcwd()} or among the installed packages;"
+            " correct it, or name the file: path/to/file.py:function."
+        ) from error
+
+
+def _module_of_file(path: str, file: str) -> Any:
+    location = Path(file).expanduser().resolve()
+    if not location.is_file():
+        raise ValueError(f"path ({path!r}): {location} is not a file; correct the path.")
+    sys.path.insert(0, str(location.parent))  # so that it may import its neighbours
+    spec = importlib.util.spec_from_file_location(location.stem, location)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[location.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _accepted(path: str, function: Callable[..., Any], kwargs: tuple[str, ...]) -> tuple[str, ...]:
+    """Which of a sample's fields a function takes."""
+    parameters = inspect.signature(function).parameters.values()
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+    names = {p.name for p in parameters if p.kind in NAMED}
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    missing = [name for name in needed if name not in (*GIVEN, *kwargs) or name not in names]
+    if missing:
+        raise ValueError(
+            f"path ({path!r}): the function needs {', '.join(missing)}, which a sample does not have; it may take"
+            f" {', '.join(GIVEN)} by name, and what stands in kwargs."
+        )
+    unused = [name for name in kwargs if name not in names]
+    if unused and not takes_all:
+        raise ValueError(f"path ({path!r}): the function does not take {', '.join(unused)} of kwargs; remove that.")
+    return GIVEN if takes_all else tuple(name for name in GIVEN if name in names)
+
+
+@REWARDS.register("function", FunctionParams, needs=(OWN_PROCESS,))
+def function(sample: RewardSample, params: FunctionParams) -> RewardResult:
+    """What it raises is masked, not held against the policy."""
+    call, names = load_function(params.path, tuple(params.kwargs))
+    given: dict[str, Any] = {name: getattr(sample, name) for name in names}
+    if "extra" in given:
+        given["extra"] = json.loads(sample.extra) if sample.extra else {}
+    return as_result(call(**given, **params.kwargs))
+
+
+def as_result(value: object) -> RewardResult:
+    """The result of what a user's function returned. Raises BadResultError for what is not a score."""
+    if not isinstance(value, Mapping):
+        return RewardResult(_number("what the function returned", value))
+    if "score" not in value:
+        raise BadResultError(f"what the function returned has no 'score', only {sorted(map(str, value))}.")
+    parts = {str(name): _number(str(name), part) for name, part in value.items() if name != "score"}
+    return RewardResult(_number("score", value["score"]), parts=parts)
+
+
+def _number(name: str, value: object) -> float:
+    """Numbers and booleans, also those of numpy and torch. Text is none, even if it reads as one."""
+    try:
+        plain = value.item() if hasattr(value, "item") else value
+    except (ValueError, RuntimeError):  # an array of several
+        plain = None
+    if not isinstance(plain, int | float):
+        raise BadResultError(f"{name} ({value!r:.80}) must be a number, not {type(value).__name__}.")
+    return plain if isinstance(plain, int) and not isinstance(plain, bool) else float(plain)

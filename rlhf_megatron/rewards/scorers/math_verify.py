@@ -1,0 +1,187 @@
+"""1 when the answer is mathematically equal to the label, by the library math-verify; else 0.
+
+The answer is what stands in the last \boxed{...}, or what `pattern` cuts out, or the whole response, where the library
+looks for it. Text that equals the label's is right without algebra. What cannot be read as mathematics, or would take
+for ever to compute, is malformed.
+
+Also: Whether a mathematical text asks for more computing than any answer needs. Pure text, no algebra.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from math import log10
+from typing import Any
+
+from rlhf_megatron.rewards.scorers.answer import AnswerParams, last_boxed
+from rlhf_megatron.rewards.scorers.base import MALFORMED, OWN_PROCESS, REWARDS, RewardResult, RewardSample, masked
+
+MAX_DEPTH = 10  # of brackets; the parser's time doubles with each of them
+MAX_DIGITS = 100_000  # of a power that would be worked out
+MAX_FACTORIAL = 10_000
+MAX_CHOOSE = 100_000
+
+OPENING = re.compile(r"[({\[]")
+POWER = re.compile(r"(\d+)\s*\^\s*(?:\{\s*(\d+)\s*\}|(\d))")
+FACTORIAL = re.compile(r"(\d+)\s*!|[)}\]]\s*!")
+CHOOSE = re.compile(r"\\[dt]?binom\s*\{\s*(\d+)\s*\}|\\choose|\bC\s*\(\s*(\d+)")
+SHRUNK = "9" * 7  # stands for a number of more digits than an exponent may have
+
+
+def is_too_large(text: str) -> bool:
+    """True for brackets nested too deeply, and for powers, factorials and binomials of numbers too large."""
+    return _depth(text) > MAX_DEPTH or _has_large_power(text) or _has_large_factorial(text)
+
+
+def _depth(text: str) -> int:
+    deepest = depth = 0
+    for character in text:
+        if OPENING.match(character):
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in ")}]":
+            depth = max(0, depth - 1)
+    return deepest
+
+
+def _has_large_power(text: str) -> bool:
+    """Innermost powers are replaced by their value until none is left."""
+    while match := _innermost_power(text):
+        base, exponent = match.group(1), match.group(2) or match.group(3)
+        if len(exponent) >= len(SHRUNK) and base.strip("0") not in ("", "1"):
+            return True
+        digits = int(exponent) * log10(max(1, int(base[: len(SHRUNK)])) * 10.0 ** max(0, len(base) - len(SHRUNK)))
+        if digits > MAX_DIGITS:
+            return True
+        value = str(int(base) ** int(exponent)) if digits < len(SHRUNK) else SHRUNK
+        text = text[: match.start()] + value + text[match.end() :]
+    return False
+
+
+def _innermost_power(text: str) -> re.Match[str] | None:
+    """The last one, so that of 2^3^4 it is 3^4."""
+    return next(reversed(list(POWER.finditer(text))), None) if "^" in text else None
+
+
+def _has_large_factorial(text: str) -> bool:
+    for match in FACTORIAL.finditer(text):
+        if match.group(1) is None:
+            inner = text[: match.start()]
+            if "!" in inner or re.search(r"\d{5}|\^", inner):
+                return True
+        elif len(match.group(1)) > 6 or int(match.group(1)) > MAX_FACTORIAL:
+            return True
+    return any(
+        int(number) > MAX_CHOOSE
+        for match in CHOOSE.finditer(text)
+        if (number := match.group(1) or match.group(2)) is not None
+    )
+
+
+# Parsed once before workers are forked: parser and algebra are slow the first time that they meet a construct.
+REHEARSAL = (
+    r"\frac{1}{2}",
+    "0.5",
+    r"2\sqrt{3}",
+    "x^2+2x+1",
+    "(1,2)",
+    r"\{1,2\}",
+    "[0,1)",
+    "10^{5}",
+    r"\pi",
+    "x=3",
+    "12%",
+)
+PROSE = re.compile(r"\$|\\[(\[]|(?<![\\a-zA-Z])[a-zA-Z]{2}")  # formulas marked as such, or words
+
+
+@dataclass(frozen=True)
+class MathVerifyParams(AnswerParams):
+    r"""Without a pattern the answer is in the last \boxed{...}, or somewhere in the response."""
+
+    max_memory_gib: float = 2.0  # that the worker process may use
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.max_memory_gib > 0:
+            raise ValueError(f"max_memory_gib ({self.max_memory_gib}) must be above 0.")
+
+    def prepare(self) -> None:
+        """Import the library and let it meet the usual constructs. Raises ValueError when it is not installed."""
+        try:
+            import math_verify
+        except ImportError as error:
+            raise ValueError(
+                f"the reward math_verify needs a package that is not there ({error});"
+                " pip install 'rlhf-megatron[math]'."
+            ) from error
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at each call that it has no time-out
+        for text in REHEARSAL:
+            math_verify.verify(_parse(text), _parse(text), timeout_seconds=None)
+
+    def key(self, sample: RewardSample) -> str:
+        """What the result depends on."""
+        answer = cut_answer(sample, self)
+        return json.dumps([answer and (answer.text, answer.is_prose), sample.label.strip()])
+
+
+@dataclass(frozen=True)
+class Answer:
+    text: str
+    is_prose: bool  # the answer stands somewhere in it
+
+
+@REWARDS.register("math_verify", MathVerifyParams, needs=(OWN_PROCESS,))
+def math_verify(sample: RewardSample, params: MathVerifyParams) -> RewardResult:
+    """A label that cannot be read as mathematics is masked, unless the answer is the same text."""
+    answer = cut_answer(sample, params)
+    if answer is None:
+        return RewardResult(0.0, MALFORMED)
+    label = sample.label.strip()
+    return RewardResult(1.0) if answer.text == label else compare(label, answer)
+
+
+def cut_answer(sample: RewardSample, params: MathVerifyParams) -> Answer | None:
+    """None: there is none that could be read."""
+    boxed = last_boxed(sample.response) if params.pattern is None and params.can_read(sample) else None
+    text = params.cut(sample) if boxed is None else boxed
+    if not text or len(text) > params.max_answer_chars:
+        return None
+    is_whole = params.pattern is None and boxed is None
+    return Answer(text, is_prose=is_whole and PROSE.search(text) is not None)
+
+
+def compare(label: str, answer: Answer) -> RewardResult:
+    """By algebra. Runs without a limit of its own: the process that it runs in has one."""
+    from math_verify import verify
+
+    expected = [] if is_too_large(label) else _parse_label(label)
+    if not expected:
+        return masked("bad_label", f"math-verify cannot read the label {label!r}.")
+    if is_too_large(answer.text):
+        return RewardResult(0.0, MALFORMED)
+    try:
+        found = (answer.is_prose and _parse(answer.text, is_prose=True)) or _parse(answer.text)
+        if not found:
+            return RewardResult(0.0, MALFORMED)
+        return RewardResult(float(verify(expected, found, timeout_seconds=None)))
+    except Exception:  # whatever the parser and the algebra raise, the answer has made them do it
+        return RewardResult(0.0, MALFORMED)
+
+
+@lru_cache(maxsize=4096)
+def _parse_label(label: str) -> Any:
+    return _parse(label)
+
+
+def _parse(text: str, is_prose: bool = False) -> Any:
+    """What math-verify reads, best guess first; empty when nothing."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+
+    configs = [LatexExtractionConfig(), ExprExtractionConfig()]
+    formula = text if is_prose else f"${text.strip('$ ')}$"
+    return parse(formula, extraction_config=configs, parsing_timeout=None)

@@ -1,0 +1,28 @@
+"""Soft over-long punishment (DAPO, arXiv 2503.14476, equation 13): 0, then linear down to -1, then -1.
+
+Tokens of the response:      0 ..... max_len - buffer ..... max_len .....
+Score:                       0 ..... 0 ................... -1 ..... -1
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlhf_megatron.algorithms.overlong import overlong_penalty
+from rlhf_megatron.rewards.scorers.base import REWARDS, RewardResult, RewardSample
+
+
+@dataclass(frozen=True)
+class OverlongParams:
+    max_len: int  # tokens from which a response gets -1; data.max_response_length, as a rule
+    buffer: int  # tokens before that over which the score falls
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.buffer <= self.max_len:
+            raise ValueError(f"buffer ({self.buffer} tokens) must be from 1 to max_len ({self.max_len}).")
+
+
+@REWARDS.register("overlong", OverlongParams)
+def overlong(sample: RewardSample, params: OverlongParams) -> RewardResult:
+    """From -1 to 0."""
+    return RewardResult(overlong_penalty(sample.num_tokens, params.max_len, params.buffer))

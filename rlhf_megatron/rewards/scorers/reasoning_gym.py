@@ -1,0 +1,70 @@
+"""Rewards for problems of the library reasoning-gym (the task of that name, data/reasoning_gym.py).
+
+The score is 1 when the parsed answer equals the label. The library's own score of that answer is a part, for metrics:
+it gives credit to an answer that merely contains the right one, in proportion to lengths, which a policy learns to use.
+Where a problem has many right answers, and so no label, the library alone can judge: `score: library`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+from rlhf_megatron.rewards.scorers.answer import AnswerParams
+from rlhf_megatron.rewards.scorers.base import MALFORMED, OWN_PROCESS, REWARDS, RewardResult, RewardSample, masked
+
+EXTRA_KEY = "reasoning_gym"  # of the sample's extra: {"dataset", "config", "entry"}
+
+
+@dataclass(frozen=True)
+class ReasoningGymParams(AnswerParams):
+    max_answer_chars: int = 4096
+    score: Literal["exact", "library"] = "exact"  # library: from 0 to 1, with partial credit as each task has it
+
+    def prepare(self) -> None:
+        """Import the library. Raises ValueError when it is not installed."""
+        try:
+            import reasoning_gym  # noqa: F401
+        except ImportError as error:
+            raise ValueError(
+                f"the reward reasoning_gym needs a package that is not there ({error});"
+                " pip install 'rlhf-megatron[reasoning-gym]', which needs a C compiler."
+            ) from error
+
+
+@REWARDS.register("reasoning_gym", ReasoningGymParams, needs=(OWN_PROCESS,))
+def reasoning_gym(sample: RewardSample, params: ReasoningGymParams) -> RewardResult:
+    """A sample without the library's entry, or without a label where that is compared with, is masked."""
+    problem = json.loads(sample.extra).get(EXTRA_KEY) if sample.extra else None
+    label = sample.label.strip()
+    if problem is None:
+        return masked("no_entry", "The sample's extra has no 'reasoning_gym'; use data.task: reasoning_gym.")
+    if params.score == "exact" and not label:
+        why = f"Problems of {problem['dataset']} have many answers; set `score: library` in the reward's params."
+        return masked("no_label", why)
+    answer = params.cut(sample)
+    if answer is None:
+        return RewardResult(0.0, MALFORMED)
+    library = _library_score(answer, problem)
+    parts = {} if library is None else {"library": library}
+    if params.score == "exact":
+        return RewardResult(float(answer == label), parts=parts)
+    return RewardResult(0.0, MALFORMED) if library is None else RewardResult(library, parts=parts)
+
+
+def _library_score(answer: str, problem: dict[str, Any]) -> float | None:
+    """None where the library cannot read the answer: it raises then."""
+    judge = _judge(problem["dataset"], json.dumps(problem["config"]))
+    try:
+        return float(judge.score_answer(answer, problem["entry"]))
+    except Exception:  # whatever it raises, the answer has made it do so
+        return None
+
+
+@lru_cache(maxsize=64)
+def _judge(dataset: str, config: str) -> Any:
+    import reasoning_gym as library
+
+    return library.create_dataset(dataset, **json.loads(config), size=1, seed=0)

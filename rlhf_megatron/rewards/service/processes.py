@@ -1,0 +1,216 @@
+"""The processes behind a pool, as the controller sees them: one template, and the workers that it forks.
+
+Also: How long a process has been at a sample, where time that the machine kept it waiting does not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhf_megatron.config.errors import ConfigError
+from rlhf_megatron.rewards.service.wire import CONTROL_BYTES, Lines, Task, encode, encode_tasks
+
+POLL_S = 0.05  # between two looks
+MAX_COUNTED_S = 2 * POLL_S  # of the time since the last look: the one who looks was kept waiting himself
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+AWAKE = b"RD"  # states in /proc/<pid>/stat: runs or would run; waits for a disk
+
+
+@dataclass
+class Stopwatch:
+    """Of one process. The first look starts it."""
+
+    pid: int
+    counted_s: float = 0.0
+    _looked_at: float | None = None
+    _cpu_s: float = 0.0
+
+    def reset(self) -> None:
+        self.counted_s, self._looked_at = 0.0, None
+
+    def look(self) -> float:
+        """Seconds that count so far. To be called every POLL_S."""
+        now = time.monotonic()
+        seen = list(_tree(self.pid))
+        cpu_s = sum(seconds for _, seconds in seen)
+        if self._looked_at is not None:
+            used = max(0.0, cpu_s - self._cpu_s)  # a child that ended takes its time with it
+            asleep = 0.0 if any(state in AWAKE for state, _ in seen) else min(now - self._looked_at, MAX_COUNTED_S)
+            self.counted_s += max(used, asleep)
+        self._looked_at, self._cpu_s = now, cpu_s
+        return self.counted_s
+
+
+def _tree(pid: int) -> Iterator[tuple[bytes, float]]:
+    """(state, CPU seconds) of each thread of a process and of its children. Nothing where there is no /proc."""
+    folder = f"/proc/{pid}/task"
+    try:
+        threads = os.listdir(folder)
+    except OSError:
+        return
+    for thread in threads:
+        try:
+            with open(f"{folder}/{thread}/stat", "rb") as file:
+                values = file.read().rpartition(b")")[2].split()
+            with open(f"{folder}/{thread}/children", "rb") as file:
+                children = file.read().split()
+        except OSError:
+            continue  # it has ended meanwhile
+        yield values[0], (int(values[11]) + int(values[12])) / TICKS_PER_S
+        for child in children:
+            yield from _tree(int(child))
+
+
+STARTUP_S = 300.0  # for imports
+SEND_S = 30.0  # a worker that reads nothing for so long is broken
+STOP_S = 5.0
+MODULE = "rlhf_megatron.rewards.service.template"
+
+
+@dataclass(eq=False)
+class Worker:
+    """One forked process. Set by the batch that it works for."""
+
+    pid: int
+    connection: socket.socket
+    lines: Lines = field(init=False)
+    in_hand: deque[int] = field(default_factory=deque)  # numbers of the tasks that it has, the one it works at first
+    started_at: float = 0.0  # that one, as far as the controller knows
+    stopwatch: Stopwatch = field(init=False)  # of that one, once it has taken a while
+    is_used: bool = False
+    is_spent: bool = False  # it has said that it ends
+
+    def __post_init__(self) -> None:
+        self.lines = Lines(self.connection)
+        self.stopwatch = Stopwatch(self.pid)
+
+    @property
+    def is_connected(self) -> bool:
+        return self.connection.fileno() >= 0
+
+    @property
+    def is_idle(self) -> bool:
+        return self.is_connected and not self.is_spent and not self.in_hand
+
+    def begin(self) -> None:
+        """With the first task in hand."""
+        self.started_at = time.monotonic()
+        self.stopwatch.reset()
+
+    def give(self, numbers: Sequence[int], tasks: Sequence[Task]) -> None:
+        """Raises OSError when it cannot be reached; with nothing in hand where it had ended before."""
+        data = encode_tasks(list(tasks))
+        self.connection.settimeout(SEND_S)
+        num_sent = self.connection.send(data)
+        self.in_hand.extend(numbers)
+        self.is_used = True
+        self.begin()
+        self.connection.sendall(data[num_sent:])
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A worker process is gone."""
+
+    pid: int
+    code: int  # negative: the signal that ended it
+
+
+class TemplateProcess:
+    """Started in the background; `await_ready` comes first. Made on a thread that outlives it, such as the main one."""
+
+    def __init__(self, rewards: Sequence[Mapping[str, Any]], log: Path | None) -> None:
+        """`rewards`: name, params and key in the configuration of each. `log`: what it prints; None: nowhere."""
+        message = encode(list(rewards))
+        if len(message) > CONTROL_BYTES:
+            raise ValueError(
+                f"the parameters of the rewards have {len(message)} bytes, at most {CONTROL_BYTES} can be sent; put"
+                " long texts into a file that the function reads."
+            )
+        self.log = log
+        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+        with theirs, open(log or os.devnull, "ab") as out:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", MODULE, str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # Ctrl-C is not for it
+                env={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ, "PYTHONUNBUFFERED": "1"},
+            )
+        self.control.send(message)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def await_ready(self) -> None:
+        """Raises ConfigError with what is wrong with the rewards, ValueError when it ends or takes too long."""
+        self.control.settimeout(STARTUP_S)
+        try:
+            data = self.control.recv(CONTROL_BYTES)
+        except TimeoutError:
+            raise ValueError(
+                f"the rewards were not loaded after {STARTUP_S:.0f} s; look for a module that waits or downloads when"
+                " it is imported."
+            ) from None
+        except ConnectionResetError:
+            data = b""
+        message = json.loads(data) if data else {}
+        if "problems" in message:
+            raise ConfigError(message["problems"])
+        if "ready" not in message:
+            code = self._process.wait(STOP_S)
+            raise ValueError(f"the process that loads the rewards ended with code {code}{self._tail()}")
+
+    def fork(self, count: int) -> None:
+        """Each is told by a `Worker` later."""
+        with contextlib.suppress(OSError):  # it has gone itself, which `read` tells
+            self.control.send(encode({"fork": count}))
+
+    def kill(self, pid: int) -> None:
+        """With all that it started. Told by `Ended` later, as any other end."""
+        with contextlib.suppress(OSError):
+            self.control.send(encode({"kill": pid}))
+
+    def read(self) -> Iterator[Worker | Ended]:
+        """One message: a worker that is there, or one that is gone. Raises EOFError when the template is gone."""
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self.control, CONTROL_BYTES, 1)
+        except ConnectionResetError:
+            data, descriptors = b"", []
+        if not data:
+            raise EOFError
+        message = json.loads(data)
+        if "worker" in message:
+            yield Worker(message["worker"], socket.socket(fileno=descriptors[0]))
+        else:
+            yield Ended(message["ended"], message["code"])
+
+    def close(self) -> None:
+        """Ends it and all workers. Safe to call twice."""
+        self.control.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_S)
+        self._process.kill()
+        self._process.wait()
+
+    def _tail(self, num_lines: int = 20) -> str:
+        if self.log is None:
+            return "."
+        lines = self.log.read_text(errors="replace").splitlines()[-num_lines:]
+        return f"; the end of {self.log}:\n" + "\n".join(lines)

@@ -1,0 +1,152 @@
+"""The process that workers are forked off. It has imported what the rewards need: a new worker costs milliseconds.
+
+    python -m rlhf_megatron.rewards.service.template CONTROL_FD PARENT_PID
+
+Started by the pool, with a socket to the controller and no other open file but its log. It has one thread, as a process
+that forks must. The first message names the rewards; then it forks, kills and buries workers as it is told.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlhf_megatron.config.errors import ConfigError
+from rlhf_megatron.config.params import params_from_mapping
+from rlhf_megatron.rewards.scorers import REWARDS
+from rlhf_megatron.rewards.scorers.base import Prepared
+from rlhf_megatron.rewards.service.outcome import end_of_traceback
+from rlhf_megatron.rewards.service.process_limits import die_with
+from rlhf_megatron.rewards.service.wire import CONTROL_BYTES, encode
+from rlhf_megatron.rewards.service.worker import LoadedReward, serve
+
+MAX_PROBLEM_CHARS = 4000
+
+
+def load(named: Sequence[Mapping[str, Any]]) -> tuple[list[LoadedReward], list[str]]:
+    """The rewards, prepared, and what is wrong with them."""
+    loaded, problems = [], []
+    for one in named:
+        entry = REWARDS.get(one["name"])
+        try:
+            params = params_from_mapping(entry.params, one["params"], f"{one['key']}.params") if entry.params else None
+            if isinstance(params, Prepared):
+                params.prepare()
+            loaded.append(LoadedReward(entry.build, params))
+        except ConfigError as error:
+            problems += error.problems
+        except ValueError as error:
+            problems.append(f"{one['key']}.params: {error}")
+        except (Exception, SystemExit) as error:  # somebody else's module
+            problems.append(f"{one['key']} ({one['name']}) cannot be loaded:\n{end_of_traceback(error)}")
+    return loaded, problems
+
+
+class Template:
+    """Forks workers and ends them."""
+
+    def __init__(self, rewards: Sequence[LoadedReward], control: socket.socket) -> None:
+        self.rewards = rewards
+        self.control = control
+        self.workers: set[int] = set()
+        self.woken, self._wake = os.pipe()  # a byte a signal
+        os.set_blocking(self._wake, False)
+        signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def run(self) -> None:
+        """Until the controller closes the control socket."""
+        while True:
+            readable, _, _ = select.select([self.control.fileno(), self.woken], [], [])
+            if self.woken in readable:
+                os.read(self.woken, CONTROL_BYTES)
+                self._bury()
+            if self.control.fileno() in readable:
+                data = self.control.recv(CONTROL_BYTES)
+                if not data:
+                    break
+                message = json.loads(data)
+                for _ in range(message.get("fork", 0)):
+                    self._fork()
+                if "kill" in message:
+                    self._kill(message["kill"])
+        for pid in self.workers:
+            self._kill(pid)
+        for pid in self.workers:
+            os.waitpid(pid, 0)
+
+    def _fork(self) -> None:
+        ours, theirs = socket.socketpair()
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._be_worker(ours, theirs, parent)
+        theirs.close()
+        self.workers.add(pid)
+        socket.send_fds(self.control, [encode({"worker": pid})], [ours.fileno()])
+        ours.close()
+
+    def _be_worker(self, ours: socket.socket, connection: socket.socket, parent: int) -> None:
+        """Does not return."""
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for descriptor in (self.woken, self._wake):
+                os.close(descriptor)
+            os.setpgid(0, 0)  # a group of its own, so that what it starts is killed with it
+            die_with(parent)
+            ours.close()
+            self.control.close()
+            serve(self.rewards, connection)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+
+    def _kill(self, pid: int) -> None:
+        if pid in self.workers:  # not yet buried, so the number is still its own
+            for end in (os.killpg, os.kill):  # a worker that has not got to setpgid has no group yet
+                try:
+                    end(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+
+    def _bury(self) -> None:
+        for pid in tuple(self.workers):
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                self._kill(pid)  # what it has started and left behind, while the number is still its own
+                _, status = os.waitpid(pid, 0)
+                self.workers.discard(pid)
+                self.control.send(encode({"ended": pid, "code": os.waitstatus_to_exitcode(status)}))
+
+
+def main() -> None:
+    control_fd, parent = map(int, sys.argv[1:])
+    for number in (signal.SIGINT, signal.SIGUSR1):  # the controller answers to them, and ends this process
+        signal.signal(number, signal.SIG_IGN)
+    die_with(parent)
+    faulthandler.enable()
+    control = socket.socket(fileno=control_fd)
+    rewards, problems = load(json.loads(control.recv(CONTROL_BYTES)))
+    if problems:
+        control.send(encode({"problems": [problem[:MAX_PROBLEM_CHARS] for problem in problems[:8]]}))
+        return
+    gc.collect()
+    gc.freeze()  # keeps the memory that workers share from being copied for nothing
+    sys.stdout.flush()
+    control.send(encode({"ready": True}))
+    Template(rewards, control).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""One engine as seen by one sender: what brings it buckets. One file a medium beside this one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from rlhf_megatron.resharding.manifest import BucketManifest
+from rlhf_megatron.resharding.transports.base import Medium
+from rlhf_megatron.rollout.sglang.receipts import Receipt
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one delivery, summed over the ranks of the engine."""
+
+    moved: int = 0  # that travelled to them: what they read, or were sent
+    needed: int = 0  # of what stands in them afterwards
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.moved + other.moved, self.needed + other.needed)
+
+
+class Courier(Protocol):
+    """Used by one thread at a time. Every call has a deadline and raises EngineError."""
+
+    name: str  # of the engine
+    medium: Medium  # that it takes buckets from, once it is open
+
+    def open(self) -> None:
+        """Once, before the first bucket of a sync."""
+
+    def deliver(self, manifest: BucketManifest, bucket: Tensor) -> Traffic:
+        """Returns when the engine has loaded the bucket, whose bytes may be overwritten then."""
+
+    def close(self) -> None:
+        """After the last bucket, or a failure."""
+
+
+def tensor_bytes(manifest: BucketManifest) -> int:
+    """Of its tensors, gaps left out."""
+    return sum(entry.num_bytes for entry in manifest.tensors)
+
+
+def traffic_of(receipts: Sequence[Receipt]) -> Traffic:
+    """Of a bucket that the ranks which wrote these receipts have taken."""
+    moved = sum(receipt["num_bytes_read"] for receipt in receipts)
+    return Traffic(moved, sum(receipt["num_bytes_standing"] for receipt in receipts))
+
+
+def unseen_traffic(manifest: BucketManifest, num_ranks: int) -> Traffic:
+    """Of ranks that write no receipts: all of it goes to each, and stands in them once at least."""
+    return Traffic(tensor_bytes(manifest) * num_ranks, tensor_bytes(manifest))

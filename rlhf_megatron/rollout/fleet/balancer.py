@@ -1,0 +1,178 @@
+"""Who spreads requests over the engines that serve: one interface, and the run's own way to do it.
+
+Also: How the requests of a generate call are cut into pieces: by the configuration alone, whatever fails or is known.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rlhf_megatron.rollout.engine import (
+    CHUNK_SAMPLES,
+    CHUNKS_IN_FLIGHT,
+    OVERFILL,
+    Engine,
+    EngineError,
+    GeneratedSample,
+    GenerateRequest,
+)
+from rlhf_megatron.rollout.fleet.supervisor import Member
+
+
+@dataclass(eq=False)
+class Chunk:
+    """Neighbouring groups that travel together."""
+
+    start: int  # index of the first request
+    requests: Sequence[GenerateRequest]
+    failures: dict[str, str] = field(default_factory=dict)  # engine name -> what it said last
+    num_failures: int = 0
+    is_open: bool = False  # of a session
+
+    @property
+    def num_samples(self) -> int:
+        return sum(len(request.seeds) for request in self.requests)
+
+
+def cut(requests: Sequence[GenerateRequest], num_engines: int, is_closed: bool = False) -> list[Chunk]:
+    """One piece for one engine, two for each of several, none over `CHUNK_SAMPLES` unless a group alone is.
+
+    `num_engines`: of the configuration, also when fewer live. `is_closed`: an engine decodes a piece by itself; then
+    there are two for one engine too, so that a failure does not lose everything.
+    """
+    total = sum(len(request.seeds) for request in requests)
+    pieces = 1 if num_engines == 1 and not is_closed else CHUNKS_IN_FLIGHT * num_engines
+    target = min(CHUNK_SAMPLES, -(-total // pieces))
+    chunks: list[Chunk] = []
+    start = size = 0
+    for index, request in enumerate(requests):
+        if size and size + len(request.seeds) > target:
+            chunks.append(Chunk(start, requests[start:index]))
+            start, size = index, 0
+        size += len(request.seeds)
+    return [*chunks, Chunk(start, requests[start:])] if requests else chunks
+
+
+def without_known(chunks: Sequence[Chunk], known: Container[int], is_closed: bool) -> list[Chunk]:
+    """What is left to ask for. `is_closed`: a piece of which something is missing is asked for whole, since what an
+    engine answers depends on what it decodes together."""
+    left: list[Chunk] = []
+    for chunk in chunks:
+        runs = list(unknown_runs(chunk.start, len(chunk.requests), known))
+        if is_closed and runs:
+            left.append(chunk)
+        elif not is_closed:
+            left += [Chunk(run.start, chunk.requests[run.start - chunk.start :][: len(run)]) for run in runs]
+    return left
+
+
+def unknown_runs(start: int, count: int, known: Container[int]) -> Iterator[range]:
+    """The stretches of start .. start + count - 1 without a known index."""
+    first = start
+    for index in range(start, start + count + 1):
+        if index == start + count or index in known:
+            if index > first:
+                yield range(first, index)
+            first = index + 1
+
+
+Groups = list[list[GeneratedSample]]
+_MAX_RUNNING = 256  # samples, of an engine that does not say what it decodes at once
+
+
+@dataclass(frozen=True, eq=False)
+class Sent:
+    """A piece of work on its way, and to whom."""
+
+    chunk: Chunk
+    name: str  # of the engine or router, in messages
+    generate: Callable[..., Groups]  # as `Engine.generate`
+    member: Member | None  # None: any of those that serve, as a router picks
+    engine: Engine | None  # of `member` then: a restart changes it
+
+    @property
+    def is_current(self) -> bool:
+        """The engine that it was sent to is still the one of its name, or is not known."""
+        return self.member is None or self.member.engine is self.engine
+
+
+class Load:
+    """What is on its way: pieces and samples of each engine. Open pieces, a session's, are counted apart: they fill the
+    engines whatever a `generate` asks for, so neither is held up by the limits of the other."""
+
+    def __init__(self, running: Iterable[Sent] = ()) -> None:
+        self._pieces: dict[tuple[Member | None, bool], int] = {}
+        self._samples: dict[tuple[Member | None, bool], int] = {}
+        for sent in running:
+            self.add(sent)
+
+    def add(self, sent: Sent) -> None:
+        key = (sent.member, sent.chunk.is_open)
+        self._pieces[key] = self._pieces.get(key, 0) + 1
+        self._samples[key] = self._samples.get(key, 0) + sent.chunk.num_samples
+
+    def pieces(self, member: Member | None, is_open: bool) -> int:
+        return self._pieces.get((member, is_open), 0)
+
+    def samples(self, member: Member | None, is_open: bool) -> int:
+        return self._samples.get((member, is_open), 0)
+
+    def all_pieces(self, is_open: bool) -> int:
+        return sum(count for (_, of_open), count in self._pieces.items() if of_open == is_open)
+
+    def all_samples(self, member: Member | None) -> int:
+        return self.samples(member, True) + self.samples(member, False)
+
+
+class Balancer(Protocol):
+    """One thread at a time calls it, the one whose turn it is."""
+
+    def cut(self, requests: Sequence[GenerateRequest], num_engines: int, is_closed: bool) -> list[Chunk]:
+        """The pieces that travel, by the configuration alone. `is_closed`: see `chunks.cut`."""
+
+    def place(self, chunk: Chunk, serving: Sequence[Member], load: Load, version: int | None) -> Sent | None:
+        """Where that piece goes. None: nowhere yet; it is asked again in a moment. Returns at once.
+
+        `serving`: at least one. `version`: of the weights that they serve. Raises EngineError where it will never go.
+        """
+
+    def blames_itself(self, error: EngineError) -> bool:
+        """That a piece failed says nothing about the engines."""
+
+    def close(self) -> None:
+        """Stop what was started for it. Safe to call twice."""
+
+
+class LeastOutstanding:
+    """Each piece to the engine with the fewest outstanding samples, and a piece that failed to another engine where
+    there is one. An engine has two pieces of a `generate` at once; of a session as many as keep it full."""
+
+    def __init__(self) -> None:
+        self.max_calls = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2  # of a session: each has a connection
+
+    def cut(self, requests: Sequence[GenerateRequest], num_engines: int, is_closed: bool) -> list[Chunk]:
+        return cut(requests, num_engines, is_closed)
+
+    def place(self, chunk: Chunk, serving: Sequence[Member], load: Load, version: int | None) -> Sent | None:
+        fresh = [member for member in serving if member.name not in chunk.failures] or serving
+        member = min(fresh, key=load.all_samples)
+        if chunk.is_open:
+            is_full = load.samples(member, True) >= samples_in_flight(member)
+            is_full = is_full or load.all_pieces(True) >= self.max_calls
+        else:
+            is_full = load.pieces(member, False) >= CHUNKS_IN_FLIGHT
+        return None if is_full else Sent(chunk, member.name, member.engine.generate, member, member.engine)
+
+    def blames_itself(self, error: EngineError) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+
+def samples_in_flight(member: Member) -> int:
+    """Of a session, so that the engine's batch stays full while samples of unfinished groups have ended."""
+    return OVERFILL * (member.max_running or _MAX_RUNNING)

@@ -1,0 +1,408 @@
+"""Several engines as one: a balancer spreads the work, and what an engine fails to do another does.
+
+A supervisor says which engines serve; see `rollout.supervisor`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar
+
+from rlhf_megatron import faults
+from rlhf_megatron.rollout.engine import (
+    MEMORY_PARTS,
+    Engine,
+    EngineError,
+    EngineRequestError,
+    GeneratedSample,
+    GenerateRequest,
+    MemoryPart,
+    PauseMode,
+)
+from rlhf_megatron.rollout.fleet.balancer import (
+    Balancer,
+    Chunk,
+    Groups,
+    LeastOutstanding,
+    Sent,
+    unknown_runs,
+    without_known,
+)
+from rlhf_megatron.rollout.fleet.calls import EngineCall, EngineCalls
+from rlhf_megatron.rollout.fleet.session import Session
+from rlhf_megatron.rollout.fleet.supervisor import Member, State, Supervision, Supervisor
+from rlhf_megatron.rollout.fleet.turn import Turn
+from rlhf_megatron.rollout.fleet.work import Call, Generation
+from rlhf_megatron.rollout.versions import Served, closed_problem
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+OnGroups = Callable[[int, Groups], None]
+
+COUNTERS = ("rollout/engine_failures", "rollout/engine_restarts", "rollout/requests_reissued")
+_HEALTH_S = 5.0
+_QUESTION_S = 30.0
+_PURPOSE = "generate"
+_VERB_S = 3600.0  # of any verb; the clients have deadlines of their own for each HTTP call in it
+
+
+def _never_stop() -> None:
+    pass
+
+
+def _problem(call: Call, groups: Groups) -> str:
+    return closed_problem(groups, call.version)
+
+
+class EngineFleet:
+    """Engines that serve the same weights. One caller at a time, and beside it the one of a session.
+
+    In `generate`, engines that fail are started again where `supervision` allows it, and brought to the current weights
+    by `resync`. In a weight sync an engine that fails is left out; it is mended in the next `generate`.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        request_timeout_s: float,
+        request_retries: int,
+        *,
+        supervision: Supervision | None = None,
+        balancer: Balancer | None = None,
+        is_closed: bool = False,
+        should_stop: Callable[[], None] = _never_stop,
+    ) -> None:
+        """`balancer`: who spreads the work; None: `LeastOutstanding`. It is closed with the fleet.
+
+        `is_closed`: engines decode each piece of work by itself, so the cuts must not depend on what is known.
+
+        `should_stop` is called every moment while samples are awaited: `StopRequest.check`, which raises.
+        """
+        if not engines:
+            raise ValueError("a fleet needs at least one engine; set rollout.num_engines.")
+        self.request_timeout_s = request_timeout_s
+        self.request_retries = request_retries
+        self.is_closed = is_closed
+        self.should_stop = should_stop
+        self._calls = EngineCalls()
+        self._supervisor = Supervisor(engines, supervision or Supervision(), self._calls)
+        self._served = Served()
+        self._turn = Turn()
+        self._session: Session | None = None
+        self._balancer = balancer or LeastOutstanding()
+        self._work: Generation | None = None  # of the call of `generate` that is under way
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        return tuple(member.engine for member in self._supervisor.members)
+
+    @property
+    def live(self) -> tuple[Engine, ...]:
+        """Engines that serve, or take part in the weight sync that is under way: the ones that weights go to."""
+        return tuple(member.engine for member in self._live)
+
+    @property
+    def resync(self) -> Callable[[Sequence[Engine]], object] | None:
+        """Gives engines the current weights again, verified; raises EngineError. Set to `WeightSync.resync`.
+
+        Called inside `generate` and `Session.mend`, on their thread: nothing else may run on the hosts then.
+        """
+        return self._supervisor.resync
+
+    @resync.setter
+    def resync(self, function: Callable[[Sequence[Engine]], object] | None) -> None:
+        self._supervisor.resync = function
+
+    def set_aside(self, name: str, reason: str) -> None:
+        """That engine has not got the weights of the sync that is under way: it serves nothing until it has."""
+        self._supervisor.stale(self._supervisor.of_name(name), reason)
+
+    def calls(self) -> list[EngineCall]:
+        """The last calls to engines, oldest first; those that still run too."""
+        return self._calls.last()
+
+    def take_counters(self) -> dict[str, float]:
+        """Metrics since the last time."""
+        with self._turn.taken():
+            counters = self._supervisor.counters
+            taken = {name: float(counters[name]) for name in COUNTERS}
+            counters.clear()
+            return taken
+
+    def generate(
+        self,
+        requests: Sequence[GenerateRequest],
+        on_groups: OnGroups | None = None,
+        known: Mapping[int, list[GeneratedSample]] | None = None,
+    ) -> Groups:
+        """Per request its samples, in order; each sample exactly once, whatever failed on the way, and each of the
+        current policy version.
+
+        `on_groups(first, groups)` is called with neighbouring groups as they come, once for each group. `known`: groups
+        by index that an earlier process got; they are not asked for, nor handed to `on_groups`.
+        Raises EngineRequestError when a request itself is wrong, EngineError when retries or engines run out, and what
+        `should_stop` raises.
+        """
+        self._learn_version()
+        known = self._current(known or {})
+        results: list[list[GeneratedSample] | None] = [known.get(index) for index in range(len(requests))]
+        chunks = self._balancer.cut(requests, len(self._supervisor.members), self.is_closed)
+        with self._working(without_known(chunks, known, self.is_closed)) as work:
+            while not work.is_finished:
+                self.should_stop()
+                for chunk, groups in self._advance(work):
+                    for run in unknown_runs(chunk.start, len(groups), known):
+                        new = groups[run.start - chunk.start :][: len(run)]
+                        results[run.start : run.stop] = new
+                        if on_groups is not None:
+                            on_groups(run.start, new)
+                    if not work.is_finished:
+                        faults.reach("rollout.mid_generate")
+        assert all(group is not None for group in results), "a group was lost"
+        return [group for group in results if group is not None]
+
+    def open_session(self) -> Session:
+        """Generation that goes on over weight syncs; see `rollout.session`. One at a time. From now on a sync is made
+        with `exclusive`. Asks the engines how much they decode at once."""
+        assert self._session is None, "a session is open"
+        self._learn_version()
+        found, _ = self._each(
+            "max_running", lambda engine: engine.max_running(), self._supervisor.of(State.SERVING), _QUESTION_S
+        )
+        for member, count in found.items():
+            member.max_running = count
+        limits = (self.request_timeout_s, self.request_retries)
+        parts = (self._turn, self._supervisor, self._balancer, self._calls, self._served, limits)
+        self._session = Session(*parts, others=lambda: self._work.sent if self._work else [], on_close=self._forget)
+        return self._session
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Inside, nobody else changes what is known of the engines, nor sends them anything: for a weight sync beside a
+        session, whose `poll` finds nothing meanwhile. Requests that run stay where they are, and go on afterwards.
+
+        Waits for the slices of other threads, which last milliseconds. The same thread may take it again. Raises
+        EngineError where what must be sent again has used up its retries.
+        """
+        with self._turn.taken():
+            if self._session is not None:
+                self._session.take_back()
+            yield
+
+    def begin_update(self, version: int, full_resync: bool = False) -> None:
+        """On all engines that answer; `live` are then those that take part. It may be none where some will be mended
+        later. Raises EngineError where nothing is left to mend, or nothing but a refusal was heard."""
+        self._assert_mine()
+        supervisor = self._supervisor
+        supervisor.watch()
+        supervisor.advance(self._served.current)
+        candidates = supervisor.of(State.SERVING, State.CHECKED, State.STALE, State.SYNCING)
+        candidates += [member for member in supervisor.of(State.DOWN) if self._is_healthy(member)]
+        done, failures = self._each(
+            "begin_update", lambda engine: engine.begin_update(version, full_resync), candidates
+        )
+        for member in done:
+            supervisor.joins(member)
+        for member, error in failures.items():
+            supervisor.stale(member, str(error))
+        self._require_future(len(done), failures.values())
+
+    def commit_update(self, version: int) -> None:
+        """On all engines that take part, then ask each whether it serves `version`. That is the current version from
+        now on, also where an engine has not got it. Raises EngineError as `begin_update` does."""
+        self._assert_mine()
+        supervisor = self._supervisor
+        committed, failures = self._each(
+            "commit_update", lambda engine: engine.commit_update(version), supervisor.of(State.SYNCING)
+        )
+        found, unanswered = self._each("version", lambda engine: engine.version(), committed)
+        failures |= unanswered
+        for member, value in found.items():
+            if value == version:
+                supervisor.serves(member, is_proven=True)
+            else:
+                failures[member] = EngineError(f"{member.name} serves version {value} after the sync to {version}")
+        for member, error in failures.items():
+            supervisor.stale(member, str(error))
+        supervisor.unwatch()
+        self._require_future(len(supervisor.of(State.SERVING)), failures.values())
+        self._served.now(version)
+
+    def version(self) -> int | None:
+        """The version that all engines serve; None: never synced or STALE. Raises EngineError when they differ."""
+        if not self.live:
+            raise EngineError(self._supervisor.nobody)
+        found = self._on_all("version", lambda engine: engine.version())
+        if len(set(found.values())) > 1:
+            raise EngineError(f"engines serve different versions: {found}; sync the weights again.")
+        return next(iter(found.values()))
+
+    def weight_digests(self) -> dict[str, dict[str, str] | None]:
+        """Per engine name what `Engine.weight_digests` returns. An engine that fails is set aside."""
+        found, failures = self._each("weight_digests", lambda engine: engine.weight_digests(), self._live)
+        for member, error in failures.items():
+            self.set_aside(member.name, str(error))
+        return {member.name: digests for member, digests in found.items()}
+
+    def pause(self, mode: PauseMode = "retract") -> None:
+        self._on_all("pause", lambda engine: engine.pause(mode))
+
+    def resume(self) -> None:
+        self._on_all("resume", lambda engine: engine.resume())
+
+    def abort(self) -> None:
+        if self._work is not None:
+            self._work.is_aborted = True
+        self._on_all("abort", lambda engine: engine.abort())
+
+    def release_memory(self, parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
+        """On all engines that run, whether they serve or not. Those that are being started are waited for; one that
+        does not release its memory is killed, or it would keep it."""
+        self._assert_mine()
+        self._supervisor.await_starts(self._served.current)
+        self._on_running(f"release_memory {' '.join(parts)}", lambda engine: engine.release_memory(parts))
+
+    def resume_memory(self, parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
+        """The same, to undo it."""
+        self._on_running(f"resume_memory {' '.join(parts)}", lambda engine: engine.resume_memory(parts))
+
+    def health(self, timeout_s: float = _HEALTH_S) -> None:
+        """Raises EngineError naming the engines that do not answer."""
+        self._on_all("health", lambda engine: engine.health(timeout_s))
+
+    def close(self) -> None:
+        """Drop all connections. Safe to call twice."""
+        if self._session is not None:
+            self._session.close()
+        for purpose in ("sync", _PURPOSE):
+            self._supervisor.unwatch(purpose)
+        self._balancer.close()
+        for engine in self.engines:
+            engine.close()
+
+    @property
+    def _live(self) -> list[Member]:
+        return self._supervisor.of(State.SYNCING) or self._supervisor.of(State.SERVING)
+
+    @contextmanager
+    def _working(self, todo: Sequence[Chunk]) -> Iterator[Generation]:
+        """The work of one call of `generate`. Engines end it when the block fails."""
+        supervisor, limits = self._supervisor, (self.request_timeout_s, self.request_retries)
+        parts = (supervisor, self._balancer, self._calls, _problem, *limits)
+        work = self._work = Generation(todo, *parts, is_named=self._session is not None)
+        try:
+            with self._turn.taken():
+                supervisor.watch(_PURPOSE)
+            yield work
+        except BaseException:
+            work.abandon()
+            raise
+        finally:
+            with self._turn.taken():
+                self._work = None
+                supervisor.unwatch(_PURPOSE)
+
+    def _advance(self, work: Generation) -> list[tuple[Chunk, Groups]]:
+        """Send what can be sent, wait a moment without the turn, and take what has come."""
+        supervisor, version = self._supervisor, self._served.current
+        with self._turn.taken():
+            supervisor.advance(version)
+            work.take_back()
+            others: Sequence[Sent] = ()
+            if self._session is not None:
+                self._session.take_back()
+                others = self._session.sent
+            supervisor.mend(version)
+            work.dispatch(version, others)
+        work.wait()
+        with self._turn.taken():
+            work.take_back()
+            return work.harvest(version)
+
+    def _forget(self) -> None:
+        self._session = None
+
+    def _assert_mine(self) -> None:
+        assert self._session is None or self._turn.is_mine, "a session is open: do this within `exclusive`"
+
+    def _learn_version(self) -> None:
+        """Where this fleet has made no sync, the engines may have got weights another way."""
+        if self._served.current is None:
+            members = self._supervisor.of(State.SERVING)
+            found, _ = self._each("version", lambda engine: engine.version(), members, _HEALTH_S)
+            if len(set(found.values())) == 1:
+                (version,) = set(found.values())
+                if version is not None:
+                    self._served.now(version)
+
+    def _current(self, known: Mapping[int, list[GeneratedSample]]) -> dict[int, list[GeneratedSample]]:
+        """Known groups whose samples are all of the current version."""
+        version = self._served.current
+        if version is None:
+            return dict(known)
+        good = {i: group for i, group in known.items() if all(s.policy_version == version for s in group)}
+        if len(good) < len(known):
+            logger.warning(
+                "%d of %d known groups are of another version than %d and are asked for again",
+                *(len(known) - len(good), len(known), version),
+            )
+        return good
+
+    def _is_healthy(self, member: Member) -> bool:
+        try:
+            member.engine.health(_HEALTH_S)
+        except EngineError:
+            return False
+        logger.warning("%s answers again and joins the weight sync", member.name)
+        return True
+
+    def _require_future(self, num_good: int, failures: Collection[EngineError]) -> None:
+        """After a verb of a sync. Raises EngineError where no engine is left, and none will come back.
+
+        Before the first sync, or where a request itself is refused, a restart would not help unless a server has died
+        or is being started again.
+        """
+        if num_good:
+            return
+        supervisor = self._supervisor
+        has_died = any(supervisor.ending(member.name) is not None for member in supervisor.members)
+        has_died = has_died or bool(supervisor.of(State.STARTING))
+        is_refused = self._served.current is None or any(isinstance(error, EngineRequestError) for error in failures)
+        if not supervisor.is_hopeful or (failures and is_refused and not has_died):
+            raise EngineError(self._supervisor.nobody)
+        logger.warning("no engine takes part in this weight sync; they get the weights before they serve again")
+
+    def _each(
+        self, what: str, verb: Callable[[Engine], T], members: Collection[Member], deadline_s: float = _VERB_S
+    ) -> tuple[dict[Member, T], dict[Member, EngineError]]:
+        """Call these engines at once: what they returned, and what those that failed said."""
+        futures = {member: self._calls.start(member.name, what, partial(verb, member.engine)) for member in members}
+        deadline = time.monotonic() + deadline_s
+        results: dict[Member, T] = {}
+        failures: dict[Member, EngineError] = {}
+        for member, future in futures.items():
+            try:
+                results[member] = future.result(max(0.0, deadline - time.monotonic()))
+            except EngineError as error:
+                failures[member] = error
+            except TimeoutError:
+                failures[member] = EngineError(f"{member.name} has not ended {what} within {deadline_s:g} s")
+        return results, failures
+
+    def _on_running(self, what: str, verb: Callable[[Engine], object]) -> None:
+        """Engines that fail are down afterwards."""
+        running = self._supervisor.of(State.SERVING, State.CHECKED, State.STALE, State.SYNCING)
+        _, failures = self._each(what, verb, running)
+        for member, error in failures.items():
+            self._supervisor.down(member, str(error))
+
+    def _on_all(self, what: str, verb: Callable[[Engine], T]) -> dict[str, T]:
+        """Results by engine name. Raises one EngineError with what all said that failed."""
+        results, failures = self._each(what, verb, self._live)
+        if failures:
+            raise EngineError("; ".join(str(error) for error in failures.values()))
+        return {member.name: result for member, result in results.items()}

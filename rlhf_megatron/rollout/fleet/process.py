@@ -1,0 +1,414 @@
+"""Server processes: a log file each, awaited until healthy, started again by name, stopped with their children on
+every exit path."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import json
+import logging
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+from rlhf_megatron.rollout.engine import EngineAddress, EngineError, EngineTimeoutError
+from rlhf_megatron.rollout.local.client import LocalEngine
+from rlhf_megatron.rollout.reaper import Reaper, watched
+
+Progress = Callable[[str, float, str], None]
+"""Called about once a second while a server starts: its name, seconds waited, the last line of its log."""
+
+logger = logging.getLogger(__name__)
+
+_TERM_GRACE_S = 5.0
+_KILL_GRACE_S = 10.0  # a killed process ends at once unless it hangs in the kernel (a device, a network file system)
+_POLL_S = 0.05
+_TAIL_LINES = 20
+_ENDING_LINES = 3
+HIDDEN = "********"
+LOOPBACK = "127.0.0.1"
+_running: weakref.WeakSet[ServerProcess] = weakref.WeakSet()
+
+
+class ServerProcess:
+    """A child in a process group of its own, which ends with this process; stdout and stderr go to `log`, for this user
+    to read."""
+
+    def __init__(self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str], token: str = "") -> None:
+        """`token`: what must not be seen of its log, where some servers write their arguments."""
+        self.name = name
+        self.log = log
+        self._token = token
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600), "ab") as out:
+            self._process = subprocess.Popen(
+                watched(command),
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **env},
+                start_new_session=True,
+            )
+        self._reaper = Reaper(self._process)
+        _running.add(self)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send_signal(self, number: int) -> None:
+        """To its process group."""
+        os.killpg(self.pid, number)
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._process.poll()
+
+    def tail(self, num_lines: int = _TAIL_LINES) -> str:
+        """The last lines of its log."""
+        return "\n".join(self.text().splitlines()[-num_lines:])
+
+    def text(self, start: int = 0) -> str:
+        """Its log from byte `start` on, without the token."""
+        try:
+            text = self.log.read_bytes()[start:].decode(errors="replace")
+        except OSError:
+            return ""
+        return text.replace(self._token, HIDDEN) if self._token else text
+
+    def hide_token(self) -> None:
+        """Write over the token wherever it stands in the log so far. The server only appends."""
+        if self._token:
+            with contextlib.suppress(OSError), self.log.open("r+b") as file:
+                data, token, at = file.read(), self._token.encode(), -1
+                while (at := data.find(token, at + 1)) >= 0:
+                    os.pwrite(file.fileno(), b"*" * len(token), at)
+
+    def request_stop(self) -> None:
+        """SIGTERM to the group; does not wait."""
+        if self not in _running:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGTERM)
+            os.killpg(self.pid, signal.SIGCONT)  # a stopped process would not see it
+
+    def stop(self) -> None:
+        """SIGTERM to the group, SIGKILL to what is left after a grace period. Safe to call twice."""
+        if self not in _running:
+            return  # its number may belong to somebody else by now
+        self.request_stop()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_TERM_GRACE_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL to the group. Safe to call twice."""
+        if self not in _running:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        try:
+            self._process.wait(_KILL_GRACE_S)
+        except subprocess.TimeoutExpired:
+            logger.error("%s (process %d) was killed %g s ago and has not ended", self.name, self.pid, _KILL_GRACE_S)
+        self._reaper.dismiss()
+        _running.discard(self)
+
+    def keep_log(self) -> None:
+        """Under a number; the next process of this name begins a new one."""
+        keep_log(self.log)
+
+
+class Process(Protocol):
+    """A server, on this machine (`ServerProcess`) or another."""
+
+    name: str
+    log: Path  # on its machine
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def exit_code(self) -> int | None: ...
+    def tail(self, num_lines: int = _TAIL_LINES) -> str: ...
+    def send_signal(self, number: int) -> None: ...
+    def request_stop(self) -> None: ...
+    def stop(self) -> None: ...
+    def kill(self) -> None: ...
+    def keep_log(self) -> None: ...
+
+
+def stop_together(processes: Iterable[Process]) -> None:
+    """Stop all; they use the grace period at the same time."""
+    processes = list(processes)
+    for process in processes:
+        process.request_stop()
+    for process in processes:
+        process.stop()
+
+
+@atexit.register
+def _stop_all() -> None:
+    stop_together(_running)
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a server runs, if somebody else than `EngineServers` says so."""
+
+    address: str = LOOPBACK  # of its machine, as the trainer reaches it; another one than the trainer's unless loopback
+    env: Mapping[str, str] = field(default_factory=dict)  # its devices
+
+
+class Launch(Protocol):
+    """One server, and how it is started. Before that it can be pickled, and started in another process."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def log(self) -> Path: ...
+
+    @property
+    def process(self) -> Process | None:
+        """None before `start`."""
+
+    def take(self, seat: Seat) -> None:
+        """Before `start`. Raises EngineError where the server cannot run there."""
+
+    def start(self) -> None:
+        """A new process with a new token, and a new port."""
+
+    def wait(self, deadline: float, progress: Progress | None) -> EngineAddress:
+        """Until it is healthy. Raises EngineError."""
+
+
+Place = Callable[[Launch], Launch]
+"""Given how a server is started in this process, how it is started where it shall run."""
+
+
+def here(launch: Launch) -> Launch:
+    """A `Place`: on this machine, as children of this process."""
+    return launch
+
+
+class EngineServers:
+    """Servers that were started together. A context manager: they stop when it ends. Thread-safe."""
+
+    def __init__(self, launches: Sequence[Launch], startup_timeout_s: float, progress: Progress | None = None) -> None:
+        """Starts all and waits until they are healthy. Raises EngineError; no server is left running then."""
+        self._launches = {launch.name: launch for launch in launches}
+        self._addresses: dict[str, EngineAddress] = {}
+        self._startup_timeout_s = startup_timeout_s
+        self._lock = threading.Lock()
+        self._is_stopped = False
+        deadline = time.monotonic() + startup_timeout_s
+        try:
+            for launch in launches:
+                launch.start()
+            for launch in launches:
+                self._addresses[launch.name] = launch.wait(deadline, progress)
+        except BaseException:
+            self.stop()
+            raise
+
+    @property
+    def processes(self) -> tuple[Process, ...]:
+        """As they are now: a server that was started again has another process."""
+        return tuple(launch.process for launch in self._launches.values() if launch.process is not None)
+
+    @property
+    def addresses(self) -> tuple[EngineAddress, ...]:
+        return tuple(self._addresses.values())
+
+    def __enter__(self) -> EngineServers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Safe to call twice."""
+        with self._lock:
+            self._is_stopped = True
+        stop_together(self.processes)
+
+    def process(self, name: str) -> Process:
+        process = self._launches[name].process
+        assert process is not None, f"{name} was never started"
+        return process
+
+    def ending(self, name: str) -> str | None:
+        """How that server ended, with the end of its log; None while it runs."""
+        process = self.process(name)
+        if process.exit_code is None:
+            return None
+        return f"it exited with code {process.exit_code}; the end of {process.log}:\n{process.tail(_ENDING_LINES)}"
+
+    def kill(self, name: str) -> None:
+        """SIGKILL to its process group, at once."""
+        self.process(name).kill()
+
+    def restart(self, name: str) -> EngineAddress:
+        """Kill what is left of that server and start it again: another port, another token, the log so far kept under a
+        number. Blocks until it is healthy.
+
+        Raises EngineError; it does not run then.
+        """
+        launch, old = self._launches[name], self.process(name)
+        old.kill()
+        old.keep_log()
+        with self._lock:
+            if self._is_stopped:
+                raise EngineError(f"{name} is not started again: the servers of the run are being stopped.")
+            launch.start()
+        try:
+            self._addresses[name] = launch.wait(time.monotonic() + self._startup_timeout_s, None)
+        except BaseException:
+            self.process(name).kill()
+            raise
+        return self._addresses[name]
+
+
+def keep_log(log: Path) -> None:
+    """engine0.log becomes engine0.1.log, or the next free number."""
+    free = next(path for n in itertools.count(1) if not (path := log.with_suffix(f".{n}.log")).exists())
+    with contextlib.suppress(FileNotFoundError):
+        log.rename(free)
+
+
+def await_ready(
+    process: ServerProcess, is_ready: Callable[[], bool], deadline: float, progress: Progress | None = None
+) -> None:
+    """Poll `is_ready` until it is true. `deadline`: of time.monotonic().
+
+    Raises EngineError with the end of the server's log when it exits, EngineTimeoutError at the deadline.
+    """
+    start = reported = time.monotonic()
+    while not is_ready():
+        now = time.monotonic()
+        if process.exit_code is not None:
+            raise EngineError(
+                f"{process.name} exited with code {process.exit_code} before it was ready; the end of {process.log}:\n"
+                f"{process.tail()}"
+            )
+        if now > deadline:
+            raise EngineTimeoutError(
+                f"{process.name} was not ready after {now - start:.0f} s (rollout.startup_timeout_s); the end of"
+                f" {process.log}:\n{process.tail()}"
+            )
+        if progress is not None and now - reported >= 1.0:
+            reported = now
+            progress(process.name, now - start, process.tail(1))
+        time.sleep(_POLL_S)
+
+
+def write_token(path: Path) -> str:
+    """A fresh random token in a file that only this user can read."""
+    token = secrets.token_hex(32)  # letters and digits: one that begins with - would be taken for an option
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as out:
+        out.write(token)
+    return token
+
+
+def start_local_engines(
+    model_path: Path | str,
+    num_engines: int,
+    run_dir: Path | str,
+    *,
+    transfer_dir: Path | str | None,
+    dtype: str = "float32",
+    device: str = "cpu",
+    load_weights: bool = True,
+    max_num_seqs: int = 256,
+    max_num_batched_tokens: int = 131072,
+    deterministic: bool = False,
+    startup_timeout_s: float = 600.0,
+    env: Mapping[str, str] | Sequence[Mapping[str, str]] = (),
+    progress: Progress | None = None,
+    place: Place = here,
+) -> EngineServers:
+    """Start `num_engines` bundled servers and wait until all are healthy.
+
+    Logs, tokens and ready files lie in `run_dir`/engines. `env`: for all servers, or one mapping a server (e.g. with
+    CUDA_VISIBLE_DEVICES). Raises EngineError with the end of a server's log; no server is left running then.
+    """
+    folder = Path(run_dir) / "engines"
+    folder.mkdir(parents=True, exist_ok=True)
+    envs = [env] * num_engines if isinstance(env, Mapping) else list(env) or [{}] * num_engines
+    base = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} if device == "cpu" else {}
+    base |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if deterministic else {}
+    arguments = ["--model", str(model_path), "--dtype", dtype, "--device", device]
+    arguments += ["--load-weights", str(load_weights).lower(), "--max-num-seqs", str(max_num_seqs)]
+    arguments += ["--max-num-batched-tokens", str(max_num_batched_tokens)]
+    arguments += ["--transfer-dir", str(transfer_dir)] if transfer_dir is not None else []
+    arguments += ["--deterministic"] if deterministic else []
+    launches = [
+        place(_LocalLaunch(f"engine{index}", folder, arguments, {**base, **extra}))
+        for index, extra in zip(range(num_engines), envs, strict=True)
+    ]
+    return EngineServers(launches, startup_timeout_s, progress)
+
+
+@dataclass
+class _LocalLaunch:
+    """One bundled server. Its port is one that the kernel gives it."""
+
+    name: str
+    folder: Path
+    arguments: Sequence[str]
+    env: Mapping[str, str]
+    process: ServerProcess | None = None
+    token: str = ""
+
+    @property
+    def log(self) -> Path:
+        return self.folder / f"{self.name}.log"
+
+    def take(self, seat: Seat) -> None:
+        if seat.address != LOOPBACK:
+            raise EngineError(
+                f"rollout.engine (local) runs on the trainer's machine only, but {self.name} was given a place on"
+                f" {seat.address}; use sglang, or make room for {self.name} beside the trainer."
+            )
+        self.env = {**self.env, **seat.env}
+
+    def start(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        token_file = self.folder / f"{self.name}.token"
+        self._ready.unlink(missing_ok=True)
+        self.token = write_token(token_file)
+        command = [sys.executable, "-m", "rlhf_megatron.rollout.local.server", "--token-file", str(token_file)]
+        command += ["--ready-file", str(self._ready), "--parent-pid", str(os.getpid()), *self.arguments]
+        self.process = ServerProcess(self.name, command, self.log, self.env)
+
+    def wait(self, deadline: float, progress: Progress | None) -> EngineAddress:
+        assert self.process is not None, "wait comes after start"
+        await_ready(self.process, self._ready.is_file, deadline, progress)
+        port = json.loads(self._ready.read_text())["port"]
+        address = EngineAddress(self.name, "local", f"http://{LOOPBACK}:{port}", self.token)
+        engine = LocalEngine(address)
+        try:
+            engine.health(max(1.0, deadline - time.monotonic()))
+        finally:
+            engine.close()
+        return address
+
+    @property
+    def _ready(self) -> Path:
+        return self.folder / f"{self.name}.ready.json"

@@ -1,0 +1,170 @@
+"""Generation that goes on over weight syncs: groups are handed in and come back when they are finished.
+
+    session = fleet.open_session()
+    session.submit(7, requests)             # a key and its requests, which travel together
+    for key, groups in session.poll(): ...  # again and again; each key once
+
+One thread submits, polls and aborts. Another one may, meanwhile, sync weights (`with fleet.exclusive():`), call
+`fleet.generate`, and must call `mend` where engines may have died: nothing else gives them weights between two syncs.
+
+What runs in an engine when a sync begins waits in it and goes on with the new weights, which read all tokens so far
+anew; `GeneratedSample.version_spans` tells which tokens came from which weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from types import TracebackType
+
+from rlhf_megatron.rollout.engine import EngineError, GenerateRequest
+from rlhf_megatron.rollout.fleet.balancer import Balancer, Chunk, Groups, Sent
+from rlhf_megatron.rollout.fleet.calls import EngineCalls
+from rlhf_megatron.rollout.fleet.supervisor import Supervisor
+from rlhf_megatron.rollout.fleet.turn import Turn
+from rlhf_megatron.rollout.fleet.work import POLL_S, Call, Generation
+from rlhf_megatron.rollout.versions import Served, open_problem
+
+# Clients give up by themselves so much after `request_timeout_s`: weight syncs, which are not counted, end before.
+_ALLOWANCE_S = 86400.0
+_PURPOSE = "session"
+
+
+class Session:
+    """Made by `EngineFleet.open_session`; a context manager that closes it."""
+
+    def __init__(
+        self,
+        turn: Turn,
+        supervisor: Supervisor,
+        balancer: Balancer,
+        calls: EngineCalls,
+        served: Served,
+        limits: tuple[float, int],
+        others: Callable[[], Iterable[Sent]],
+        on_close: Callable[[], None],
+    ) -> None:
+        """`limits`: request_timeout_s, request_retries. `others`: work of the fleet beside the session's."""
+        self._turn = turn
+        self._supervisor = supervisor
+        self._served = served
+        self._others = others
+        self._on_close = on_close
+        self._chunks: dict[int, Chunk] = {}  # by key, of what runs
+        self._dropped: list[Chunk] = []  # that engines are still to be told of
+        self._is_closed = False
+        self._work = Generation(
+            (),
+            supervisor,
+            balancer,
+            calls,
+            self._problem,
+            *limits,
+            is_named=True,
+            clock=turn.clock,
+            allowance_s=_ALLOWANCE_S,
+        )
+        with turn.taken():
+            supervisor.watch(_PURPOSE)
+
+    @property
+    def num_running(self) -> int:
+        """Keys that were submitted and neither came back nor were aborted."""
+        return len(self._chunks)
+
+    @property
+    def sent(self) -> list[Sent]:
+        """What is on its way to engines. For who has the turn."""
+        return self._work.sent
+
+    def submit(self, key: int, requests: Sequence[GenerateRequest]) -> None:
+        """A piece of work: all its requests go to one engine, as soon as one has room. Does not wait.
+
+        `key`: none that is running; one that came back or was aborted may be used again.
+        """
+        assert requests, f"key {key} has no request"
+        assert key not in self._chunks, f"key {key} is running"
+        assert not self._is_closed, "the session is closed"
+        self._chunks[key] = Chunk(key, tuple(requests), is_open=True)
+        self._work.add(self._chunks[key])
+
+    def poll(self) -> list[tuple[int, Groups]]:
+        """Keys that have finished since the last time, with one list of samples a request. Returns at once when there
+        are any, else after at most about 0.1 s; so too while another thread syncs weights.
+
+        Raises EngineError when retries or engines run out, EngineRequestError when a request itself is wrong: the
+        session is to be closed then. Work for engines of which all are STALE waits for a sync or for `mend`.
+        """
+        found = self._look()
+        if found == [] and self._work.wait():
+            found = self._look()
+        return found or []
+
+    def abort(self, keys: Collection[int]) -> None:
+        """They never come back; engines are told to end them, at the next `poll` where another thread syncs weights.
+        Waits for at most about 0.1 s. Keys that do not run are ignored."""
+        self._dropped += [self._chunks.pop(key) for key in keys if key in self._chunks]
+        with self._turn.tried(POLL_S) as is_mine:
+            if is_mine and not self._is_closed:
+                self._drop()
+
+    def mend(self) -> None:
+        """Bring engines that were started again, or are STALE, to the current weights. Called by the thread that syncs,
+        while the hosts are free. Returns at once where there are none, and after `close`: another thread may have
+        closed it because of an error, which is to be heard."""
+        with self._turn.taken():
+            if self._is_closed:
+                return
+            self._supervisor.advance(self._served.current)
+            self._work.take_back()
+            self._supervisor.mend(self._served.current)
+
+    def take_back(self) -> None:
+        """What engines have that do not serve is sent to others. For who has the turn."""
+        self._work.take_back()
+
+    def close(self) -> None:
+        """Engines end what still runs; nothing of it comes back. Safe to call twice."""
+        with self._turn.taken():
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._supervisor.unwatch(_PURPOSE)
+            self._chunks.clear()
+            self._on_close()
+        self._work.abandon()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _look(self) -> list[tuple[int, Groups]] | None:
+        """What has come, after work was sent. None: another thread has the turn, or the session is closed."""
+        with self._turn.tried(POLL_S) as is_mine:
+            if not is_mine or self._is_closed:
+                return None
+            version = self._served.current
+            self._supervisor.advance(version)
+            self._work.take_back()
+            self._drop()
+            self._work.expire()
+            finished = [(chunk.start, groups) for chunk, groups in self._work.harvest(version)]
+            for key, _ in finished:
+                del self._chunks[key]
+            try:
+                self._work.dispatch(version, self._others())
+            except EngineError:
+                if not finished:  # else it is raised the next time
+                    raise
+            return finished
+
+    def _drop(self) -> None:
+        """Before anything is harvested, so that nothing that was aborted comes back."""
+        dropped, self._dropped = self._dropped, []
+        self._work.drop(dropped)
+
+    def _problem(self, call: Call, groups: Groups) -> str:
+        return open_problem(groups, call.version, self._served)

@@ -1,0 +1,379 @@
+"""Which engines serve. One that is dead, hung or serves other weights is killed, started again, brought to the current
+weights, and only then given work.
+
+Health is watched in threads, and servers start in threads; every state changes in the thread that calls the methods
+here: the controller's, one at a time.
+
+Also: A watch over one engine or router, in a thread: has its process ended, does it answer in time.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from rlhf_megatron.rollout.engine import Engine, EngineAddress, EngineError, GenerateRequest, SamplingParams
+from rlhf_megatron.rollout.fleet.calls import EngineCalls
+
+_POLL_S = 0.1  # between looks at the process
+_RETRY_S = 0.5  # after a health check that failed at once
+
+
+class HealthWatch:
+    """Calls `on_ill` with what is wrong, at most once, from its own thread, unless `stop` came before."""
+
+    def __init__(
+        self,
+        name: str,
+        health: Callable[[float], None],
+        ending: Callable[[], str | None],
+        on_ill: Callable[[HealthWatch, str], None],
+        interval_s: float,
+        timeout_s: float,
+    ) -> None:
+        """`health`: raises EngineError where it has not answered well within so many seconds. `ending`: how its process
+        ended, None while it runs. A first check comes after `interval_s`."""
+        self._health = health
+        self._ending = ending
+        self._on_ill = on_ill
+        self._interval_s = interval_s
+        self._timeout_s = timeout_s
+        self._stopped = threading.Event()
+        threading.Thread(target=self._run, name=f"watch-{name}", daemon=True).start()
+
+    def stop(self) -> None:
+        """Does not wait for a check that is under way; what it finds is dropped."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        due = time.monotonic() + self._interval_s
+        while not self._stopped.wait(_POLL_S):
+            words = self._ending()
+            if words is None and time.monotonic() >= due:
+                words = self._check()
+                due = time.monotonic() + self._interval_s
+            if words is not None and not self._stopped.is_set():
+                self._on_ill(self, words)
+                return
+
+    def _check(self) -> str | None:
+        """None: it answered. A check that fails at once is repeated until the time is over."""
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                self._health(max(0.1, deadline - time.monotonic()))
+                return None
+            except EngineError as error:
+                words = self._ending()
+                if words is not None:
+                    return words
+                if time.monotonic() >= deadline:
+                    return (
+                        f"no good answer to a health check within rollout.health_timeout_s ({self._timeout_s:g} s):"
+                        + (f" {error}")
+                    )
+            if self._stopped.wait(_RETRY_S):
+                return None
+
+
+logger = logging.getLogger(__name__)
+
+_STALE_IN_A_ROW = 1  # an engine that is found with other weights more often, without a good answer between, is replaced
+_TOKEN = GenerateRequest((0,), (0,), SamplingParams(max_new_tokens=1))
+_START_S = 7200.0  # of a server, which `Servers.restart` limits itself
+_ENDING_S = 0.5  # a process that ends closes its connections a moment before
+
+
+class Servers(Protocol):
+    """The processes of the engines. Thread-safe. See `rollout.process.EngineServers`."""
+
+    def ending(self, name: str) -> str | None: ...
+    def kill(self, name: str) -> None: ...
+    def restart(self, name: str) -> EngineAddress: ...
+
+
+@dataclass(frozen=True)
+class Supervision:
+    """What a supervisor may do, and its limits."""
+
+    servers: Servers | None = None  # None: somebody else's engines, which are neither killed nor started again
+    connect: Callable[[EngineAddress], Engine] | None = None  # a client; goes with `servers`
+    health_interval_s: float = 10.0
+    health_timeout_s: float = 30.0
+    max_restarts: int = 0  # over all engines
+
+
+class State(enum.Enum):
+    SERVING = "serves"
+    CHECKED = "is asked for its health after it failed"
+    SYNCING = "is STALE until a weight sync ends"
+    STALE = "has not got the current weights"
+    DOWN = "is down"
+    STARTING = "is started again"
+    LOST = "is lost"
+
+
+@dataclass(eq=False)
+class Member:
+    """One engine of the fleet. A restart changes `engine` and keeps the name."""
+
+    name: str
+    engine: Engine
+    state: State = State.SERVING
+    reason: str = ""  # why it does not serve: what it said last
+    pending: Future[Any] | None = None  # of CHECKED (its version) and STARTING (its address)
+    is_suspect: bool = False  # CHECKED, as are all others, since nobody knows which of them failed
+    max_running: int | None = None  # samples that it decodes at once; None: not known
+    num_stale: int = 0  # times in a row that it was found without the current weights
+    watch: HealthWatch | None = None
+
+
+class Supervisor:
+    """One thread at a time calls it, the one whose turn it is."""
+
+    def __init__(self, engines: Sequence[Engine], supervision: Supervision, calls: EngineCalls) -> None:
+        self.members = tuple(Member(engine.address.name, engine) for engine in engines)
+        self.resync: Callable[[Sequence[Engine]], object] | None = None  # gives engines the current weights, verified
+        self.counters: Counter[str] = Counter()
+        self.num_restarts = 0
+        self._supervision = supervision
+        self._calls = calls
+        self._watched_for: set[str] = set()
+        self._lock = threading.Lock()  # of `watch` and `_ill`
+        self._ill: dict[str, str] = {}  # name -> what a watch found
+
+    def of(self, *states: State) -> list[Member]:
+        return [member for member in self.members if member.state in states]
+
+    def of_name(self, name: str) -> Member:
+        return next(member for member in self.members if member.name == name)
+
+    @property
+    def is_hopeful(self) -> bool:
+        """An engine that does not serve may do so later without a full sync."""
+        return any(self._may_return(member) for member in self.members)
+
+    @property
+    def words(self) -> str:
+        """Every engine with what it said."""
+        return "; ".join(f"{member.name} {member.state.value}: {member.reason}" for member in self.members)
+
+    @property
+    def nobody(self) -> str:
+        """Where no engine is left."""
+        return f"no engine is left of {len(self.members)}: {self.words}"
+
+    def ending(self, name: str) -> str | None:
+        """How the server of that name ended; None while it runs, or where that is not known."""
+        return None if self._supervision.servers is None else self._supervision.servers.ending(name)
+
+    def watch(self, purpose: str = "sync") -> None:
+        """Look after all engines until `unwatch`, for this and every other purpose."""
+        self._watched_for.add(purpose)
+        for member in self.of(State.SERVING, State.CHECKED, State.SYNCING, State.STALE):
+            self._watch(member)
+
+    def unwatch(self, purpose: str = "sync") -> None:
+        self._watched_for.discard(purpose)
+        if not self._watched_for:
+            for member in self.members:
+                self._stop_watch(member)
+
+    def failed(self, member: Member, words: str) -> None:
+        """A request to it failed: it gets no further one until it has answered for its health and its weights."""
+        self._leave(member, State.CHECKED, words)
+        member.pending = self._calls.start(member.name, "check", partial(self._examine, member.name, member.engine))
+
+    def suspect(self, words: str) -> None:
+        """A request failed that a router gave to one of those that serve: none gets a further one until it has answered
+        for its health and has drawn a token from the current weights."""
+        for member in self.of(State.SERVING):
+            member.state, member.reason, member.is_suspect = State.CHECKED, words, True
+            examine = partial(self._examine, member.name, member.engine, draws=True)
+            member.pending = self._calls.start(member.name, "check", examine)
+
+    def stale(self, member: Member, words: str) -> None:
+        """It has not got the current weights, whatever it says."""
+        member.num_stale += 1
+        if member.num_stale > _STALE_IN_A_ROW:
+            self.down(member, words)
+        else:
+            self._leave(member, State.STALE, words)
+
+    def down(self, member: Member, words: str) -> None:
+        """It does not answer, or cannot be mended: its process is killed."""
+        self._leave(member, State.DOWN, words)
+        self._stop_watch(member)
+        with self._lock:
+            self._ill.pop(member.name, None)
+        if self._supervision.servers is not None:
+            self._supervision.servers.kill(member.name)
+
+    def serves(self, member: Member, is_proven: bool = False) -> None:
+        """`is_proven`: it has returned samples of the current weights, or committed them."""
+        member.state, member.reason, member.pending, member.is_suspect = State.SERVING, "", None, False
+        if is_proven:
+            member.num_stale = 0
+
+    def joins(self, member: Member) -> None:
+        """It has opened a weight sync."""
+        member.state, member.reason, member.pending = State.SYNCING, "a weight sync is under way", None
+
+    def advance(self, version: int | None) -> None:
+        """Take in what threads have found, and start servers again.
+
+        `version`: the current one; None before the first sync, when an engine that was started again just waits for it.
+        """
+        for member in self.members:
+            with self._lock:
+                words = self._ill.pop(member.name, None)
+            if words is not None and member.state in _ALIVE:
+                self.down(member, words)
+            if member.pending is not None and member.pending.done():
+                self._conclude(member, member.pending, version)
+            if member.state is State.DOWN:
+                self._restart(member)
+
+    def await_starts(self, version: int | None) -> None:
+        """Until no server is being started any more; their launcher has a deadline for that. None is begun anew."""
+        for member in self.of(State.STARTING):
+            if member.pending is not None:
+                wait([member.pending], timeout=_START_S)
+                if member.pending.done():
+                    self._conclude(member, member.pending, version)
+
+    def mend(self, version: int | None) -> None:
+        """Bring engines to the current version. The hosts send weights for it, so they must be free."""
+        if self.resync is not None and version is not None:
+            for member in self.of(State.STALE):
+                self._bring_current(member, version)
+
+    def _may_return(self, member: Member) -> bool:
+        if member.state in (State.CHECKED, State.STARTING):
+            return True
+        if member.state is State.STALE:
+            return self.resync is not None
+        return member.state is State.DOWN and self._supervision.servers is not None
+
+    def _leave(self, member: Member, state: State, words: str) -> None:
+        if member.state in (State.SERVING, State.SYNCING) or member.is_suspect:
+            self.counters["rollout/engine_failures"] += 1
+        logger.warning("%s %s: %s", member.name, state.value, words)
+        member.state, member.reason, member.pending, member.is_suspect = state, words, None, False
+
+    def _examine(self, name: str, engine: Engine, draws: bool = False) -> int | None:
+        """Its version; `draws`: the one that a token says it comes from. Raises EngineError where it is not well."""
+        try:
+            engine.health(self._supervision.health_timeout_s)
+            if draws:
+                return engine.generate([_TOKEN], self._supervision.health_timeout_s)[0][0].policy_version
+            return engine.version()
+        except EngineError:
+            time.sleep(_ENDING_S)
+            words = self.ending(name)
+            if words is not None:
+                raise EngineError(words) from None
+            raise
+
+    def _conclude(self, member: Member, pending: Future[Any], version: int | None) -> None:
+        """A check or a start has ended."""
+        member.pending = None
+        try:
+            found = pending.result(timeout=0)
+        except (EngineError, OSError) as error:
+            words = str(error) if member.state is State.STARTING else f"{member.reason} (and then: {error})"
+            self.down(member, words)
+            return
+        if member.state is State.CHECKED:
+            if version is None or found == version:
+                self.serves(member)
+            else:
+                self.stale(member, f"{member.reason} (it serves version {found}, the current one is {version})")
+            return
+        assert self._supervision.connect is not None, "servers go with connect"
+        member.engine.close()
+        member.engine = self._supervision.connect(found)
+        logger.warning("%s runs again at %s", member.name, member.engine.address.url)
+        if version is None:
+            self.serves(member)
+        else:
+            member.state, member.reason = State.STALE, "it was started again and has no weights yet"
+        if self._watched_for:
+            self._watch(member)
+
+    def _restart(self, member: Member) -> None:
+        servers = self._supervision.servers
+        if servers is None:
+            return
+        limit = self._supervision.max_restarts
+        if self.num_restarts >= limit:
+            member.state = State.LOST
+            num_left = len(self.members) - len(self.of(State.LOST))
+            logger.warning(
+                "%s is lost, rollout.max_engine_restarts (%d) is used up; engines left: %d of %d",
+                *(member.name, limit, num_left, len(self.members)),
+            )
+            return
+        self.num_restarts += 1
+        self.counters["rollout/engine_restarts"] += 1
+        logger.warning("%s is started again (%d of %d)", member.name, self.num_restarts, limit)
+        member.state = State.STARTING
+        member.pending = self._calls.start(member.name, "restart", lambda: servers.restart(member.name))
+
+    def _bring_current(self, member: Member, version: int) -> None:
+        """Weights again, verified. It serves only when it says that it has this version."""
+        assert self.resync is not None
+        try:
+            self._calls.record(member.name, "abort", member.engine.abort)  # requests that went to other engines
+            self._calls.record(member.name, f"resync to version {version}", lambda: self._resync(member.engine))
+            found = member.engine.version()
+            if found != version:
+                raise EngineError(f"it serves version {found} after a sync to version {version}")
+        except EngineError as error:
+            self.down(member, f"{member.reason}; it could not be brought current: {error}")
+            return
+        logger.warning("%s has the weights of version %d and serves again", member.name, version)
+        self.serves(member)
+
+    def _resync(self, engine: Engine) -> None:
+        assert self.resync is not None
+        self.resync([engine])
+
+    def _watch(self, member: Member) -> None:
+        if member.watch is not None:
+            return
+        limits = self._supervision
+        member.watch = HealthWatch(
+            member.name,
+            member.engine.health,
+            lambda: self.ending(member.name),
+            lambda watch, words: self._found_ill(member, watch, words),
+            limits.health_interval_s,
+            limits.health_timeout_s,
+        )
+
+    def _stop_watch(self, member: Member) -> None:
+        with self._lock:
+            if member.watch is not None:
+                member.watch.stop()
+                member.watch = None
+
+    def _found_ill(self, member: Member, watch: HealthWatch, words: str) -> None:
+        """In the watch's thread. The process is killed at once, so that no call to it goes on waiting."""
+        with self._lock:
+            if member.watch is not watch:
+                return
+            self._ill[member.name] = words
+            if self._supervision.servers is not None:
+                self._supervision.servers.kill(member.name)
+
+
+_ALIVE = (State.SERVING, State.CHECKED, State.SYNCING, State.STALE)

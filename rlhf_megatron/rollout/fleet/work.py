@@ -1,0 +1,220 @@
+"""Work of a fleet: the pieces that wait, the ones on their way, and what failed of them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+from functools import partial
+
+from rlhf_megatron.rollout.engine import EngineError, EngineRequestError, EngineStaleError
+from rlhf_megatron.rollout.fleet.balancer import Balancer, Chunk, Groups, Load, Sent
+from rlhf_megatron.rollout.fleet.calls import EngineCalls, call_name
+from rlhf_megatron.rollout.fleet.supervisor import Member, State, Supervisor
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.1
+_ABORT_S = 5.0
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A piece on its way."""
+
+    sent: Sent
+    name: str  # "": the engine cannot end it alone
+    version: int | None  # of the weights that were served when it was sent
+    clock: float  # at that time
+
+
+Judge = Callable[[Call, Groups], str]  # why these samples are of wrong weights; "": they are good
+
+
+class Generation:
+    """One thread at a time calls it, the one whose turn it is: `take_back`, `dispatch`, `harvest`, again and again;
+    `wait` and `add` without a turn."""
+
+    def __init__(
+        self,
+        chunks: Iterable[Chunk],
+        supervisor: Supervisor,
+        balancer: Balancer,
+        calls: EngineCalls,
+        judge: Judge,
+        request_timeout_s: float,
+        request_retries: int,
+        *,
+        is_named: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        allowance_s: float = 0.0,
+    ) -> None:
+        """`is_named`: others work on the engines as well, so that calls are ended one by one. `clock`: for `expire`.
+        `allowance_s`: so much later than `request_timeout_s` the clients give up by themselves."""
+        self.is_aborted = False  # by the caller: samples that end so are good
+        self._supervisor = supervisor
+        self._balancer = balancer
+        self._calls = calls
+        self._judge = judge
+        self._request_timeout_s = request_timeout_s
+        self._request_retries = request_retries
+        self._is_named = is_named
+        self._clock = clock
+        self._client_timeout_s = request_timeout_s + allowance_s
+        self._todo = list(chunks)
+        self._running: dict[Future[Groups], Call] = {}
+
+    @property
+    def is_finished(self) -> bool:
+        return not self._todo and not self._running
+
+    @property
+    def sent(self) -> list[Sent]:
+        """What is on its way."""
+        return [call.sent for call in self._running.values()]
+
+    def take_back(self) -> None:
+        """Chunks of engines that serve no more. What such an engine still answers is read by nobody."""
+        for future, call in list(self._running.items()):
+            sent = call.sent
+            if sent.member is None:
+                continue  # its connection breaks when its engine is killed; one that is STALE aborts it
+            if not sent.is_current or sent.member.state not in (State.SERVING, State.CHECKED):
+                del self._running[future]
+                self._again(sent, sent.member.reason)
+
+    def dispatch(self, version: int | None, others: Iterable[Sent] = ()) -> None:
+        """Send what the balancer has a place for. Raises EngineError when no engine is left.
+
+        `version`: that engines serve. `others`: other work that is on its way to them.
+        """
+        if not self._todo:
+            return
+        serving = self._supervisor.of(State.SERVING)
+        if not serving:
+            if not self._supervisor.is_hopeful:
+                raise EngineError(self._supervisor.nobody)
+            return
+        load = Load([*self.sent, *others])
+        while self._todo:
+            sent = self._balancer.place(self._todo[0], serving, load, version)
+            if sent is None:
+                return
+            load.add(sent)
+            self._send(self._todo.pop(0), sent, version)
+
+    def wait(self) -> bool:
+        """Wait a moment. True: something has come."""
+        if not self._running:
+            time.sleep(POLL_S)
+            return False
+        return bool(wait(list(self._running), timeout=POLL_S, return_when=FIRST_COMPLETED).done)
+
+    def harvest(self, version: int | None) -> list[tuple[Chunk, Groups]]:
+        """Chunks whose samples have come and are accepted; the others wait to be sent again. `version`: that engines
+        serve now."""
+        accepted: list[tuple[Chunk, Groups]] = []
+        for future in [future for future in self._running if future.done()]:
+            call = self._running.pop(future)
+            sent = call.sent
+            try:
+                groups = future.result(timeout=0)
+            except EngineRequestError:
+                raise
+            except EngineError as error:
+                if isinstance(error, EngineStaleError) and call.version != version:
+                    self._todo.insert(0, sent.chunk)  # it came when the sync had begun, which is over
+                    continue
+                if not self._balancer.blames_itself(error):
+                    self._failed(sent, str(error))
+                self._again(sent, str(error))
+                continue
+            words = self._judge(call, groups)
+            if words:
+                words = f"{sent.name} returned {words}"
+                self._is_stale(sent, words)
+                self._again(sent, words)
+            elif not self.is_aborted and any(s.finish_reason == "abort" for g in groups for s in g):
+                self._again(sent, f"{sent.name} ended samples before they were complete")
+            else:
+                if sent.member is not None:
+                    sent.member.num_stale = 0
+                accepted.append((sent.chunk, groups))
+        return accepted
+
+    def add(self, chunk: Chunk) -> None:
+        self._todo.append(chunk)
+
+    def drop(self, chunks: Collection[Chunk]) -> None:
+        """These are wanted no more: engines are told to end them."""
+        gone = set(map(id, chunks))
+        self._todo = [chunk for chunk in self._todo if id(chunk) not in gone]
+        dropped = {future: call for future, call in self._running.items() if id(call.sent.chunk) in gone}
+        for future in dropped:
+            del self._running[future]
+        self._end(dropped.values())
+
+    def expire(self) -> None:
+        """Chunks that have taken longer than `request_timeout_s` of the clock fail."""
+        now = self._clock()
+        late = {f: call for f, call in self._running.items() if now - call.clock > self._request_timeout_s}
+        for future, call in late.items():
+            del self._running[future]
+            words = f"{call.sent.name}: no answer within {self._request_timeout_s:g} s (rollout.request_timeout_s)"
+            self._failed(call.sent, words)
+            self._again(call.sent, words)
+        self._end(late.values())
+
+    def abandon(self) -> None:
+        """Make the engines finish at once what nobody will read. Waits for them a moment."""
+        wait(self._end(self._running.values()), timeout=_ABORT_S)
+
+    def _send(self, chunk: Chunk, sent: Sent, version: int | None) -> None:
+        name = call_name(chunk.num_samples) if self._is_named else ""
+        named = {"name": name} if name else {}
+        verb = partial(sent.generate, chunk.requests, self._client_timeout_s, **named)
+        call = Call(sent, name, version, self._clock())
+        self._running[self._calls.start(sent.name, "generate", verb)] = call
+
+    def _end(self, calls: Collection[Call]) -> list[Future[None]]:
+        """Make engines end these: all that they do, where nobody else asks them for anything."""
+        names: dict[Member, list[str]] = {}
+        for call in calls:
+            member = call.sent.member
+            if member is None:
+                for each in self._supervisor.of(State.SERVING, State.CHECKED):
+                    names.setdefault(each, []).append(call.name)
+            elif call.sent.is_current:
+                names.setdefault(member, []).append(call.name)
+        return [self._calls.start(member.name, "abort", self._abort(member, found)) for member, found in names.items()]
+
+    def _abort(self, member: Member, names: list[str]) -> Callable[[], None]:
+        return partial(member.engine.abort, names) if self._is_named else member.engine.abort
+
+    def _failed(self, sent: Sent, words: str) -> None:
+        if sent.member is None:
+            self._supervisor.suspect(words)
+        elif sent.is_current and sent.member.state is State.SERVING:
+            self._supervisor.failed(sent.member, words)
+
+    def _is_stale(self, sent: Sent, words: str) -> None:
+        if sent.member is None:
+            self._supervisor.suspect(words)
+        elif sent.is_current and sent.member.state is State.SERVING:
+            self._supervisor.stale(sent.member, words)
+
+    def _again(self, sent: Sent, words: str) -> None:
+        """Ask for the chunk again, with the same seeds. Raises EngineError when it has used up its retries."""
+        chunk = sent.chunk
+        chunk.failures[sent.name] = words
+        chunk.num_failures += 1
+        logger.warning("%s failed with %d samples: %s", sent.name, chunk.num_samples, words.splitlines()[0])
+        if chunk.num_failures > self._request_retries:
+            raise EngineError(
+                f"{chunk.num_samples} samples failed {chunk.num_failures} times (rollout.request_retries is"
+                f" {self._request_retries}): {'; '.join(chunk.failures.values())}"
+            )
+        self._supervisor.counters["rollout/requests_reissued"] += len(chunk.requests)
+        self._todo.insert(0, chunk)

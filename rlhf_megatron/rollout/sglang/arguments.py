@@ -1,0 +1,296 @@
+"""Arguments of an SGLang server: what the installed version takes, the user's ones checked against that, and how they
+are told to it.
+
+SGLang reads a settings file, which keeps values off the command line, but only plain ones: what its file cannot say
+(switches, some lists) goes on the command line.
+
+Also: What would end a stock SGLang server, or bring other log-probs than asked for: refused before it is sent.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rlhf_megatron.rollout.engine import EngineRequestError, GenerateRequest
+from rlhf_megatron.rollout.http import HttpClient
+
+DETERMINISTIC = "enable-deterministic-inference"
+OWN_ARGUMENTS = {  # what the run itself must know or set, and what to do instead
+    "model-path": "set model.path",
+    "host": "servers listen on 127.0.0.1",
+    "port": "a free port is taken",
+    "dtype": "set rollout.dtype",
+    "config": "write the arguments themselves into rollout.sglang.args",
+    "admin-api-key": "a fresh key is made for every server",
+    "api-key": "a fresh key is made for every server",
+    "custom-weight-loader": "weight syncs go through the run's own",
+    "weight-version": "it is the policy version",
+    "nccl-port": "the ranks of a server meet in a file",
+    "dist-init-addr": "the ranks of a server meet in a file",
+    "nnodes": "a server of the run stands on one machine; start a larger one by hand and name it in rollout.endpoints",
+    "node-rank": "a server of the run stands on one machine; start a larger one by hand and name it in"
+    " rollout.endpoints",
+    "ssl-certfile": "servers are asked over http on 127.0.0.1",
+    "ssl-keyfile": "servers are asked over http on 127.0.0.1",
+    "grpc-mode": "servers are asked over http",
+    "smg-grpc-mode": "servers are asked over http",
+    "fastapi-root-path": "paths are SGLang's own",
+}
+# Runs in the server's environment: one entry an argument, as argparse knows it.
+QUERY = """
+import argparse, json
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+print(json.dumps([
+    {
+        "names": [name.lstrip("-") for name in action.option_strings],
+        "field": action.dest,
+        "action": type(action).__name__,
+        "nargs": action.nargs,
+        "type": getattr(action.type, "__name__", ""),
+        "choices": None if action.choices is None else [str(choice) for choice in action.choices],
+    }
+    for action in parser._actions if action.option_strings
+]))
+"""
+_JSON_TYPES = ("loads", "json_list_type")
+_NUMBERS = {"int": "a whole number", "float": "a number"}
+_NAMES_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Option:
+    """An argument of the installed version."""
+
+    names: tuple[str, ...]  # without dashes
+    field: str  # of SGLang's ServerArgs
+    action: str  # name of argparse's class
+    nargs: int | str | None = None
+    type: str = ""  # name of the function that reads it
+    choices: tuple[str, ...] | None = None
+
+    @property
+    def name(self) -> str:
+        """The one that the run knows it by: of the field, where it is one of its names."""
+        plain = self.field.replace("_", "-")
+        return plain if plain in self.names else self.names[0]
+
+    @property
+    def is_flag(self) -> bool:
+        """Takes no value: it is there or not."""
+        return self.nargs == 0
+
+    @property
+    def is_switch(self) -> bool:
+        """A flag that can be told to be off."""
+        return self.action == "BooleanOptionalAction"
+
+    @property
+    def is_list(self) -> bool:
+        return self.nargs in ("+", "*") or (isinstance(self.nargs, int) and self.nargs > 0)
+
+
+def options_from(text: str) -> list[Option]:
+    """Of what `QUERY` prints, or `as_text` wrote. Raises ValueError."""
+    try:
+        return [
+            Option(
+                tuple(entry["names"]),
+                entry["field"],
+                entry["action"],
+                entry["nargs"],
+                entry["type"],
+                None if entry["choices"] is None else tuple(entry["choices"]),
+            )
+            for entry in json.loads(text)
+        ]
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"not a list of arguments: {error}") from error
+
+
+def as_text(options: Sequence[Option]) -> str:
+    return json.dumps([asdict(option) for option in options])
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Of the user, checked."""
+
+    values: dict[str, object]  # by `Option.name`
+    settings: dict[str, object]  # the part that goes into the settings file
+    words: tuple[str, ...]  # the part that goes on the command line
+
+
+def checked(arguments: Mapping[str, object], options: Sequence[Option], version: str) -> Arguments:
+    """The user's arguments, each known, given once, not the run's own, and of a type that SGLang takes.
+
+    null asks for nothing. Raises ValueError with the value, the rule and the fix.
+    """
+    by_name = {name: option for option in options for name in option.names if not _is_negation(option, name)}
+    values: dict[str, object] = {}
+    settings: dict[str, object] = {}
+    words: list[str] = []
+    for key, value in arguments.items():
+        name = key.replace("_", "-")
+        if name not in by_name:
+            near = difflib.get_close_matches(name, by_name, n=1) or [n for n in by_name if n.startswith(f"{name}-")]
+            hint = f"did you mean {near[0]}?" if near else "`python -m sglang.launch_server --help` lists them."
+            raise ValueError(f"rollout.sglang.args.{key} is no argument of sglang {version}; {hint}")
+        option = by_name[name]
+        if option.name in OWN_ARGUMENTS:
+            raise ValueError(f"rollout.sglang.args.{key} is set by the run: {OWN_ARGUMENTS[option.name]}; remove it.")
+        if option.name in values:
+            raise ValueError(f"rollout.sglang.args.{key} is given twice, under two names; remove one.")
+        if value is None:
+            continue
+        values[option.name] = _check_value(f"rollout.sglang.args.{key}", value, option, version)
+        if option.is_flag or option.action != "_StoreAction":
+            words += _words(option, value)
+        elif isinstance(value, dict) or (isinstance(value, list) and not option.is_list):
+            settings[option.names[0]] = json.dumps(value)
+        else:
+            settings[option.names[0]] = value
+    return Arguments(values, settings, tuple(words))
+
+
+def _is_negation(option: Option, name: str) -> bool:
+    return option.is_switch and name.startswith("no-")
+
+
+def _words(option: Option, value: object) -> list[str]:
+    if not option.is_flag:
+        items = value if isinstance(value, list) else [value]
+        return [f"--{option.names[0]}", *(item if isinstance(item, str) else json.dumps(item) for item in items)]
+    if value:
+        return [f"--{option.names[0]}"]
+    return [f"--no-{option.names[0]}"] if option.is_switch else []
+
+
+def _check_value(key: str, value: object, option: Option, version: str) -> object:
+    """The value. Raises ValueError."""
+    if option.is_flag:
+        if not isinstance(value, bool):
+            raise ValueError(f"{key} ({value!r}) must be true or false for sglang {version}; it takes no value.")
+        return value
+    if option.is_list:
+        items = value if isinstance(value, list) else [value]
+        if not items and option.nargs == "+":
+            raise ValueError(f"{key} ([]) must have an entry for sglang {version}; remove it to leave it off.")
+        for item in items:
+            _check_item(key, item, option, version)
+        return value
+    if isinstance(value, list) and option.type not in _JSON_TYPES:
+        raise ValueError(f"{key} ({value!r}) must be one value for sglang {version}, not a list.")
+    _check_item(key, value, option, version)
+    return value
+
+
+def _check_item(key: str, value: object, option: Option, version: str) -> None:
+    wanted = _NUMBERS.get(option.type)
+    if wanted is not None and not _reads_as(value, option.type):
+        raise ValueError(f"{key} ({value!r}) must be {wanted} for sglang {version}; correct it.")
+    if option.type in _JSON_TYPES and isinstance(value, str):
+        try:
+            json.loads(value)
+        except ValueError as error:
+            raise ValueError(
+                f"{key} ({value!r}) must be JSON for sglang {version} ({error}); write it as a mapping or a list."
+            ) from error
+    if option.choices is not None and str(value) not in option.choices:
+        near = difflib.get_close_matches(str(value), option.choices, n=1)
+        hint = f"did you mean {near[0]}?" if near else "choose one of them."
+        shown = ", ".join(option.choices[:_NAMES_SHOWN]) + (", ..." if len(option.choices) > _NAMES_SHOWN else "")
+        raise ValueError(f"{key} ({value!r}) must be one of {shown} for sglang {version}; {hint}")
+
+
+def _reads_as(value: object, kind: str) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return False
+    try:
+        float(value) if kind == "float" else int(str(value))
+    except ValueError:
+        return False
+    return True
+
+
+_RANGE = re.compile(r"valid range is \[0, (\d+)\)")
+_MAX_RUNNING = "effective_max_running_requests_per_dp"
+_NO_TOKEN = (1 << 31) - 1
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one server, as it says itself."""
+
+    vocab_size: int | None  # None: it does not say; ids are not checked then
+    is_deterministic: bool
+
+    def check(self, requests: Sequence[GenerateRequest], name: str) -> None:
+        """Raises EngineRequestError with the value and the fix."""
+        for request in requests:
+            problem = self._problem(request)
+            if problem:
+                raise EngineRequestError(f"{name}: {problem}")
+
+    def _problem(self, request: GenerateRequest) -> str:
+        params = request.params
+        if not request.prompt_ids:
+            return "the prompt is empty: there is nothing to continue. Give it at least one token."
+        if self.vocab_size is not None:
+            for token in (min(request.prompt_ids), max(request.prompt_ids)):
+                if not 0 <= token < self.vocab_size:
+                    return (
+                        f"token {token} of the prompt is not in the vocabulary of the engine's model (0 .."
+                        f" {self.vocab_size - 1}); prompts must be made with its tokenizer."
+                    )
+        if params.max_new_tokens < 1:
+            return f"max_new_tokens is {params.max_new_tokens}; it must be at least 1."
+        if params.min_new_tokens > 0:
+            return (
+                f"min_new_tokens is {params.min_new_tokens}: SGLang bars stop tokens with the tokenizer, which a server"
+                " that takes token ids does not load. Leave it at 0, or use the local engine."
+            )
+        if params.min_p > 0 and params.temperature > 0 and self.is_deterministic:
+            return (
+                f"min_p is {params.min_p:g}: SGLang has no seeded draw with min_p. Start it without"
+                " enable_deterministic_inference, or set min_p to 0."
+            )
+        return ""
+
+
+def limits_of(http: HttpClient, timeout_s: float) -> Limits:
+    """Ask the server. Raises EngineError."""
+    info = http.get("/server_info", timeout_s)
+    is_deterministic = isinstance(info, dict) and info.get("enable_deterministic_inference") is True
+    return Limits(_vocab_size(http, timeout_s), is_deterministic)
+
+
+def max_running_of(http: HttpClient, timeout_s: float) -> int | None:
+    """Samples that the server decodes at once, over its data-parallel ranks; None: it does not say. Raises
+    EngineError."""
+    info = http.get("/server_info", timeout_s)
+    states = info.get("internal_states") if isinstance(info, dict) else None
+    found: list[Any] = [state.get(_MAX_RUNNING) for state in states or () if isinstance(state, dict)]
+    return sum(found) if found and all(type(count) is int and count > 0 for count in found) else None
+
+
+def _vocab_size(http: HttpClient, timeout_s: float) -> int | None:
+    """No endpoint tells it, but the refusal of a token that no model has does."""
+    body = {
+        "input_ids": [[0]],
+        "sampling_params": {"max_new_tokens": 1},
+        "return_logprob": True,
+        "token_ids_logprob": [[_NO_TOKEN]],
+    }
+    try:
+        http.post("/generate", body, timeout_s)
+    except EngineRequestError as error:
+        found = _RANGE.search(str(error))
+        return int(found[1]) if found else None
+    return None

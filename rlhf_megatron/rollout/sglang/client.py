@@ -1,0 +1,297 @@
+"""`Engine` on a stock SGLang server (0.5.21 or newer: it needs the weight-update session endpoints).
+
+The server itself would serve half-updated weights. So this client keeps the state: from `begin_update` until a commit
+that the server's loader confirmed as complete, the engine is STALE, stays paused, and `generate` is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from rlhf_megatron.resharding.manifest import BucketManifest
+from rlhf_megatron.rollout.engine import (
+    MEMORY_PARTS,
+    UNSYNCED,
+    EngineAddress,
+    EngineError,
+    EngineRequestError,
+    EngineStaleError,
+    EngineTimeoutError,
+    GeneratedSample,
+    GenerateRequest,
+    MemoryPart,
+    PauseMode,
+)
+from rlhf_megatron.rollout.http import HttpClient
+from rlhf_megatron.rollout.sglang import receipts
+from rlhf_megatron.rollout.sglang.arguments import Limits, limits_of, max_running_of
+from rlhf_megatron.rollout.sglang.gate import Gate
+from rlhf_megatron.rollout.sglang.samples import generate_body, groups_of
+from rlhf_megatron.rollout.sglang.verbs import SGLangVerbs
+
+logger = logging.getLogger(__name__)
+
+ADMIN_TIMEOUT_S = 600.0
+ABORT_TIMEOUT_S = 120.0
+_ABORT_AGAIN_S = 0.5
+NEEDED = (
+    "/generate",
+    "/abort_request",
+    "/pause_generation",
+    "/continue_generation",
+    "/begin_weight_update",
+    "/update_weights_from_tensor",
+    "/end_weight_update",
+    "/update_weight_version",
+    "/release_memory_occupation",
+)
+
+
+class SGLangEngine:
+    """See `rollout.engine.Engine`. Weights go through the server's custom-weight-loader hook.
+
+    Only one client of a server, the controller's, may generate, pause and open syncs; others deliver buckets.
+    """
+
+    def __init__(self, address: EngineAddress, transfer_dir: Path) -> None:
+        self.address = address
+        self.transfer_dir = transfer_dir
+        self._verbs = SGLangVerbs(address, transfer_dir)
+        self._http = HttpClient(address)  # verbs that take the admin key
+        self._serving = HttpClient(address, address.api_key or address.token)  # the others
+        self._version: int | None = None  # that is served
+        self._last_version: int | None = None  # of the last commit
+        self._pending: int | None = None  # of the open sync
+        self._stale_reason: str | None = None
+        self._released: set[MemoryPart] = set()
+        self._digests: dict[str, str] | None = {}  # of the last commit
+        self._gate = Gate()
+        self._waiting: set[str] = set()  # names of generate calls that the server has not got
+        self._paused: PauseMode | None = None  # by `pause`, until `resume`
+        self._halted: PauseMode | None = None  # what the server was told last, whatever the reason
+        self._limits: Limits | None = None  # asked for once
+
+    def probe(self) -> None:
+        """Raises EngineError naming what this server cannot do and what would."""
+        try:
+            paths = self._serving.get("/openapi.json", ADMIN_TIMEOUT_S)["paths"]
+        except EngineRequestError as error:
+            raise EngineError(f"{error}; start it without DISABLE_OPENAPI_DOC: it must tell what it can do.") from error
+        missing = [path for path in NEEDED if path not in paths]
+        if missing:
+            raise EngineError(
+                f"{self.address.name} ({self.address.url}) has no {', '.join(missing)}; use sglang 0.5.21 or newer."
+            )
+
+    def generate(
+        self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = ""
+    ) -> list[list[GeneratedSample]]:
+        self._require_fit()
+        if not any(request.seeds for request in requests):
+            return [[] for _ in requests]
+        if name:
+            self._waiting.add(name)
+        deadline = time.monotonic() + timeout_s
+        try:
+            with self._gate.passing(timeout_s) as is_running:
+                if not is_running or (name and name not in self._waiting):
+                    aborted = GeneratedSample((), (), "abort", UNSYNCED if self._version is None else self._version)
+                    return [[aborted for _ in request.seeds] for request in requests]
+                if self._limits is None:  # the server answers the question only while it decodes
+                    self._limits = limits_of(self._serving, max(0.0, deadline - time.monotonic()))
+                self._limits.check(requests, self.address.name)
+                left = max(0.0, deadline - time.monotonic())
+                self._waiting.discard(name)
+                answers = self._serving.post("/generate", generate_body(requests, self._version, name), left)
+        except TimeoutError as error:
+            raise EngineTimeoutError(f"{self.address.name} is paused: no answer within {timeout_s:g} s.") from error
+        finally:
+            self._waiting.discard(name)
+        try:
+            return groups_of(answers, requests)
+        except ValueError as error:
+            raise EngineError(f"{self.address.name} ({self.address.url}/generate): {error}") from error
+
+    def abort(self, names: Collection[str] = ()) -> None:
+        if names:
+            self._waiting.difference_update(names)
+            self._verbs.abort_calls(names)
+            return
+        self._gate.abort()
+        self._abort_all()
+
+    def max_running(self) -> int | None:
+        return max_running_of(self._serving, ADMIN_TIMEOUT_S)
+
+    def pause(self, mode: PauseMode = "retract") -> None:
+        self._paused = mode
+        self._halt(mode)
+
+    def resume(self) -> None:
+        """A STALE engine stays halted: what waits in it must not go on with half of the new weights."""
+        self._paused = None
+        self._settle()
+
+    def begin_update(self, version: int, full_resync: bool = False) -> None:
+        last = self._last_version
+        if last is not None and (version < last or (version == last and not full_resync)):
+            raise EngineError(f"{self.address.name}: version {version} is not above {last}, the last one it served.")
+        if "weights" in self._released:
+            raise EngineError(
+                f"{self.address.name}: its weights are released; resume_memory must come before a weight sync."
+            )
+        self._version, self._pending = None, version
+        self._stale_reason = f"a weight sync to version {version} is under way"
+        if self._paused != "in_place":
+            self._halt("retract")
+        self._flush()
+        try:
+            self._http.post("/begin_weight_update", {}, ADMIN_TIMEOUT_S)
+        except EngineRequestError:  # the session of a failed sync is open
+            self._http.post("/end_weight_update", {}, ADMIN_TIMEOUT_S)
+            self._http.post("/begin_weight_update", {}, ADMIN_TIMEOUT_S)
+        self._remove_receipts()
+
+    def update_weights(self, manifest: BucketManifest) -> None:
+        try:
+            self._verbs.load(manifest)
+        except EngineError as error:
+            self._has_failed(error)
+            raise
+
+    def commit_update(self, version: int) -> None:
+        if version == self._version:
+            return  # the answer to the first call was lost
+        if version != self._pending:
+            reason = "" if self._stale_reason is None else f" ({self._stale_reason})"
+            raise EngineError(f"{self.address.name}: no sync to version {version} is open{reason}.")
+        if self.address.has_loader:
+            self._order({"receipts": self._verbs.receipt_prefix}, f"commit of version {version}")
+        self._digests = self._read_digests()
+        self._http.post("/end_weight_update", {}, ADMIN_TIMEOUT_S)
+        body = {"new_version": str(version), "abort_all_requests": False}
+        self._http.post("/update_weight_version", body, ADMIN_TIMEOUT_S)
+        self._flush()
+        self._remove_receipts()
+        self._stale_reason = None
+        self._version, self._last_version, self._pending = version, version, None
+        self._settle()
+
+    def weight_digests(self) -> dict[str, str] | None:
+        """From the receipts of the running sync, else of the last one; None without the run's loader, and where the
+        engine quantises weights. A tensor that does not stand whole has words in place of its digest."""
+        return self._digests if self._pending is None else self._read_digests()
+
+    def release_memory(self, parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
+        self._halt("retract")  # the server ends itself when it is asked to while it decodes
+        if "weights" in parts:
+            self._version, self._pending = None, None
+            self._stale_reason = "its memory is released"
+        tags = [part for part in parts if part not in self._released]
+        if tags:
+            self._http.post("/release_memory_occupation", {"tags": tags}, ADMIN_TIMEOUT_S)
+        self._released.update(tags)
+
+    def resume_memory(self, parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
+        tags = [part for part in parts if part in self._released]  # the server ends itself when asked for others
+        if tags:
+            self._http.post("/resume_memory_occupation", {"tags": tags}, ADMIN_TIMEOUT_S)
+        self._released.difference_update(tags)
+        if "weights" in tags:
+            self._stale_reason = "its memory was released and the weights have not been sent again"
+        self._settle()
+
+    def health(self, timeout_s: float) -> None:
+        """While halted the scheduler is asked for its state, since it generates nothing then. The same where seeds
+        count: SGLang's own question is greedy, and in the batch of others it would change what their seeds draw."""
+        if self._halted is None and self._limits is None:
+            self._limits = limits_of(self._serving, timeout_s)
+        generates = self._halted is None and self._limits is not None and not self._limits.is_deterministic
+        self._serving.get("/health_generate" if generates else "/server_info", timeout_s)
+
+    def version(self) -> int | None:
+        return self._version
+
+    def close(self) -> None:
+        self._verbs.close()
+        self._http.close()
+        self._serving.close()
+
+    def _require_fit(self) -> None:
+        if self._stale_reason is not None:
+            raise EngineStaleError(f"{self.address.name} is STALE: {self._stale_reason}; a full weight sync mends it.")
+        if self._released:
+            raise EngineError(f"{self.address.name} has no key-value cache: it was released; resume_memory brings it.")
+
+    def _halt(self, mode: PauseMode) -> None:
+        """Stop decoding, whatever `pause` said. What comes from now on waits at the gate."""
+        self._gate.close()
+        if mode == "abort":
+            self._abort_all()
+            if self._halted is None:
+                self._await_ends()  # the server would look once a second, and for ever
+        self._http.post("/pause_generation", {"mode": mode}, ADMIN_TIMEOUT_S)
+        self._halted = mode
+
+    def _abort_all(self) -> None:
+        if self._halted == "in_place":  # or it would end only when the server decodes again
+            self._http.post("/pause_generation", {"mode": "retract"}, ADMIN_TIMEOUT_S)
+            self._halted = "retract"
+        self._http.post("/abort_request", {"abort_all": True}, ADMIN_TIMEOUT_S)
+
+    def _await_ends(self) -> None:
+        """After an abort of all. Raises EngineTimeoutError."""
+        deadline = time.monotonic() + ABORT_TIMEOUT_S
+        while not self._gate.wait_until_empty(_ABORT_AGAIN_S):
+            if time.monotonic() > deadline:
+                raise EngineTimeoutError(f"{self.address.name}: requests run {ABORT_TIMEOUT_S:g} s after an abort.")
+            self._abort_all()  # one that had passed the gate may have come after the abort
+
+    def _flush(self) -> None:
+        """Empty the prefix cache. The server refuses while something is paused in place, which keeps its part of it;
+        that part has the name of the version before, so nobody else gets it (`generate_body`)."""
+        try:
+            self._http.post("/flush_cache", {}, ADMIN_TIMEOUT_S)
+        except EngineRequestError:
+            if self._halted != "in_place":
+                raise
+
+    def _settle(self) -> None:
+        """Decode again, where nothing speaks against it any more."""
+        if self._paused is None and self._stale_reason is None and not self._released:
+            self._http.post("/continue_generation", {}, ADMIN_TIMEOUT_S)
+            self._halted = None
+            self._gate.open()
+
+    def _order(self, order: dict[str, str], what: str) -> None:
+        """Have the loader in every rank of the server carry out an order. Raises EngineError with what it said."""
+        try:
+            self._verbs.order(order, what)
+        except EngineError as error:
+            self._has_failed(error)
+            raise
+
+    def _has_failed(self, error: EngineError) -> None:
+        if self._pending is not None:  # else it was out of a session, and nothing was loaded
+            self._stale_reason = f"the weight sync failed ({str(error).rstrip('.')})"
+            self._version, self._pending = None, None
+
+    def _read_digests(self) -> dict[str, str] | None:
+        if not self.address.has_loader:
+            return None
+        found = receipts.standing_of(receipts.read_all(self.transfer_dir, self._verbs.receipt_prefix))
+        if found.unlike:
+            name, why = next(iter(found.unlike.items()))
+            logger.warning(
+                "%s: what stands in it cannot be compared with what was sent, so it is probed: %s: %s",
+                *(self.address.name, name, why),
+            )
+            return None
+        return found.digests | found.faults
+
+    def _remove_receipts(self) -> None:
+        for path in self.transfer_dir.glob(f"{self._verbs.receipt_prefix}*"):
+            path.unlink(missing_ok=True)

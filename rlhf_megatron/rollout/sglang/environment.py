@@ -1,0 +1,227 @@
+"""The environment that has sglang: is it there, is it new enough, does it know the arguments it shall get.
+
+Also: What a stock SGLang server must be for this trainer: its version, and what it must not do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.version import InvalidVersion, Version
+
+from rlhf_megatron.rollout.sglang.arguments import (
+    DETERMINISTIC,
+    QUERY,
+    Arguments,
+    Option,
+    as_text,
+    checked,
+    options_from,
+)
+from rlhf_megatron.rollout.sglang.places import Machine, on_cpu, place
+
+OLDEST = "0.5.21"  # the first with the weight-update session endpoints
+TESTED = ("0.5.21",)  # what the tests ran on
+_OF_DATA_PARALLEL = "copies of the model in one server are not all reached by a weight sync"
+
+
+# Argument -> (values that will do, why no others, what to do instead).
+LIMITS: dict[str, tuple[tuple[object, ...], str, str]] = {
+    "dp-size": ((None, 1), _OF_DATA_PARALLEL, "use rollout.num_engines (or more endpoints) and dp-size 1"),
+    "pp-size": ((None, 1), "a weight sync goes to the ranks of one pipeline stage", "use tp-size"),
+    "speculative-algorithm": (
+        (None, ""),
+        "the draft model would keep weights of former policies",
+        "start it without speculative decoding",
+    ),
+    "enable-lora": ((None, False), "the policy is the base model's weights alone", "start it without LoRA"),
+    "lora-paths": ((None, [], {}), "the policy is the base model's weights alone", "start it without LoRA"),
+    "quantization": (
+        (None, "", "unquant"),
+        "what stands in the engine must be what the trainer sent",
+        "start it without quantization",
+    ),
+    "disaggregation-mode": ((None, "null"), "prefill and decode must be one server", "start it without"),
+    "encoder-only": ((None, False), "it must generate", "start it without"),
+    "is-embedding": ((None, False), "it must generate", "start it without"),
+}
+
+
+def check_version(version: str, place: str) -> str | None:
+    """None, or a warning about a version that no test has seen. `place`: where it is. Raises ValueError."""
+    try:
+        found = Version(version)
+    except InvalidVersion:
+        raise ValueError(f"sglang in {place} says that its version is {version!r}; use a released one.") from None
+    if found < Version(OLDEST):
+        raise ValueError(
+            f"sglang in {place} is {version}, but {OLDEST} or newer is needed (weight-update sessions); upgrade it"
+            " there."
+        )
+    if found > max(map(Version, TESTED)):
+        return (
+            f"sglang in {place} is {version}, which is newer than what was tested ({', '.join(TESTED)}); what it can do"
+            " is asked, not taken for granted."
+        )
+    return None
+
+
+def unfit(arguments: Mapping[str, object]) -> Iterator[tuple[str, object, str, str]]:
+    """(argument, its value, why that cannot be, the fix) for each that stands against training. `arguments`: by name,
+    with dashes or underscores."""
+    plain = {name.replace("_", "-"): value for name, value in arguments.items()}
+    for name, (allowed, why, fix) in LIMITS.items():
+        value = plain.get(name)
+        if not any(value == good and type(value) is type(good) for good in allowed):
+            yield name, value, why, fix
+
+
+CACHE = Path(".cache")  # the list of arguments takes the server's interpreter seconds; kept here by version
+_INSTALL = "install it there (`make sglang-cpu` on a machine without a GPU, else pip install 'rlhf-megatron[sglang]')"
+_TIMEOUT_S = 300.0
+MEMORY_SAVER = "enable-memory-saver"
+_VERSION_CODE = "import importlib.metadata as m; print(m.version('sglang'))"
+
+
+@dataclass(frozen=True)
+class SGLangEnvironment:
+    """Checked; servers can be started in it."""
+
+    python: str  # absolute, or found on PATH
+    version: str
+    env: dict[str, str]  # of the servers, search paths absolute
+    arguments: Arguments  # of the user, and what the run's settings ask for
+    devices: list[dict[str, object]]  # per server: arguments that give it GPUs
+    warning: str | None = None  # about the version
+
+
+def check_sglang(
+    python: str | None,
+    arguments: Mapping[str, object],
+    env: Mapping[str, str],
+    cache: Path = CACHE,
+    deterministic: bool = False,
+    num_engines: int = 1,
+    machine: Machine | None = None,
+) -> SGLangEnvironment:
+    """Look at the environment of `rollout.sglang`; `python` None: this one. Starts no server. `deterministic`: of the
+    trainer, and `machine` add to the arguments what the servers need for it.
+
+    Raises ValueError with the fix: no interpreter, no sglang or an old one in it, an argument that it does not know or
+    that cannot be, one that `deterministic` forbids, too few GPUs.
+    """
+    machine = machine or Machine()
+    found = find_python(python)
+    full_env = absolute_env(env)
+    version = _run(found, _VERSION_CODE, full_env, f"{found} has no sglang; {_INSTALL}, or set rollout.engine: local.")
+    warning = check_version(version, found)
+    known = _known_options(found, version, full_env, cache) if arguments else []
+    of_user = checked(arguments, known, version)
+    for name, value, why, fix in unfit(of_user.values):
+        raise ValueError(f"rollout.sglang.args.{name} ({value!r}) cannot be: {why}; {fix}.")
+    added: dict[str, object] = {}
+    if deterministic:
+        added |= deterministic_arguments(of_user.values, env)
+    if machine.is_shared and not on_cpu(of_user.values, env):
+        added |= shared_arguments(of_user.values)
+    complete = Arguments(
+        {**of_user.values, **added},
+        {**of_user.settings, **{name: value for name, value in added.items() if name not in of_user.values}},
+        of_user.words,
+    )
+    devices = place(complete.values, env, num_engines, machine)
+    return SGLangEnvironment(found, version, full_env, complete, devices, warning)
+
+
+def find_python(python: str | None) -> str:
+    """The interpreter, relative paths taken from the working directory. Raises ValueError where it is missing."""
+    if python is None:
+        if importlib.util.find_spec("sglang") is None:
+            raise ValueError(
+                "rollout.engine (sglang) needs sglang in this environment; install it (pip install"
+                " 'rlhf-megatron[sglang]'), name the interpreter of another environment in rollout.sglang.python"
+                " (`make sglang-cpu` makes .venv-sglang/bin/python), or set rollout.engine: local."
+            )
+        return sys.executable
+    found = shutil.which(python)
+    if found is None:
+        raise ValueError(
+            f"rollout.sglang.python ({python}) must be an executable; name the interpreter of an environment that has"
+            " sglang (`make sglang-cpu` makes .venv-sglang/bin/python), or set rollout.engine: local."
+        )
+    return os.path.abspath(found)  # links are kept: a virtual environment is known by the link
+
+
+def absolute_env(env: Mapping[str, str]) -> dict[str, str]:
+    """The same with an absolute PYTHONPATH: not every process of a server stays in this directory."""
+    paths = [os.path.abspath(path) for path in env.get("PYTHONPATH", "").split(":") if path]
+    return {**env, "PYTHONPATH": ":".join(paths)} if paths else dict(env)
+
+
+def deterministic_arguments(arguments: Mapping[str, object], env: Mapping[str, str]) -> dict[str, object]:
+    """What servers need so that a sample does not depend on what is decoded beside it. `arguments`: canonical.
+
+    Raises ValueError where they cannot: on a CPU, or where the user has switched it off.
+    """
+    if on_cpu(arguments, env):
+        raise ValueError(
+            "trainer.deterministic needs batch-invariant kernels of rollout.engine sglang, which it has not on a CPU;"
+            " use rollout.engine: local there, or set trainer.deterministic: false."
+        )
+    if arguments.get(DETERMINISTIC, True) is not True:
+        raise ValueError(
+            "trainer.deterministic needs rollout.sglang.args.enable_deterministic_inference, which is set to"
+            f" {arguments[DETERMINISTIC]!r}; remove it, or set trainer.deterministic: false."
+        )
+    return {DETERMINISTIC: True}
+
+
+def shared_arguments(arguments: Mapping[str, object]) -> dict[str, object]:
+    """What servers need so that they can give their memory to the trainer. `arguments`: canonical. Raises ValueError
+    where the user has switched it off."""
+    if arguments.get(MEMORY_SAVER, True) is not True:
+        raise ValueError(
+            "rollout.colocated needs rollout.sglang.args.enable_memory_saver, which is set to"
+            f" {arguments[MEMORY_SAVER]!r}; remove it, or set rollout.colocated: false."
+        )
+    return {MEMORY_SAVER: True}
+
+
+def _known_options(python: str, version: str, env: Mapping[str, str], cache: Path) -> list[Option]:
+    place_of = hashlib.sha256(python.encode()).hexdigest()[:12]  # what a version takes depends on what is beside it
+    file = cache / f"sglang-{version}-{place_of}.json"
+    with contextlib.suppress(OSError, ValueError):
+        return options_from(file.read_text())
+    answer = _run(python, QUERY, env, f"sglang {version} in {python} cannot be imported").splitlines()[-1]
+    known = options_from(answer)
+    with contextlib.suppress(OSError):
+        cache.mkdir(parents=True, exist_ok=True)
+        aside = file.with_suffix(f".{os.getpid()}")
+        aside.write_text(as_text(known))
+        aside.rename(file)
+    return known
+
+
+def _run(python: str, code: str, env: Mapping[str, str], problem: str) -> str:
+    """What `code` prints. Raises ValueError with `problem` and the last line of the error."""
+    try:
+        done = subprocess.run(
+            [python, "-c", code], env={**os.environ, **env}, capture_output=True, text=True, timeout=_TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ValueError(
+            f"{python} cannot be run: {error}; name another interpreter in rollout.sglang.python."
+        ) from error
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise ValueError(f"{problem.rstrip('.')} ({last}).")
+    return done.stdout.strip()

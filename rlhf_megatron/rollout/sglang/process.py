@@ -1,0 +1,316 @@
+"""Stock SGLang servers: started with a settings file each, awaited until healthy, stopped with all children.
+
+Also: What a SGLang server that does not start says of it: found in its log, with what can be done. The command that
+starts a SGLang server by hand, as a run would start it, for runs that attach to it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlhf_megatron.rollout.engine import EngineAddress, EngineError
+from rlhf_megatron.rollout.fleet.process import (
+    LOOPBACK,
+    EngineServers,
+    Place,
+    Progress,
+    Seat,
+    ServerProcess,
+    await_ready,
+    here,
+    write_token,
+)
+from rlhf_megatron.rollout.http import HttpClient
+from rlhf_megatron.rollout.sglang.arguments import DETERMINISTIC
+from rlhf_megatron.rollout.sglang.client import SGLangEngine
+from rlhf_megatron.rollout.sglang.environment import SGLangEnvironment, check_sglang
+from rlhf_megatron.rollout.sglang.places import INIT_METHOD, Machine, MeetingPlace, Ports, loopback
+from rlhf_megatron.rollout.sglang.server.loader import LOAD_FORMAT, TRANSFER_DIR
+
+_ERROR_LINE = re.compile(r"^(\[[^]]*\] *)*([\w.]+: error: |([\w.]+\.)?\w*(Error|Exception): ).*\S", re.MULTILINE)
+_ERRORS_SHOWN = 3
+_ADVICE = (
+    (
+        r"leave no GPU memory for the KV cache|Not enough memory\. Please try to increase --mem-fraction-static",
+        "weights and key-value cache do not fit into rollout.sglang.args.mem_fraction_static of a device: raise it, use"
+        " a larger tp_size, or give the servers devices of their own.",
+    ),
+    (
+        r"OutOfMemoryError|out of memory\b|can't allocate memory|exit code: -9\b",
+        "a device, or the machine, is full: see what else uses it (a trainer on the same devices keeps what it holds"
+        " without rollout.colocated), use a larger tp_size, or lower rollout.sglang.args.mem_fraction_static.",
+    ),
+    (
+        r"Model architectures \[.*\] are not supported",
+        "this sglang does not serve the model of model.path: use another version, or rollout.engine: local.",
+    ),
+    (
+        r"No module named '(triton|sgl_kernel|flashinfer)",
+        "SGLang's CUDA packages are not there: on a machine without a GPU take rollout.sglang from"
+        " configs/quickstart_sglang.yaml (`make sglang-cpu`).",
+    ),
+)
+
+
+def own_error(log: str) -> str:
+    """The last different error lines of a server's log, which the noise of its end can have pushed out of the tail, and
+    what to do about the cause that they tell. "" where there is none."""
+    found = list(dict.fromkeys(match.group(0).strip() for match in _ERROR_LINE.finditer(log)))
+    lines = found[-_ERRORS_SHOWN:]
+    if not lines:
+        return ""
+    advice = next((fix for cause, fix in _ADVICE if re.search(cause, "\n".join(lines))), None)
+    return "\n".join(["\nIts errors:", *lines, *([f"What to do: {advice}"] if advice else [])])
+
+
+logger = logging.getLogger(__name__)
+
+POLL_TIMEOUT_S = 5.0
+PORT_ATTEMPTS = 3  # another process can take a port between the look for it and the server's own bind
+PACKAGE_ROOT = Path(__file__).resolve().parents[2]  # the loader runs in the server from here
+_BIND_FAILED = re.compile(
+    r"error while attempting to bind on address", re.IGNORECASE
+)  # it hangs then, and does not end
+_PORT_LOST = re.compile(r"address already in use|EADDRINUSE|port \S+ is already in use", re.IGNORECASE)
+
+
+def start_sglang_engines(
+    model_path: Path | str,
+    num_engines: int,
+    run_dir: Path | str,
+    *,
+    python: str | None,
+    transfer_dir: Path,
+    dtype: str,
+    arguments: Mapping[str, Any],
+    env: Mapping[str, str],
+    startup_timeout_s: float,
+    deterministic: bool = False,
+    machine: Machine | None = None,
+    is_one_machine: bool = True,
+    key: str | None = None,
+    progress: Progress | None = None,
+    place: Place = here,
+) -> EngineServers:
+    """Start servers with `python -m sglang.launch_server` and wait until all answer.
+
+    `arguments`: SGLang server arguments without the leading dashes; they win over the ones set here. `python` None:
+    this interpreter. `machine`: the GPUs that servers can have. `is_one_machine`: all ranks that send weights are on
+    this machine. `key`: of all servers; None: a fresh one each. Keys go through the settings file, which only this user
+    can read. Raises ValueError for what a
+    user can fix before a start, EngineError with the server's own error and the end of its log.
+    """
+    folder = Path(run_dir) / "engines"
+    folder.mkdir(parents=True, exist_ok=True)
+    installed = check_sglang(
+        python, arguments, env, deterministic=deterministic, num_engines=num_engines, machine=machine
+    )
+    if installed.warning is not None:
+        logger.warning("%s", installed.warning)
+    if not installed.arguments.values.get(DETERMINISTIC, False):
+        logger.warning(
+            "sglang ignores the seed of a sample without rollout.sglang.args.enable_deterministic_inference: samples of"
+            " a group differ, but a run does not repeat."
+        )
+    settings = settings_of(installed, model_path, dtype)
+    ports, meeting = Ports(), MeetingPlace()
+    launches = [
+        place(
+            _Launch(
+                name=f"engine{index}",
+                folder=folder,
+                installed=installed,
+                settings={**settings, **devices},
+                env={**installed.env, TRANSFER_DIR: str(transfer_dir)},
+                interfaces=loopback(env, os.environ, is_one_machine),
+                transfer_dir=transfer_dir,
+                ports=ports,
+                meeting=meeting,
+                key=key,
+            )
+        )
+        for index, devices in enumerate(installed.devices)
+    ]
+    return EngineServers(launches, startup_timeout_s, progress)
+
+
+def settings_of(installed: SGLangEnvironment, model_path: Path | str, dtype: str) -> dict[str, object]:
+    """Of the settings file of each server: what the run asks for, and over it what the user does."""
+    own = {
+        "model-path": str(Path(model_path).absolute()),
+        "host": "127.0.0.1",
+        "dtype": dtype,
+        "load-format": "dummy",
+        "skip-tokenizer-init": True,
+        "custom-weight-loader": [LOAD_FORMAT],
+    }
+    of_user = installed.arguments.values
+    return {name: value for name, value in own.items() if name not in of_user} | installed.arguments.settings
+
+
+def search_path(env: Mapping[str, str]) -> str:
+    """PYTHONPATH of a server: the user's, and where its weight loader is."""
+    return ":".join(part for part in (env.get("PYTHONPATH", ""), str(PACKAGE_ROOT)) if part)
+
+
+@dataclass
+class _Launch:
+    """One server on its way up."""
+
+    name: str
+    folder: Path
+    installed: SGLangEnvironment
+    settings: dict[str, Any]
+    env: dict[str, str]
+    interfaces: dict[str, str]  # environment of a server that only this machine reaches
+    transfer_dir: Path
+    ports: Ports
+    meeting: MeetingPlace
+    key: str | None
+    process: ServerProcess | None = None
+    log_start: int = 0  # of this attempt, bytes into the log
+    host: str = LOOPBACK
+    address: EngineAddress = field(init=False)
+
+    @property
+    def log(self) -> Path:
+        return self.folder / f"{self.name}.log"
+
+    def take(self, seat: Seat) -> None:
+        self.env |= seat.env
+        if seat.address == LOOPBACK:
+            return
+        if not self.transfer_dir.is_dir():
+            raise EngineError(
+                f"{self.name} was given a place on {seat.address}, where the run's transfer directory"
+                f" ({self.transfer_dir}) is not: receipts of weight syncs go through it; set rollout.transfer_dir to a"
+                " directory that all machines see."
+            )
+        self.interfaces = {}
+        self.host = self.settings["host"] = seat.address
+
+    def start(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        token = self.key or write_token(self.folder / f"{self.name}.token")
+        port = self.ports.take()
+        settings = {**self.settings, "port": port, "api-key": token, "admin-api-key": token}
+        path = write_private(self.folder / f"{self.name}.yaml", yaml.safe_dump(settings))
+        own = {**self.meeting.env(self.name, port), **self.interfaces}
+        env = {**own, **self.env, "PYTHONPATH": search_path(self.env)}
+        self.log_start = self.log.stat().st_size if self.log.exists() else 0
+        tp_size = int(str(self.installed.arguments.values.get("tp-size", 1)))
+        self.address = EngineAddress(self.name, "sglang", f"http://{self.host}:{port}", token, tp_size)
+        command = [self.installed.python, "-m", "sglang.launch_server", "--config", str(path)]
+        self.process = ServerProcess(self.name, [*command, *self.installed.arguments.words], self.log, env, token)
+
+    def wait(self, deadline: float, progress: Progress | None) -> EngineAddress:
+        """Until it answers and says that it can do what is needed. A lost port is tried again with another one."""
+        try:
+            return self._wait(deadline, progress)
+        finally:
+            assert self.process is not None
+            self.process.hide_token()  # SGLang writes its arguments into the log as it starts, the keys among them
+
+    def _wait(self, deadline: float, progress: Progress | None) -> EngineAddress:
+        for attempt in range(1, PORT_ATTEMPTS + 1):
+            assert self.process is not None, "wait comes after start"
+            try:
+                await_ready(self.process, self._is_up, deadline, progress)
+                break
+            except EngineError as error:
+                text = self._said()
+                is_lost = _BIND_FAILED.search(text) or (self.process.exit_code is not None and _PORT_LOST.search(text))
+                if attempt == PORT_ATTEMPTS or not is_lost:
+                    raise EngineError(f"{error}{own_error(text)}") from error
+            logger.warning("%s lost its port to another process; it is started again with another", self.name)
+            self.process.stop()
+            self.process.hide_token()
+            self.start()
+        client = SGLangEngine(self.address, self.transfer_dir)
+        try:
+            client.probe()
+        finally:
+            client.close()
+        return self.address
+
+    def _is_up(self) -> bool:
+        lost = _BIND_FAILED.search(self._said())
+        if lost is not None:
+            raise EngineError(f"{self.name}: {lost.group(0)}: the port of {self.address.url} is already in use.")
+        return _answers(self.address)
+
+    def _said(self) -> str:
+        assert self.process is not None
+        return self.process.text(self.log_start)
+
+
+def write_private(path: Path, text: str) -> Path:
+    """A file that only this user can read."""
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as out:
+        out.write(text)
+    return path
+
+
+def _answers(address: EngineAddress) -> bool:
+    client = HttpClient(address)
+    try:
+        client.get("/health", POLL_TIMEOUT_S)
+        client.get("/model_info", POLL_TIMEOUT_S)  # takes the key of this run: not another server on the port
+    except EngineError:
+        return False
+    finally:
+        client.close()
+    return True
+
+
+KEY_FILE = "engine.key"
+SETTINGS_FILE = "engine-key.yaml"
+
+
+def shell_command(
+    installed: SGLangEnvironment, model_path: Path | str, dtype: str, transfer_dir: Path, port: int
+) -> str:
+    """Lines for a shell: a key in a file of mode 0600 (a command line can be seen by all users of the machine), then
+    the server itself, in the foreground. A run on this machine attaches with that key file."""
+    given = {**settings_of(installed, model_path, dtype), "port": port}
+    words = [installed.python, "-m", "sglang.launch_server", "--config", SETTINGS_FILE]
+    for name, value in given.items():
+        words += _words(name, value)
+    variables = {
+        **{name: value for name, value in installed.env.items() if name != "PYTHONPATH"},
+        "PYTHONPATH": search_path(installed.env),
+        TRANSFER_DIR: str(transfer_dir),
+    }
+    return "\n".join(
+        [
+            f"(umask 077; {shlex.quote(installed.python)} -c 'import secrets; print(secrets.token_hex(32))' \\",
+            f" > {KEY_FILE}",
+            f' printf "api-key: %s\\nadmin-api-key: %s\\n" "$(cat {KEY_FILE})" "$(cat {KEY_FILE})" > {SETTINGS_FILE})',
+            f'{INIT_METHOD}="file://$(mktemp -u)" \\',
+            *(f"{line} \\" for line in _assignments(variables)),
+            shlex.join([*words, *installed.arguments.words]),
+        ]
+    )
+
+
+def _words(name: str, value: object) -> list[str]:
+    if isinstance(value, bool):
+        return [f"--{name}"] if value else []
+    items = value if isinstance(value, list) else [value]
+    return [f"--{name}", *(item if isinstance(item, str) else json.dumps(item) for item in items)]
+
+
+def _assignments(variables: Mapping[str, str]) -> list[str]:
+    return [f"{name}={shlex.quote(value)}" for name, value in variables.items()]

@@ -1,0 +1,202 @@
+"""Runs inside each rank of a stock SGLang server, through its `--custom-weight-loader` hook.
+
+The update call carries one tiny tensor: a JSON order. The answer is a receipt, a file in the transfer directory: the
+error if there was one, the parts of tensors that stand in this rank, and their digests; `rollout.receipts` puts those
+of all ranks together. Orders, by the key that they begin with:
+
+    manifest   read this bucket, from its file or the device memory that comes as a second tensor, and load it
+    digest     this bucket was loaded already, it came another way: digest what stands of it
+    compare    does what stands here equal the bytes of this bucket? Asked when digests differ, to tell which rank's do
+    receipts   has everything come, of all the buckets whose receipts are named so?
+    describe   which model is this, and which devices are seen?
+
+What stands is digested while SGLang's session is open, after loading and casting. Closing it re-lays weights of layers
+that are quantised, for which nothing is digested, and of expert layers for some kernels; else it changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron.parallel.device_sharing import device_ids
+from rlhf_megatron.resharding.digest import as_hex, digest_part
+from rlhf_megatron.resharding.manifest import DTYPE_BYTES, BucketManifest, TensorEntry
+from rlhf_megatron.rollout.sglang.server import facts
+from rlhf_megatron.rollout.sglang.server.buckets import place_words, views_of_file, views_of_tensor
+from rlhf_megatron.rollout.sglang.server.standing import MisfitError, UnlikeError, missing, places_of
+
+logger = logging.getLogger(__name__)
+
+TRANSFER_DIR = "RLHF_MEGATRON_TRANSFER_DIR"  # environment variable of the server
+LOAD_FORMAT = "rlhf_megatron.rollout.sglang.server.loader.load"
+DESCRIBED = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "tie_word_embeddings",
+    "num_experts",
+    "moe_intermediate_size",
+)
+_NAMES_SHOWN = 3
+
+
+def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
+    """Called by SGLang with the model of this rank. What goes wrong stands in the receipt: an exception here would end
+    the server, where the client can say what happened and leave the engine STALE."""
+    tensors = dict(named_tensors)
+    order = json.loads(bytes(tensors["order"].cpu().tolist()).decode())
+    try:
+        directory = transfer_dir(order.get("directory"))
+    except (KeyError, ValueError) as error:
+        logger.error("an order cannot be carried out: %s %s", TRANSFER_DIR, error)
+        return
+    rank, size = facts.tensor_parallel()
+    try:
+        receipt = _carry_out(order, model, directory, tensors.get("bucket"), rank)
+    except Exception as error:  # told by the client
+        receipt = {"error": f"{type(error).__name__}: {error}"}
+    path = directory / f"{order['receipt']}.{rank}"
+    aside = path.with_suffix(f".{rank}.tmp")
+    try:
+        aside.write_text(json.dumps({"rank": rank, "size": size, **receipt}))
+        aside.rename(path)
+    except OSError as error:  # the client sees that there is no receipt
+        logger.error("a receipt cannot be written: %s", error)
+
+
+def _carry_out(
+    order: Mapping[str, str], model: Any, directory: Path, bucket: Tensor | None, rank: int
+) -> dict[str, Any]:
+    if "describe" in order:
+        return {"error": None, "model": describe(model), "devices": device_ids()}
+    if "receipts" in order:
+        return {"error": incomplete(model, _received(directory, order["receipts"], rank))}
+    if "digest" in order:
+        manifest = BucketManifest.from_json(order["digest"])
+        return standing(model, manifest, num_bytes_read=sum(entry.num_bytes for entry in manifest.tensors))
+    manifest = BucketManifest.from_json(order["manifest" if "manifest" in order else "compare"])
+    path = directory / manifest.file
+    views = views_of_file(path, manifest) if bucket is None else views_of_tensor(bucket, manifest)
+    if "compare" in order:
+        return {"error": None, "compared": compare(model, manifest, views)}
+    model.load_weights(list(views.items()))
+    if bucket is not None:  # its copies are under way
+        torch.get_device_module(bucket.device).synchronize(bucket.device)
+    return standing(model, manifest)
+
+
+def transfer_dir(name: str | None) -> Path:
+    """The run's directory: the one that this server was started with, or one in it where the server is older than the
+    run. Raises ValueError for what is no plain name."""
+    base = Path(os.environ[TRANSFER_DIR])
+    if name is None:
+        return base
+    if name in ("", ".", "..") or "/" in name:
+        raise ValueError(f"{name!r} is not the plain name of a directory.")
+    return base if base.name == name else base / name
+
+
+def describe(model: Any) -> dict[str, Any]:
+    """What this model is, by the names of config.json; the type of its weights."""
+    config = getattr(model, "config", None)
+    found = {name: value for name in DESCRIBED if (value := getattr(config, name, None)) is not None}
+    return {**found, "dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
+
+
+def standing(model: Any, manifest: BucketManifest, num_bytes_read: int | None = None) -> dict[str, Any]:
+    """The receipt of what stands in this rank for the tensors of a bucket. `num_bytes_read`: that this rank took from
+    the medium; None: the parts that it holds, each once."""
+    parameters = dict(model.named_parameters())
+    parts: dict[str, list[tuple[int, int, int, str]]] = {}
+    unlike: dict[str, str] = {}
+    misfits: dict[str, str] = {}
+    stands_as: dict[str, str] = {}
+    num_standing = 0
+    for entry in manifest.tensors:
+        try:
+            places = places_of(model, parameters, entry.name, entry.shape)
+        except UnlikeError as error:
+            unlike[entry.name] = str(error)
+            continue
+        except MisfitError as error:
+            misfits[entry.name] = str(error)
+            continue
+        for place in places:
+            found = as_hex(digest_part(_as_sent(place.values, entry), entry.shape, place.axis, place.start))
+            parts.setdefault(entry.name, []).append((place.axis, place.start, place.count, found))
+            num_standing += place.values.numel() * DTYPE_BYTES[entry.dtype]
+            if (dtype := str(place.values.dtype).removeprefix("torch.")) != entry.dtype:
+                stands_as[entry.name] = dtype
+    return {
+        "error": None,
+        "bucket": place_words(manifest),
+        "names": [entry.name for entry in manifest.tensors],
+        "tensors": {entry.name: (entry.shape, entry.dtype, entry.digest) for entry in manifest.tensors},
+        "parts": parts,
+        "unlike": unlike,
+        "misfits": misfits,
+        "stands_as": stands_as,
+        "num_bytes_read": num_standing if num_bytes_read is None else num_bytes_read,
+        "num_bytes_standing": num_standing,
+    }
+
+
+def compare(model: Any, manifest: BucketManifest, views: Mapping[str, Tensor]) -> dict[str, bool]:
+    """By name whether all that stands here of a tensor equals the bytes of the bucket."""
+    parameters = dict(model.named_parameters())
+    equal: dict[str, bool] = {}
+    for entry in manifest.tensors:
+        try:
+            places = places_of(model, parameters, entry.name, entry.shape)
+        except (UnlikeError, MisfitError):
+            continue
+        for place in places:
+            given = views[entry.name].narrow(place.axis, place.start, place.count).to(place.values.device)
+            is_equal = torch.equal(_bits(given), _bits(_as_sent(place.values, entry)))
+            equal[entry.name] = is_equal and equal.get(entry.name, True)
+    return equal
+
+
+def _as_sent(values: Tensor, entry: TensorEntry) -> Tensor:
+    """In the type that was sent, where that is the same numbers: engines keep some weights wider."""
+    sent = values.detach().to(getattr(torch, entry.dtype))
+    is_exact = sent.dtype == values.dtype or torch.equal(_bits(sent.to(values.dtype)), _bits(values))
+    return sent if is_exact else torch.full_like(sent, torch.nan)
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.detach().contiguous().view(torch.uint8)
+
+
+def incomplete(model: Any, received: set[str]) -> str | None:
+    """What the model holds and did not get, in words; None: it got everything. `received`: Hugging Face names."""
+    parameters = dict(model.named_parameters())
+    absent = missing(model, parameters, received)
+    if not absent:
+        return None
+    names = ", ".join(absent[:_NAMES_SHOWN]) + (" and others" if len(absent) > _NAMES_SHOWN else "")
+    return f"{len(absent)} of {len(parameters)} parameters never came whole: {names}."
+
+
+def _received(directory: Path, prefix: str, rank: int) -> set[str]:
+    """Names that this rank's receipts of the running sync list. Raises ValueError with the error of a failed bucket."""
+    names: set[str] = set()
+    for path in directory.glob(f"{prefix}*.{rank}"):
+        receipt = json.loads(path.read_text())
+        if receipt["error"]:
+            raise ValueError(receipt["error"])
+        names.update(receipt.get("names", ()))
+    return names

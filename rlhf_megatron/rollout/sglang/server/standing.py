@@ -1,0 +1,173 @@
+"""Where the parts of Hugging Face tensors stand in the model of one SGLang rank: which parameter, which part of them.
+
+How a layer is sharded, fused and padded is read off the layer itself. Its kind is told by the name of its class, so
+that nothing of SGLang is imported.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_megatron.rollout.sglang.server import facts
+
+FUSED = {  # SGLang's fused part -> its Hugging Face members in order
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}  # SGLang's [expert, rows, columns]
+PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
+_UNQUANTISED = "Unquant"  # names of SGLang's methods that keep weights as they come
+
+
+class UnlikeError(ValueError):
+    """What stands in the engine for a tensor is of another kind than the tensor, so the two cannot be compared."""
+
+
+class MisfitError(ValueError):
+    """The engine's parameter is of another size than the tensor's."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A part of a tensor, and where in the whole it belongs."""
+
+    values: Tensor  # a view of what stands in the model, without padding
+    axis: int
+    start: int
+
+    @property
+    def count(self) -> int:
+        return self.values.shape[self.axis]
+
+
+def places_of(model: Any, parameters: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> list[Place]:
+    """Of one tensor, in this rank: none where the model has no such parameter or another rank holds it, several where
+    it is held twice. `parameters`: the model's, by name. Raises UnlikeError and MisfitError."""
+    if name in parameters:
+        return [_direct(model, parameters[name], name, shape)]
+    if expert := _EXPERT.fullmatch(name):
+        return list(_of_expert(model, parameters, expert, shape))
+    for fused, members in FUSED.items():
+        for index, member in enumerate(members):
+            own = name.replace(f".{member}.", f".{fused}.")
+            if f".{member}." in name and own in parameters:
+                return [_of_fused(model, parameters[own], own, index, shape)]
+    return []
+
+
+def missing(model: Any, parameters: Mapping[str, Tensor], received: set[str]) -> list[str]:
+    """Parameters that did not come whole. `received`: Hugging Face names."""
+    return sorted(name for name, value in parameters.items() if not _has_come(model, name, value, received))
+
+
+def _direct(model: Any, parameter: Tensor, name: str, shape: tuple[int, ...]) -> Place:
+    prefix, _, leaf = name.rpartition(".")
+    layer = model.get_submodule(prefix)
+    _require_plain(layer, parameter)
+    if _is_a(layer, "VocabParallelEmbedding"):
+        return _part(parameter, 0, layer.shard_indices.org_vocab_start_index, shape)
+    if _is_a(layer, "RowParallelLinear") and leaf == "weight":
+        return _part(parameter, 1, layer.tp_rank * parameter.shape[1], shape)
+    if _is_a(layer, "ColumnParallelLinear"):
+        return _part(parameter, 0, layer.tp_rank * parameter.shape[0], shape)
+    if tuple(parameter.shape) != shape:
+        raise MisfitError(f"the engine's is {list(parameter.shape)}, which is not {list(shape)}")
+    return Place(parameter, 0, 0)
+
+
+def _of_fused(model: Any, parameter: Tensor, name: str, index: int, shape: tuple[int, ...]) -> Place:
+    layer = model.get_submodule(name.rpartition(".")[0])
+    _require_plain(layer, parameter)
+    rank = layer.tp_rank
+    if _is_a(layer, "QKVParallelLinear"):
+        sizes = [layer.q_proj_shard_size, layer.kv_proj_shard_size, layer.v_proj_shard_size]
+        if index:  # fewer key-value heads than ranks: several ranks hold the same one
+            rank = getattr(layer, "kv_tp_rank", rank) // layer.num_kv_head_replicas
+    else:
+        sizes = [size // layer.tp_size for size in layer.output_sizes]
+    if parameter.shape[0] != sum(sizes):
+        raise MisfitError(f"the engine's {name} is {list(parameter.shape)}, its parts have {sum(sizes)} rows")
+    values = parameter.narrow(0, sum(sizes[:index]), sizes[index])
+    return _part(values, 0, rank * sizes[index], shape)
+
+
+def _of_expert(
+    model: Any, parameters: Mapping[str, Tensor], expert: re.Match[str], shape: tuple[int, ...]
+) -> Iterator[Place]:
+    prefix, number, member = expert[1], int(expert[2]), expert[3]
+    for fused, members in EXPERTS.items():
+        parameter = parameters.get(f"{prefix}.{fused}")
+        if member not in members or parameter is None:
+            continue
+        layer = model.get_submodule(prefix)
+        _require_plain(layer, parameter)
+        if parameter.ndim != 3:
+            raise UnlikeError(f"it stands in blocks of shape {list(parameter.shape)}")
+        axis = 0 if len(members) == 2 else 1
+        for slot in _own_slots(layer, number):
+            values = parameter[slot].t() if layer.use_triton_kernels else parameter[slot]
+            if axis == 0:
+                half = values.shape[0] // 2
+                values = values.narrow(0, half * (members.index(member) ^ _has_up_first(layer)), half)
+            size = values.shape[axis] if layer.use_padded_loading else shape[axis] // layer.moe_tp_size
+            yield _part(values.narrow(axis, 0, size), axis, layer.moe_tp_rank * size, shape)
+
+
+def _own_slots(layer: Any, expert: int) -> list[int]:
+    """Of this rank's parameters: none where other ranks hold the expert."""
+    slots = [layer._map_global_expert_id_to_local_expert_id(s) for s in facts.slots_of_expert(layer.layer_id, expert)]
+    return [slot for slot in slots if 0 <= slot < layer.num_local_experts]
+
+
+def _has_up_first(layer: Any) -> bool:
+    """Some kernels want the rows of up before those of gate."""
+    method = layer.quant_method
+    return bool(layer.use_flashinfer_trtllm_moe) != bool(getattr(method, "load_up_proj_weight_first", False))
+
+
+def _part(values: Tensor, axis: int, start: int, shape: tuple[int, ...]) -> Place:
+    """`values` without what is padding, or belongs to no entry of the whole."""
+    others = [size for i, size in enumerate(values.shape) if i != axis]
+    if values.ndim != len(shape) or others != [size for i, size in enumerate(shape) if i != axis]:
+        raise MisfitError(f"the engine's is {list(values.shape)}, which is no part of {list(shape)}")
+    start = min(start, shape[axis])
+    return Place(values.narrow(axis, 0, min(values.shape[axis], shape[axis] - start)), axis, start)
+
+
+def _require_plain(layer: nn.Module, parameter: Tensor) -> None:
+    if is_quantised(layer):
+        raise UnlikeError(f"the engine quantises it ({type(layer.quant_method).__name__})")
+    if parameter.dtype not in PLAIN:
+        raise UnlikeError(f"it stands as {str(parameter.dtype).removeprefix('torch.')}")
+
+
+def is_quantised(layer: nn.Module) -> bool:
+    method = getattr(layer, "quant_method", None)
+    return method is not None and _UNQUANTISED not in type(method).__name__
+
+
+def _is_a(layer: nn.Module, kind: str) -> bool:
+    return any(base.__name__ == kind for base in type(layer).__mro__)
+
+
+def _has_come(model: Any, name: str, parameter: Tensor, received: set[str]) -> bool:
+    if name in received:
+        return True
+    prefix, _, leaf = name.rpartition(".")
+    layer = model.get_submodule(prefix)
+    if leaf in EXPERTS:
+        held = [number for number in range(facts.num_experts(layer.num_experts)) if _own_slots(layer, number)]
+        return all(f"{prefix}.{number}.{member}.weight" in received for number in held for member in EXPERTS[leaf])
+    if leaf not in ("weight", "bias") and is_quantised(layer):  # scales, made by the engine
+        return True
+    for fused, members in FUSED.items():
+        if f".{fused}." in name:
+            return all(name.replace(f".{fused}.", f".{member}.") in received for member in members)
+    return False

@@ -1,0 +1,203 @@
+"""Places of a Ray cluster for the processes of a run, as data: what is asked for, and what to say where it is not.
+
+One placement group holds them all, so that two runs cannot each wait for what the other has. Its first bundles are the
+machines' shares of the ranks: `trainer.n_gpus_per_node` ranks are always on one machine, as under torchrun. Bundles of
+the engines follow; colocated engines have none of their own, and run in those of the ranks.
+
+Also: Where an engine under Ray listens and which devices its server sees, given where it was placed. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rlhf_megatron.config.rules.run import world_size
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.rollout.engine import EngineError
+from rlhf_megatron.rollout.fleet.process import LOOPBACK, Seat
+from rlhf_megatron.rollout.sglang.environment import check_sglang
+from rlhf_megatron.rollout.sglang.places import VISIBLE, on_cpu
+
+CPU, GPU = "CPU", "GPU"  # Ray's names
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What one machine is to have."""
+
+    name: str  # in messages: "ranks 0-7", "engine0"
+    num_cpus: float
+    num_gpus: float = 0
+    machine: str = ""  # address of the only one that will do; empty: any
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """As Ray takes it: what is 0 is left out."""
+        found = {name: amount for name, amount in ((CPU, self.num_cpus), (GPU, self.num_gpus)) if amount > 0}
+        return found | ({f"node:{self.machine}": 0.001} if self.machine else {})  # every machine has 1 of its own
+
+    def __str__(self) -> str:
+        """ "ranks 0-7: 8 CPU, 8 GPU on 10.0.0.1"."""
+        return f"{self.name}: {amounts(self.resources) or 'nothing'}{f' on {self.machine}' if self.machine else ''}"
+
+
+def rank_bundles(config: RunConfig, uses_gpus: bool) -> tuple[Bundle, ...]:
+    """One a machine (trainer.nnodes), for its share of the ranks; bundle i has ranks i x n_gpus_per_node and on."""
+    each = config.trainer.n_gpus_per_node
+    shares = [range(first, first + each) for first in range(0, world_size(config), each)]
+    engines = _engine_shares(config, len(shares)) if config.rollout.colocated else [0] * len(shares)
+    return tuple(
+        Bundle(
+            f"ranks {share[0]}-{share[-1]}" if len(share) > 1 else f"rank {share[0]}",
+            len(share) * config.ray.num_cpus_per_rank + num_engines * config.ray.num_cpus_per_engine,
+            len(share) if uses_gpus else 0,
+        )
+        for share, num_engines in zip(shares, engines, strict=True)
+    )
+
+
+def engine_bundles(config: RunConfig, uses_gpus: bool, gpus_per_engine: int = 1) -> tuple[Bundle, ...]:
+    """One an engine that the run starts beside the ranks: () where engines are colocated or attached to."""
+    if config.rollout.colocated or config.rollout.endpoints:
+        return ()
+    num_gpus = gpus_per_engine if uses_gpus else 0
+    return tuple(
+        Bundle(f"engine{index}", config.ray.num_cpus_per_engine, num_gpus)
+        for index in range(config.rollout.num_engines)
+    )
+
+
+def cpus_of_own_cluster(bundles: Sequence[Bundle], num_cores: int) -> int:
+    """CPUs that a cluster of this machine is told to have: Ray only counts them, and few cores run many ranks."""
+    return max(num_cores, math.ceil(sum(bundle.num_cpus for bundle in bundles)))
+
+
+def shortage(
+    bundles: Sequence[Bundle], machines: Sequence[Mapping[str, float]], seconds: float, is_own_cluster: bool
+) -> str:
+    """Why there was no place for `bundles`: what was asked for, what there is, what to do.
+
+    `machines`: resources of each in all; `seconds`: how long the run has waited.
+    """
+    asked = _sum([bundle.resources for bundle in bundles])
+    total = _sum(machines)
+    missing = {name: amount for name, amount in asked.items() if amount > total.get(name, 0)}
+    limit = "" if is_own_cluster else " (ray.start_timeout_s)"  # a cluster of this machine does not grow
+    lines = [f"the Ray cluster has no place for this run after {seconds:.0f} s{limit}. Asked for:"]
+    lines += [f"  {bundle}" for bundle in bundles]
+    lines += ["The cluster has:"]
+    lines += [f"  machine {n}: {amounts(machine)}" for n, machine in enumerate(machines)] or ["  no machine"]
+    if missing:
+        lines.append(f"In all {amounts(asked)} are asked for, and there are {amounts(total) or 'none'}.")
+    elif any(all(_misses(bundle, machine) for machine in machines) for bundle in bundles):
+        lines.append("No machine is large enough for each of these shares.")
+    else:
+        lines.append("There would be room, but others use it.")
+    fix = "lower trainer.n_gpus_per_node, trainer.nnodes, rollout.num_engines, or ray.num_cpus_per_rank"
+    join = "set ray.address to a larger cluster" if is_own_cluster else "add machines to the cluster"
+    lines.append(f"Fix: {fix}; {join}{'' if missing or is_own_cluster else ', or raise ray.start_timeout_s'}.")
+    return "\n".join(lines)
+
+
+def amounts(resources: Mapping[str, float]) -> str:
+    """ "8 CPU, 2 GPU": what a run asks for, of all that a machine has."""
+    return ", ".join(f"{resources[name]:g} {name}" for name in (CPU, GPU) if resources.get(name))
+
+
+def _misses(bundle: Bundle, machine: Mapping[str, float]) -> bool:
+    return any(amount > machine.get(name, 0) for name, amount in bundle.resources.items())
+
+
+def _sum(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: sum(part.get(name, 0) for part in parts) for name in (CPU, GPU)}
+
+
+def _engine_shares(config: RunConfig, num_machines: int) -> list[int]:
+    """Colocated engines of each machine, in order."""
+    num_engines = config.rollout.num_engines
+    return [len(range(machine, num_engines, num_machines)) for machine in range(num_machines)]
+
+
+class Spot(Protocol):
+    """Where a process runs; see `runtime.ray.Whereabouts`."""
+
+    @property
+    def address(self) -> str: ...
+    @property
+    def machine(self) -> str: ...
+    @property
+    def devices(self) -> tuple[str, ...]: ...
+
+
+@dataclass(frozen=True)
+class Seating:
+    """What decides about the seat of one engine, beside the place that Ray has given it."""
+
+    name: str
+    driver_machine: str  # as `processes.machine_id`
+    ranks: tuple[Spot, ...]  # of the trainer
+    must_share_machine: bool  # weights come through memory of the driver's machine
+    num_shared: int = 0  # devices that it takes turns with; 0: it has its own, or none
+    first_shared: int = 0  # of the ranks' devices on its machine
+
+
+def gpus_per_engine(config: RunConfig) -> int:
+    """GPUs that Ray is asked for; 0: its server runs on a CPU. Raises ValueError as `check_sglang`."""
+    rollout = config.rollout
+    if rollout.engine == "local":
+        return 1
+    sglang = rollout.sglang
+    arguments = check_sglang(sglang.python, sglang.args, sglang.env).arguments.values if sglang.args else {}
+    if on_cpu(arguments, sglang.env):
+        return 0
+    return int(str(arguments.get("tp-size", 1))) * int(str(arguments.get("gpu-id-step", 1)))
+
+
+def must_share_machine(config: RunConfig) -> bool:
+    """Whether engines can only work on the driver's machine: weights reach them through its memory."""
+    return config.rollout.engine == "local" or config.rollout.weight_transport == "tensor"
+
+
+def bundle_of_engine(config: RunConfig, index: int) -> int:
+    """Number of its bundle in the run's reservation (`ray_places`): one a machine for the ranks, which colocated
+    engines take in turns, then one an engine."""
+    num_machines = config.trainer.nnodes
+    return index % num_machines if config.rollout.colocated else num_machines + index
+
+
+def seat_of(own: Spot, seating: Seating) -> Seat:
+    """The seat of an engine that Ray has placed at `own`.
+
+    It listens to its machine only where driver and ranks are on it too. It sees its own devices first, then those of
+    the ranks on its machine, whose memory it opens to take weights. Raises EngineError where it cannot work there.
+    """
+    if seating.must_share_machine and own.machine != seating.driver_machine:
+        raise EngineError(
+            f"{seating.name} was placed on {own.address}, another machine than the driver's, which weights do not"
+            " reach: rollout.engine local and rollout.weight_transport tensor go through the driver's memory; use"
+            " sglang with process_group or disk, or make room on the driver's machine."
+        )
+    is_alone = seating.must_share_machine or all(
+        machine == own.machine for machine in (seating.driver_machine, *(rank.machine for rank in seating.ranks))
+    )
+    of_ranks = [device for rank in seating.ranks if rank.machine == own.machine for device in rank.devices]
+    devices = visible_devices(seating, own.devices, of_ranks)
+    return Seat(LOOPBACK if is_alone else own.address, {VISIBLE: ",".join(devices)} if devices else {})
+
+
+def visible_devices(seating: Seating, own: Sequence[str], of_ranks: Sequence[str]) -> list[str]:
+    """In the order in which the server counts them, each once. Raises EngineError where engines that take turns with
+    the ranks are too many for their devices."""
+    first = list(own)
+    if seating.num_shared and of_ranks:
+        end = seating.first_shared + seating.num_shared
+        if end > len(of_ranks):
+            raise EngineError(
+                f"{seating.name} takes turns with devices {seating.first_shared} to {end - 1} of the ranks on its"
+                f" machine, which have {len(of_ranks)} (rollout.colocated); lower rollout.num_engines or its tp-size."
+            )
+        first = list(of_ranks[seating.first_shared : end])
+    return list(dict.fromkeys([*first, *of_ranks]))

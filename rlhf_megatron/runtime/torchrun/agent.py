@@ -1,0 +1,166 @@
+"""torch.distributed.run, with the run's own exit code and without the noise.
+
+Started as `python -m rlhf_megatron.runtime.torchrun.agent`.
+
+torchrun exits with 1 and prints a table whatever a rank's exit code was; the controller has said what went wrong.
+torchrun kills the ranks soon after a signal; here they get it and end by themselves, when the run's state is saved
+(`runtime.stopping`), and what is left after STOP_LIMIT_ENV seconds is killed. On one machine (--standalone) the control
+channel's secret is drawn here and all sockets are on the loopback interface. On several, gloo takes the interface that
+leads to node 0, the store listens on MASTER_ADDR only, and an agent ends when another has (`runtime.nodes`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from types import FrameType
+
+# Read when torch is imported. A store that goes away is an ordinary end here, no reason for a stack trace in C++.
+_LOG_LEVEL_ENV = "TORCH_CPP_LOG_LEVEL"
+_HAS_LOG_LEVEL = _LOG_LEVEL_ENV in os.environ
+os.environ.setdefault(_LOG_LEVEL_ENV, "ERROR")
+
+from torch.distributed import DistNetworkError, DistStoreError  # noqa: E402
+from torch.distributed.elastic.multiprocessing import api as elastic_processes  # noqa: E402
+from torch.distributed.elastic.multiprocessing.api import SignalException  # noqa: E402
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: E402
+from torch.distributed.run import parse_args, run  # noqa: E402
+
+from rlhf_megatron.resharding.transfer_dir import make_transfer_dir  # noqa: E402
+from rlhf_megatron.runtime.channel import SECRET_ENV, SECRET_FILE_ENV, new_secret  # noqa: E402
+from rlhf_megatron.runtime.processes import AGENTS_PARENT_ENV, children_with, die_with_parent  # noqa: E402
+from rlhf_megatron.runtime.stopping import SIGNALS, STOP_LIMIT_ENV  # noqa: E402
+from rlhf_megatron.runtime.torchrun.nodes import OtherNodes, interface_towards, told  # noqa: E402
+from rlhf_megatron.runtime.torchrun.stores import bind_stores  # noqa: E402
+
+ELASTIC = "torch.distributed.elastic"
+USAGE_EXIT_CODE = 2
+STOP_LIMIT_S = 1800.0  # where STOP_LIMIT_ENV does not say
+OTHERS_ENDED_LIMIT_S = 30.0  # the same when another node has ended
+
+
+class Ranks:
+    """The ranks of this machine, as far as signals go."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._has_limit = False
+
+    def take_signals(self) -> None:
+        """Signals go to the ranks; the agent goes on until they have ended. On the main thread.
+
+        Every version of torch sets its own handler when it starts the ranks, and looks for it in its module.
+        """
+        assert hasattr(elastic_processes, "_terminate_process_handler"), "this torch takes signals in another way"
+        self._torchs_handler = elastic_processes._terminate_process_handler
+        setattr(elastic_processes, "_terminate_process_handler", self._on_signal)  # noqa: B010  mypy sees a function
+        signal.signal(signal.SIGUSR1, self._on_signal)  # newer versions alone can be told to handle it
+
+    def end(self) -> None:
+        """The run is over elsewhere. On any thread."""
+        self._limit_s = OTHERS_ENDED_LIMIT_S
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number not in SIGNALS:
+            self._torchs_handler(number, frame)
+        pids = children_with("TORCHELASTIC_RUN_ID")
+        if not pids:  # not started yet, or all ended
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        _send(pids, number)
+        if not self._has_limit:
+            self._has_limit = True
+            timer = threading.Timer(self._limit_s, self._kill_late)
+            timer.daemon = True
+            timer.start()
+
+    def kill(self) -> None:
+        """On any thread."""
+        _send(children_with("TORCHELASTIC_RUN_ID"), signal.SIGKILL)
+
+    def _kill_late(self) -> None:
+        pids = children_with("TORCHELASTIC_RUN_ID")
+        sys.stderr.write(f"the ranks {pids} have not ended within {self._limit_s:g} s of a signal; they are killed\n")
+        _send(pids, signal.SIGKILL)
+
+
+def _send(pids: Sequence[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit code: the controller's where a rank has it, 128 + n for signal n, 0 when no rank failed."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(ELASTIC):  # each of them has a level of its own
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    if not _HAS_LOG_LEVEL:
+        del os.environ[_LOG_LEVEL_ENV]  # it is for this process, not for the ranks
+    ranks = Ranks(float(os.environ.pop(STOP_LIMIT_ENV, STOP_LIMIT_S)))
+    ranks.take_signals()
+    if parent := os.environ.pop(AGENTS_PARENT_ENV, None):
+        die_with_parent(signal.SIGTERM, int(parent))
+    bind_stores()
+    parsed = parse_args(list(arguments))
+    others = None
+    if parsed.standalone:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if SECRET_FILE_ENV not in os.environ:
+            os.environ[SECRET_ENV] = new_secret()
+    else:
+        if interface := interface_towards(parsed.master_addr):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        others = OtherNodes(parsed.master_addr, parsed.master_port, parsed.node_rank, ranks.end, ranks.kill)
+    code = _run_aside(parsed)
+    if others is not None:
+        others.leave(code)
+        if others.ended is not None:
+            reason, code = others.ended
+            sys.stderr.write(told(reason))
+    return code
+
+
+def _run_aside(parsed: argparse.Namespace) -> int:
+    """torchrun leaves a directory of error files behind; here it goes with the agent, or when the next one starts."""
+    if parsed.log_dir is not None:
+        return _run(parsed)
+    with make_transfer_dir(tempfile.gettempdir(), 0) as aside:
+        parsed.log_dir = str(aside.path)
+        return _run(parsed)
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    try:
+        run(parsed)
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        codes = [failures.exitcode for _, failures in sorted(error.failures.items())]
+        # A rank that was killed may have ended first; the first rank of the node has the controller's code.
+        code: int = codes[0] if codes[0] > 0 else failure.exitcode
+        return 128 - code if code < 0 else code
+    except SignalException as error:
+        return 128 + error.sigval
+    except (DistNetworkError, DistStoreError) as error:
+        place = f"{parsed.master_addr}:{parsed.master_port}"
+        sys.stderr.write(
+            f"no rendezvous at {place} (MASTER_ADDR:MASTER_PORT): {str(error).splitlines()[0]}\n"
+            "On node 0 the port must be free; on the others it must be reachable. Set MASTER_PORT to another port.\n"
+        )
+        return USAGE_EXIT_CODE
+    return 0
+
+
+if __name__ == "__main__":
+    exit_code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)  # a thread of torch's store that is in C++ while the interpreter shuts down aborts the process

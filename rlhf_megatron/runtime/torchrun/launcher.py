@@ -1,0 +1,236 @@
+"""The torchrun launcher: every rank is a host, and rank 0 starts the controller beside itself.
+
+    torchrun agent --- host 0 --- controller        A process ends when its parent does.
+                   |-- host 1                       Control channel: controller <-> every host.
+                   `-- host 2 ...                   Rendezvous store: in the agent of node 0; addresses and exit codes.
+
+The first ranks are the actor's pool; the critic's, where it has one, are the last (`runtime.pools`). Each pool is a
+torch world of its own, and one ends with the other.
+
+When the controller exits with code c, so does every host. When a host dies the controller says which and exits; then
+the other hosts leave. The secret of the control channel comes from the environment or a file (`runtime.channel`);
+without either it is drawn here and passed through the rendezvous store, which torch does not authenticate: run several
+nodes on a private network. What a signal does: `runtime.stopping`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from rlhf_megatron.config.errors import ConfigError
+from rlhf_megatron.runtime import channel, registration
+from rlhf_megatron.runtime.controller import Deadlines, control
+from rlhf_megatron.runtime.host import BuildRoles
+from rlhf_megatron.runtime.pool import PoolSpec, pool_of_rank
+from rlhf_megatron.runtime.processes import die_with_parent, machine_id, on_signals, state_of
+from rlhf_megatron.runtime.rank import RankPlace, run_rank
+from rlhf_megatron.runtime.routed import RoutedGroups
+from rlhf_megatron.runtime.stopping import CLEANUP_S, HOST_SLACK_S, SIGNALS, STOP_LIMIT_ENV, ControllerStop, HostStop
+from rlhf_megatron.stop import StopRequest
+
+logger = logging.getLogger(__name__)
+
+EXIT_CODE_POLL_S = 0.1
+EXIT_CODE_S = 300.0  # for the controller to finish after it has let the hosts go
+_LISTENER_ENV = "RLHF_MEGATRON_CONTROL_FD"
+_PARENT_ENV = "RLHF_MEGATRON_CONTROL_PARENT"
+_ADDRESS, _SECRET, _EXIT_CODE = "control/address", "control/secret", "control/exit_code"  # keys in the store
+_SETTINGS, _RANK_0 = "control/settings", "control/rank_0"  # the second: its machine and process
+_RANK_ENV = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ROLE_", "GROUP_")
+
+
+def launch_single_node(
+    arguments: Sequence[str], num_processes: int, module: str = "rlhf_megatron", stop_s: float = Deadlines.stop_s
+) -> NoReturn:
+    """Become `python -m module arguments` on `num_processes` ranks of this machine, under torchrun. Does not return."""
+    environment = dict(os.environ)
+    environment[STOP_LIMIT_ENV] = str(stop_s + CLEANUP_S + 3 * HOST_SLACK_S)
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
+    command = [
+        sys.executable,
+        "-m",
+        "rlhf_megatron.runtime.torchrun.agent",
+        "--standalone",
+        "--local-addr",
+        "127.0.0.1",
+    ]
+    command += ["--nproc-per-node", str(num_processes), "-m", module, *arguments]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, command, environment)
+
+
+def is_under_torchrun() -> bool:
+    """True in a process that torchrun started."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
+
+
+def run_host(
+    build_roles: BuildRoles,
+    pools: Sequence[PoolSpec],
+    controller_arguments: Sequence[str],
+    log_dir: Path,
+    deadlines: Deadlines,
+    backend: str = "gloo",
+    settings: Sequence[str] = (),
+    controller_descriptors: Sequence[int] = (),
+) -> int:
+    """The life of a rank under torchrun, in the pool that has it. Returns the process's exit code: the controller's.
+
+    Rank 0 starts the controller as `python controller_arguments`; that program calls `run_controller`. From then on
+    this process writes to log_dir/rank<N>.log. `backend`: of the pool's process group. `settings`: "key: value" lines
+    that all ranks must have alike. `controller_descriptors`: open files that the controller inherits. Call it before
+    CUDA is used.
+
+    Raises ValueError when torchrun's number of ranks is not that of `pools`, ConfigError when settings differ.
+    """
+    rank = int(os.environ["RANK"])
+    if (world_size := int(os.environ["WORLD_SIZE"])) != pools[-1].end:
+        raise ValueError(
+            f"torchrun started {world_size} ranks, but {' and '.join(map(str, pools))} need {pools[-1].end}; "
+            "change NNODES x NPROC_PER_NODE, or trainer.nnodes x trainer.n_gpus_per_node."
+        )
+    die_with_parent(signal.SIGTERM if rank == 0 else signal.SIGKILL)
+    store = _rendezvous_store("control", deadlines.startup_s)
+    _agree(store, rank, settings)
+    secret = channel.given_secret(os.environ)
+    os.environ.pop(channel.SECRET_ENV, None)
+    if rank == 0:
+        process, exit_code = _start_controller(store, secret, controller_arguments, controller_descriptors)
+        stopping = HostStop(deadlines.stop_s, process)
+    else:
+        exit_code = _exit_code_from(store)
+        stopping = HostStop(deadlines.stop_s)
+    on_signals(SIGNALS, stopping.on_signal)
+    place = RankPlace(rank, pool_of_rank(pools, rank))
+    host, _, port = store.get(_ADDRESS).decode().rpartition(":")  # rank 0 has made the run directory when this is set
+    secret = secret or bytes(store.get(_SECRET))
+    is_served = run_rank(
+        place,
+        (host, int(port)),
+        secret,
+        build_roles,
+        lambda: _rendezvous_store(f"pool/{place.pool.name}", deadlines.startup_s),
+        log_dir,
+        deadlines,
+        backend,
+        stopping,
+        exit_code,
+    )
+    return exit_code() if is_served else 1
+
+
+def run_controller(
+    run: Callable[[RoutedGroups], int], pools: Sequence[PoolSpec], deadlines: Deadlines, stop: StopRequest | None = None
+) -> int:
+    """The life of the controller that `run_host` started: wait for the hosts, `run`, end the hosts. Returns its code.
+
+    A signal, to this process or to a host, becomes `stop`, which `run` is to look at. Raises what `run` raises;
+    HostError, also a ValueError where a user can fix it, for what goes wrong on hosts; SystemExit(128 + n) for a signal
+    without `stop` or before `run` has begun, a second one, and when `run` does not end in time. On the main thread.
+    """
+    secret = channel.given_secret(os.environ)
+    assert secret is not None, "the host that started this process gave it the secret"
+    os.environ.pop(channel.SECRET_ENV)
+    listener = socket.socket(fileno=int(os.environ.pop(_LISTENER_ENV)))
+    parent = int(os.environ.pop(_PARENT_ENV))
+    stopping = ControllerStop(stop or StopRequest(), deadlines.stop_s, parent)
+    with stopping.installed():
+        die_with_parent(signal.SIGTERM, parent)
+        return control(run, listener, secret, pools, deadlines, stopping, is_stoppable=stop is not None)
+
+
+def _rendezvous_store(prefix: str, timeout_s: float) -> dist.Store:
+    """A connection of its own to torchrun's store: a blocked call on one does not hold up the other."""
+    store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"rlhf_megatron/{attempt}/{prefix}", store)
+
+
+def _agree(store: dist.Store, rank: int, settings: Sequence[str]) -> None:
+    """Nodes read files of their own, which may differ; rank 0's are the run's."""
+    if rank == 0:
+        store.set(_SETTINGS, "\0".join(settings))
+        return
+    if not settings:
+        return
+    theirs = bytes(store.get(_SETTINGS)).decode().split("\0")
+    pairs = itertools.zip_longest(settings, theirs, fillvalue="nothing")
+    different = [f"{ours} here, but {other} on rank 0" for ours, other in pairs if ours != other]
+    if different:
+        raise ConfigError([f"{line}; start all nodes with the same files and arguments." for line in different])
+
+
+def _start_controller(
+    store: dist.Store, secret: bytes | None, arguments: Sequence[str], descriptors: Sequence[int]
+) -> tuple[subprocess.Popen[bytes], Callable[[], int]]:
+    """Start it and publish where it listens. Returns it, and a function that waits for its exit code."""
+    is_single_node = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    address = "127.0.0.1" if is_single_node else os.environ["MASTER_ADDR"]
+    listener = registration.listen(address)
+    if secret is None:
+        secret = channel.new_secret().encode()
+        store.set(_SECRET, secret.decode())
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith((*_RANK_ENV, "TORCHELASTIC_"))
+    }
+    environment[channel.SECRET_ENV] = secret.decode()
+    environment[_LISTENER_ENV] = str(listener.fileno())
+    environment[_PARENT_ENV] = str(os.getpid())
+    passed = [listener.fileno(), *descriptors]
+    process = subprocess.Popen([sys.executable, *arguments], env=environment, pass_fds=passed)
+    port = listener.getsockname()[1]
+    listener.close()
+
+    published: Future[int] = Future()
+
+    def watch() -> None:
+        code = process.wait()
+        code = 128 - code if code < 0 else code
+        with contextlib.suppress(RuntimeError):  # the store is gone: so are the others
+            store.set(_EXIT_CODE, str(code))
+        if code != 0 and not is_single_node:  # torchrun ends all ranks, and the store, as soon as this one has failed
+            time.sleep(5 * EXIT_CODE_POLL_S)
+        published.set_result(code)
+
+    threading.Thread(target=watch, name="controller", daemon=True).start()
+    store.set(_RANK_0, f"{machine_id()} {os.getpid()}")
+    store.set(_ADDRESS, f"{address}:{port}")
+    return process, published.result
+
+
+def _exit_code_from(store: dist.Store) -> Callable[[], int]:
+    """A function that waits until rank 0 has published the controller's exit code; 1 when that does not come."""
+
+    def wait() -> int:
+        deadline = time.monotonic() + EXIT_CODE_S
+        try:
+            machine, _, pid = store.get(_RANK_0).decode().rpartition(" ")
+            while not store.check([_EXIT_CODE]):
+                is_gone = machine == machine_id() and state_of(int(pid)) in ("", "Z", "T")
+                if (is_gone and not store.check([_EXIT_CODE])) or time.monotonic() > deadline:
+                    logger.warning("rank 0 has ended, is stopped, or has no exit code for %g s", EXIT_CODE_S)
+                    return 1
+                time.sleep(EXIT_CODE_POLL_S)
+            return int(store.get(_EXIT_CODE))
+        except (RuntimeError, ValueError) as error:  # torch's own errors are RuntimeErrors
+            logger.warning("the rendezvous store is gone: %s", error)
+            return 1
+
+    return wait

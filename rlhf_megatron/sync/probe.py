@@ -1,0 +1,107 @@
+"""Fixed prompts, continued by an engine and scored by the trainer: the check for an engine that cannot tell digests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron.algorithms.mismatch import mismatch_statistics, worst_tokens
+from rlhf_megatron.config.schema import CheckConfig, RunConfig
+from rlhf_megatron.data.batch import TokenBatch, offsets_from_lengths
+from rlhf_megatron.observe.metrics.mismatch import past_thresholds
+from rlhf_megatron.rollout.engine import Engine, EngineError, GeneratedSample, GenerateRequest, SamplingParams
+from rlhf_megatron.runtime.worker_group import WorkerGroup
+
+NUM_TOKENS = 16  # that are sampled for a prompt
+_SEED = 20_000  # of the first; the others count up
+
+
+class Probe:
+    """Callable with an engine that serves. To be called while the hosts hold what the engine was sent."""
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        prompts: Sequence[tuple[int, ...]],
+        checks: CheckConfig,
+        *,
+        is_exact: bool,
+        temperature: float,
+        token_budget: int,
+        timeout_s: float,
+        num_tokens: int = NUM_TOKENS,
+    ) -> None:
+        """`prompts`: token ids. `is_exact`: trainer and engine both compute in float32. `timeout_s`: of the engine."""
+        params = SamplingParams(num_tokens, temperature)
+        self.group = group
+        self.checks = checks
+        self.is_exact = is_exact
+        self.token_budget = token_budget
+        self.timeout_s = timeout_s
+        self._requests = [GenerateRequest(ids, (_SEED + i,), params) for i, ids in enumerate(prompts)]
+
+    def __call__(self, engine: Engine) -> None:
+        """Raises EngineError naming the token on which engine and trainer differ most, when that is too much."""
+        samples = [group[0] for group in engine.generate(self._requests, self.timeout_s)]
+        if not all(sample.token_ids for sample in samples):
+            raise EngineError(f"{engine.address.name} sampled nothing for a prompt of the probe.")
+        tokens = self._batch(samples)
+        by_engine = self._on_tokens(samples)
+        by_trainer: Tensor = (
+            self.group.scatter(
+                "actor.log_probs",
+                tokens,
+                token_budget=self.token_budget,
+                temperature=self._requests[0].params.temperature,
+                with_entropy=False,
+            )
+            .result()
+            .log_probs
+        )
+        found = mismatch_statistics(by_engine, by_trainer, tokens.response_mask)
+        past = past_thresholds(self.checks, self.is_exact, found)
+        if past:
+            raise EngineError(
+                f"{engine.address.name} does not sample from the weights that it was sent: over"
+                f" {int(tokens.response_mask.sum())} tokens after {len(samples)} prompts {'; '.join(past)}; the worst"
+                f" is {_worst(by_engine, by_trainer, tokens)}. It is STALE."
+            )
+
+    def _batch(self, samples: Sequence[GeneratedSample]) -> TokenBatch:
+        rows = [(r.prompt_ids, s.token_ids) for r, s in zip(self._requests, samples, strict=True)]
+        return TokenBatch(
+            offsets=offsets_from_lengths(torch.tensor([len(prompt) + len(response) for prompt, response in rows])),
+            token_ids=torch.tensor([token for row in rows for part in row for token in part]),
+            response_mask=torch.tensor([is_new for row in rows for is_new in (0, 1) for _ in row[is_new]]) == 1,
+        )
+
+    def _on_tokens(self, samples: Sequence[GeneratedSample]) -> Tensor:
+        """[T] float32, zero on prompts."""
+        rows = zip(self._requests, samples, strict=True)
+        return torch.tensor([x for r, s in rows for x in (*(0.0 for _ in r.prompt_ids), *s.log_probs)])
+
+
+def _worst(by_engine: Tensor, by_trainer: Tensor, tokens: TokenBatch) -> str:
+    position = int(worst_tokens(by_engine, by_trainer, tokens.response_mask, 1)[0])
+    prompt = int(torch.searchsorted(tokens.offsets, position, right=True)) - 1
+    place = int(tokens.response_mask[tokens.offsets[prompt] : position].sum())
+    return (
+        f"token {int(tokens.token_ids[position])} at place {place} after prompt {prompt}: log-prob"
+        f" {by_engine[position]:.5f} by the engine, {by_trainer[position]:.5f} by the trainer"
+    )
+
+
+def make_probe(config: RunConfig, group: WorkerGroup, prompts: Sequence[tuple[int, ...]]) -> Probe:
+    """The probe of a run, on the first of its `prompts`."""
+    return Probe(
+        group,
+        prompts[: config.checks.probe_prompts],
+        config.checks,
+        is_exact=config.model.dtype == "float32" and config.rollout.dtype in (None, "float32"),
+        temperature=config.rollout.temperature,
+        token_budget=config.actor.ppo_max_token_len_per_gpu,
+        timeout_s=config.rollout.request_timeout_s,
+        num_tokens=min(NUM_TOKENS, config.data.max_response_length),
+    )

@@ -1,0 +1,194 @@
+"""The configuration of ours as it grows, and what could not be taken over.
+
+Also: What no rule has dealt with: settings of the same name here, and those without counterpart, with the reason.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_megatron.config.keys import leaf_keys, value_of
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.secrets import REDACTED, secrets_in
+from rlhf_megatron.config.verl_names import VERL_NAMES, VerlName, entry_of
+from rlhf_megatron.registry import Registry
+from rlhf_megatron.verl.defaults import DEFAULTS
+from rlhf_megatron.verl.given import Given
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What is registered: the names and parameters that a configuration may have."""
+
+    estimators: Registry[Any]
+    losses: Registry[Any]
+    rewards: Registry[Any]
+
+
+@dataclass(frozen=True)
+class Told:
+    """What only a user knows. None: not told."""
+
+    train_rows: int | None = None  # of the training files: epochs into steps
+    response_length: int | None = None  # usual tokens of a response: nats a token into nats a response
+    home: str = ""  # directory that ~ stands for
+
+
+@dataclass(frozen=True)
+class Value:
+    value: Any
+    sources: tuple[str, ...]  # names of verl's settings that it is made of
+    is_default: bool  # of verl: the file does not say it
+    note: str = ""  # where the meaning differs
+
+
+@dataclass(frozen=True)
+class Left:
+    """A setting of verl without counterpart here."""
+
+    name: str  # as written; "" where the file should say something and does not
+    value: Any
+    reason: str
+    learns: bool  # it changes what is learnt
+
+
+class Draft:
+    def __init__(self, given: Given, parts: Parts, told: Told) -> None:
+        self.given, self.parts, self.told = given, parts, told
+        self.values: dict[str, Value] = {}
+        self.left: list[Left] = []
+        self.num_off = 0  # settings that ask for nothing
+
+    def put(self, key: str, value: Any, sources: tuple[str, ...], note: str = "") -> None:
+        """`sources`: settings of verl, in today's names; they are dealt with."""
+        self.given.ignore(*sources)
+        written = tuple(filter(self.given.has, sources))
+        names = tuple(self.given.name(source) for source in written or sources)
+        if secrets_in(value, key):
+            self.left.append(Left(names[0] if names else key, REDACTED, "a secret: write it yourself", False))
+            return
+        self.values[key] = Value(value, names, bool(sources) and not written, note)
+
+    def copy(self, source: str, key: str = "", value: Any = ..., note: str = "") -> None:
+        """The setting `source` as ours of the name `key` (the same, if none is given); verl's default of it where the
+        file is silent and ours is another."""
+        key = key or source
+        if value is ...:
+            value = self.given.get(source)
+        self.given.ignore(source)
+        if not self.given.has(source) and (source not in DEFAULTS or _same(value, default_of(key))):
+            return
+        if value is not None or self.given.has(source):
+            self.put(key, value, (source,), note)
+
+    def leave(self, source: str, reason: str, learns: bool = False) -> None:
+        value = self.given.get(source)
+        name = self.given.name(source)
+        self.left.append(Left(name, REDACTED if secrets_in(value, source) else value, reason, learns))
+
+    def ask(self, reason: str) -> None:
+        """Something that the file does not say, or not in our units, and that changes what is learnt."""
+        self.left.append(Left("", None, reason, True))
+
+
+def default_of(key: str) -> Any:
+    """Ours; None for an entry of a free mapping."""
+    return value_of(RunConfig(), key) if key in leaf_keys(RunConfig) else None
+
+
+def _same(value: Any, other: Any) -> bool:
+    plain = list(other) if isinstance(other, tuple) else other
+    return bool(value == plain) and isinstance(value, bool) == isinstance(plain, bool)
+
+
+def tree_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Key paths as nested sections, in the order of the schema; entries of free mappings stand inside of these."""
+    order = {key: place for place, key in enumerate(leaf_keys(RunConfig))}
+    tree: dict[str, Any] = {}
+    for key in sorted(values, key=lambda key: order.get(key, order.get(free_mapping(key), len(order)))):
+        *sections, name = key.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[name] = values[key]
+    return tree
+
+
+def free_mapping(key: str) -> str:
+    """The setting of ours in which the entry `key` stands, or ""."""
+    while key:
+        if key in leaf_keys(RunConfig):
+            return key
+        key = key.rpartition(".")[0]
+    return ""
+
+
+LEARNING = ("actor", "algorithm", "critic", "data", "distillation", "model", "reference", "reward", "rollout")
+"""Sections in which an unknown setting may change what is learnt."""
+
+FOLLOWERS = {
+    "critic.model.tokenizer_path": "model.path",
+    **{f"{role}.rollout_n": "rollout.n" for role in ("actor", "critic", "reference")},
+}
+
+
+def rest(draft: Draft) -> None:
+    for key in draft.given.rest():
+        if key.rpartition(".")[2] == "_target_":
+            draft.given.ignore(key)
+        elif (key in leaf_keys(RunConfig) and draft.given.look(key) is None is default_of(key)) or _follows(draft, key):
+            draft.given.ignore(key)
+            draft.num_off += 1
+        elif free_mapping(key):
+            draft.copy(key)
+        else:
+            _leave(draft, key)
+
+
+def _follows(draft: Draft, key: str) -> bool:
+    """verl's copies of other settings, as long as they are that."""
+    other = FOLLOWERS.get(key)
+    return other is not None and draft.given.look(key) == draft.given.look(other)
+
+
+def _leave(draft: Draft, key: str) -> None:
+    entry, value = entry_of(key), draft.given.get(key)
+    if entry is None:
+        reason = f"unknown; {near(key)}" if near(key) else "unknown"
+        draft.leave(key, reason, learns=not is_off(value) and key.partition(".")[0] in LEARNING)
+    elif is_off(value) or value in entry.off or not _is_switched_on(draft, entry):
+        draft.num_off += 1
+    else:
+        draft.leave(key, reason_of(entry), entry.learns)
+
+
+def reason_of(entry: VerlName) -> str:
+    """Of a setting without counterpart, or whose counterpart is something else."""
+    note = entry.note.removesuffix("; remove it")
+    if entry.target is None:
+        return note
+    return f"see {entry.target}: {note}" if note else f"see {entry.target}"
+
+
+def _is_switched_on(draft: Draft, entry: VerlName) -> bool:
+    return not entry.switch or not is_off(draft.given.look(entry.switch))
+
+
+def is_off(value: Any) -> bool:
+    """A value that asks for nothing."""
+    return value is None or value is False or value in ("", "null", "none", "None", "disabled", 0, [], {}, -1)
+
+
+def near(key: str) -> str:
+    """What a misspelt setting of verl may have meant, as a sentence or ""."""
+    known = (
+        {entry.name for entry in VERL_NAMES if not entry.name.endswith("*")} | set(DEFAULTS) | set(leaf_keys(RunConfig))
+    )
+    section, _, name = key.rpartition(".")
+    siblings = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section}
+    found = difflib.get_close_matches(name, siblings, n=1, cutoff=0.7)
+    best = [siblings[found[0]]] if found else difflib.get_close_matches(key, known, n=1, cutoff=0.85)
+    return f"did you mean {best[0]}?" if best else ""

@@ -1,0 +1,192 @@
+"""The settings in a YAML file, a shell script or a list of overrides for verl. Nothing is run or followed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rlhf_megatron.config.errors import ConfigError, Problem
+from rlhf_megatron.config.source import MAX_CHARACTERS, MappingNode, Node, parse, plain
+from rlhf_megatron.verl.setting import Setting, Written
+from rlhf_megatron.verl.shell import UNKNOWN, Script, Word
+
+COMMAND_LINE = "command line"
+_OVERRIDE = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w-]*(?:[./@][A-Za-z_0-9][\w-]*)*)(?:=(.*))?\Z", re.DOTALL)
+_PROGRAM = re.compile(r"(?:^|[./])main_\w+(?:\.py)?\Z|(?:^|[/.])verl\.trainer\.\w+\Z")
+_NOT_OURS = ("hydra", "defaults")
+
+
+def read(text: str, source: str, environment: Mapping[str, str]) -> Written:
+    """`source`: name of the file, for messages. `environment`: what a script may take variables from.
+
+    Raises ConfigError for what is neither YAML nor a script with settings, with the reason.
+    """
+    if len(text) > MAX_CHARACTERS:
+        raise ConfigError([Problem(f"it has more than {MAX_CHARACTERS} characters; name another file.", where=source)])
+    is_yaml = source.endswith((".yaml", ".yml"))
+    if not is_yaml and not source.endswith((".sh", ".bash")):
+        is_yaml = _reads_as_yaml(text)
+    written = _of_yaml(text, source) if is_yaml else _of_script(text, source, environment)
+    if not written.settings:
+        what = "it holds no setting of verl; name a YAML file, or a script or list with overrides (section.key=value)."
+        raise ConfigError([Problem(what, where=source)])
+    return written
+
+
+def add_overrides(written: Written, overrides: Sequence[str]) -> None:
+    """Arguments of the command line over what a file says. Raises ConfigError for what is no override."""
+    problems = []
+    for override in overrides:
+        if _OVERRIDE.match(override) and ("=" in override or override.startswith("~")):
+            _add(written, override, COMMAND_LINE)
+        else:
+            problems.append(Problem(f"override {override!r} must have the form section.key=value.", where=COMMAND_LINE))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _reads_as_yaml(text: str) -> bool:
+    try:
+        return isinstance(parse(text, "", 0), MappingNode)
+    except ConfigError:
+        return not re.search(r"^\s*[+~]{0,2}[A-Za-z_]\w*(?:\.\w+)+=|main_ppo", text, re.MULTILINE)
+
+
+def _of_yaml(text: str, source: str) -> Written:
+    tree = parse(text, source, 0)
+    if not isinstance(tree, MappingNode):
+        raise ConfigError([Problem("it must be a mapping of sections (data:, actor_rollout_ref:, ...).", where=source)])
+    written = Written()
+    if "defaults" in tree.items:
+        written.notes.append(
+            "the `defaults:` list is not followed: what it would take from other files stands here at verl's defaults."
+            " For all of a run's settings, print them with verl's `--cfg job --resolve`."
+        )
+    for name, node in tree.items.items():
+        if name not in _NOT_OURS:
+            for setting in _leaves(name, node):
+                written.add(setting)
+    return written
+
+
+def _leaves(name: str, node: Node) -> Iterator[Setting]:
+    if isinstance(node, MappingNode) and node.items:
+        for key, child in node.items.items():
+            yield from _leaves(f"{name}.{key}", child)
+    else:
+        yield Setting(name, plain(node), str(node.origin))
+
+
+def _of_script(text: str, source: str, environment: Mapping[str, str]) -> Written:
+    if UNKNOWN in text:
+        raise ConfigError([Problem("it is not a text file; name another.", where=source)])
+    script = Script(environment)
+    try:
+        script.read(text)
+    except ValueError as error:
+        raise ConfigError([Problem(f"it cannot be read as a script: {error}", where=source)]) from None
+    written = Written()
+    for override, line in _overrides(script, source, written):
+        _add(written, override, f"{source}:{line}")
+    if script.from_environment:
+        used = ", ".join(sorted(script.from_environment))
+        written.notes.append(f"taken from this shell's environment, as the script would: {used}.")
+    if script.defaulted:
+        used = ", ".join(f"{name}={value}" for name, value in sorted(script.defaulted.items()))
+        written.notes.append(f"variables that nobody has set stand at the script's defaults: {used}.")
+    return written
+
+
+def _overrides(script: Script, source: str, written: Written) -> Iterator[tuple[str, int]]:
+    """(override, line) of the command that starts verl, or of all lines where there is none."""
+    starts = [
+        (command, index)
+        for command in script.commands
+        for index, word in enumerate(command)
+        if _PROGRAM.search(word.text) and not _looks_like_override(word.text)
+    ]
+    if len(starts) > 1:
+        lines = ", ".join(str(command[index].line) for command, index in starts)
+        text = f"it starts verl {len(starts)} times (lines {lines}); make a file of each, and give one."
+        raise ConfigError([Problem(text, where=source)])
+    if not starts:
+        for command in script.commands:
+            yield from ((text, line) for text, line in _joined(command) if _looks_like_override(text))
+        return
+    command, index = starts[0]
+    for word in command[index + 1 :]:
+        if re.match(r"--?config[-_](name|path|dir)", word.text):
+            name = word.text.partition("=")[2]
+            if name and not word.text.startswith("--config-path"):
+                written.notes.append(
+                    f"{word.text} is not read: what the command does not set stands here at verl's defaults"
+                    " (ppo_megatron_trainer)."
+                )
+        elif _looks_like_override(word.text):
+            yield word.text, word.line
+
+
+def _looks_like_override(text: str) -> bool:
+    match = _OVERRIDE.match(text)
+    return match is not None and ((match[3] is not None and "." in match[2]) or match[1] == "~")
+
+
+def _joined(command: Sequence[Word]) -> Iterator[tuple[str, int]]:
+    """Words of a plain list, in which a value may hold spaces inside of brackets."""
+    text, line = "", 0
+    for word in command:
+        is_open = text.count("[") > text.count("]") or text.count("{") > text.count("}")
+        if text and is_open:
+            text += " " + word.text
+            continue
+        if text:
+            yield text, line
+        text, line = word.text, word.line
+    if text:
+        yield text, line
+
+
+def _add(written: Written, override: str, where: str) -> None:
+    match = _OVERRIDE.match(override)
+    assert match is not None, f"{override!r} was looked at before"
+    prefix, name, text = match[1], match[2].replace("/", ".").partition("@")[0], match[3]
+    if name.partition(".")[0] in _NOT_OURS:
+        return
+    if prefix == "~":
+        written.remove(name)
+    elif text is not None and UNKNOWN in text:
+        written.remove(name)
+        shown = text.replace(UNKNOWN, "...")
+        written.problems.append(
+            f"{name}={shown}: its value depends on what only the shell can tell (a command, a branch, an argument of"
+            f" the script); give {name}=value on the command line. [{where}]"
+        )
+    else:
+        value = hydra_value(text or "", where)
+        if isinstance(value, Mapping) and value:
+            for setting in _flat(name, value, where):
+                written.add(setting)
+        else:
+            written.add(Setting(name, value, where))
+    if where == COMMAND_LINE:
+        written.problems = [problem for problem in written.problems if not problem.startswith(f"{name}=")]
+
+
+def _flat(name: str, value: Any, where: str) -> Iterator[Setting]:
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _flat(f"{name}.{key}", item, where)
+    else:
+        yield Setting(name, value, where)
+
+
+def hydra_value(text: str, where: str) -> Any:
+    """Of an override: Hydra's grammar, which is YAML's but for `{a:1}` and for text that YAML would refuse."""
+    text = text.strip()
+    if text.startswith(("{", "[")):
+        text = re.sub(r"([{,]\s*[\w.]+):(?=[^\s/])", r"\1: ", text)
+    try:
+        return plain(parse(text, where, 0, with_lines=False))
+    except ConfigError:
+        return text

@@ -1,0 +1,166 @@
+"""A configuration of verl as one of ours: read, mapped, checked, written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rlhf_megatron.config.load import parse_overrides
+from rlhf_megatron.config.rules.validate import ignored, problems_of
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.source import Loaded, MappingNode, parse, plain
+from rlhf_megatron.config.typed import BROKEN, Converter
+from rlhf_megatron.config.verl_names import has_known_below, suggest
+from rlhf_megatron.verl import algorithm as of_correction
+from rlhf_megatron.verl import data as of_data
+from rlhf_megatron.verl import data as of_reward
+from rlhf_megatron.verl import engines as of_engines
+from rlhf_megatron.verl import engines as of_layout
+from rlhf_megatron.verl.algorithm import estimator, group_filter, has_critic, kl_in_reward, policy_loss, resampling
+from rlhf_megatron.verl.draft import Draft, Left, Parts, Told, Value, rest
+from rlhf_megatron.verl.engines import as_steps, schedule
+from rlhf_megatron.verl.given import Given
+from rlhf_megatron.verl.setting import Written
+from rlhf_megatron.verl.trainer import actor_batches, critic_batches, optim, reference_batches, trainer
+from rlhf_megatron.verl.write import as_yaml
+
+
+@dataclass(frozen=True)
+class Translation:
+    """`text`: the YAML. `left`: without counterpart. `problems`: why `text` is not yet a configuration that runs."""
+
+    text: str
+    values: Mapping[str, Value]  # our key -> value
+    left: tuple[Left, ...]
+    notes: tuple[str, ...]
+    problems: tuple[str, ...]
+    dropped: tuple[tuple[str, str], ...]  # (our key, why it would have no effect)
+
+    @property
+    def is_whole(self) -> bool:
+        """Nothing that changes what is learnt is missing."""
+        return not any(one.learns for one in self.left)
+
+
+def translate(
+    written: Written,
+    source: str,
+    parts: Parts,
+    told: Told,
+    environment: Mapping[str, str],
+    ours: Sequence[str] = (),
+    target: str = "result",
+) -> Translation:
+    """`ours`: overrides of our own settings (key=value) over the result; `target`: its name in messages.
+
+    Raises ConfigError for overrides that are malformed.
+    """
+    given = Given(written, environment)
+    as_steps(given)
+    draft = Draft(given, parts, told)
+    _map(draft)
+    for override in parse_overrides(ours, layer=0):
+        _put_ours(draft, override)
+    dropped = _prune(draft)
+    notes = list(dict.fromkeys(given.notes))
+    if draft.num_off:
+        notes.append(f"settings that ask for nothing here, and are not listed: {draft.num_off}.")
+    text = as_yaml(draft.values, draft.left, dropped, notes, source)
+    loaded, problems = _loaded(text, target)
+    problems = [*given.problems, *problems]
+    if not problems:  # else one of these is the reason
+        problems = [str(problem) for problem in problems_of(loaded)]
+    return Translation(text, draft.values, tuple(draft.left), tuple(notes), tuple(problems), tuple(dropped))
+
+
+def _map(draft: Draft) -> None:
+    of_data.model(draft)
+    of_data.data(draft)
+    of_layout.actor_layout(draft)
+    actor_batches(draft)
+    optim(draft, "actor")
+    estimator(draft)
+    _critic(draft)
+    kl_in_reward(draft)
+    resampling(draft)
+    group_filter(draft)
+    policy_loss(draft)
+    of_correction.correction(draft)
+    schedule(draft)
+    reference_batches(draft)
+    of_layout.reference_layout(draft)
+    of_engines.sampling(draft)
+    of_engines.engines(draft)
+    of_reward.reward(draft)
+    trainer(draft)
+    rest(draft)
+
+
+def _critic(draft: Draft) -> None:
+    g = draft.given
+    is_wanted = has_critic(draft)
+    if g.look("critic.enable") is not None and g.flag("critic.enable") != is_wanted:
+        name = g.look("algorithm.adv_estimator")
+        if is_wanted:
+            g.problems.append(
+                f"{g.name('critic.enable')} (false) and algorithm.adv_estimator ({name}) contradict each other: it"
+                " needs a critic's values; choose one without, such as grpo, or remove critic.enable."
+            )
+        else:
+            draft.leave("critic.enable", f"there is a critic where the estimator needs values, and {name} needs none")
+    g.ignore("critic.enable")
+    if not is_wanted:
+        before = len(g.rest())
+        g.ignore("critic.*", "trainer.critic_warmup")
+        draft.num_off += before - len(g.rest())
+        return
+    path = "critic.model.path"
+    if g.get(path) is not None:
+        draft.put("critic.path", of_data.at_home(draft, g.get(path)), (path,))
+    draft.copy("critic.cliprange_value", value=g.number("critic.cliprange_value"))
+    draft.copy("trainer.critic_warmup")
+    critic_batches(draft)
+    optim(draft, "critic")
+    of_layout.critic_layout(draft)
+    if g.look("critic.shuffle") in (None, g.look("actor.shuffle")):
+        g.ignore("critic.shuffle")
+
+
+def _put_ours(draft: Draft, override: MappingNode) -> None:
+    """What a user says of a setting replaces what was found, and what was asked for it."""
+    key, node = "", override
+    while isinstance(node, MappingNode) and len(node.items) == 1:
+        name, child = next(iter(node.items.items()))
+        key = f"{key}.{name}" if key else name
+        if not isinstance(child, MappingNode):
+            draft.values[key] = Value(plain(child), (), False, "given with --set")
+            break
+        node = child
+    draft.left = [one for one in draft.left if one.name or not one.reason.startswith(f"{key}:")]
+
+
+def _prune(draft: Draft) -> list[tuple[str, str]]:
+    """Takes out of the draft what would be ignored: an error here, and no matter in verl. (our key, why) of each."""
+    dropped: list[tuple[str, str]] = []
+    while True:
+        loaded, problems = _loaded(as_yaml(draft.values, (), (), (), ""), "")
+        idle = {problem.keys[0]: str(problem) for problem in ignored(loaded)}
+        idle = {key: text for key, text in idle.items() if any(_is_at(one, key) for one in draft.values)}
+        if problems or not idle:
+            return dropped
+        for key, text in idle.items():
+            dropped.append((key, text.partition(" would be ignored ")[2].partition("; ")[0]))
+            for one in [one for one in draft.values if _is_at(one, key)]:
+                del draft.values[one]
+
+
+def _is_at(key: str, other: str) -> bool:
+    return key == other or key.startswith(other + ".")
+
+
+def _loaded(text: str, source: str) -> tuple[Loaded, list[str]]:
+    """The YAML as it would be loaded, typed but without the rules between settings."""
+    converter = Converter(suggest, has_known_below)
+    config = converter.section(RunConfig, parse(text, source, 0), "", RunConfig())
+    assert config is not BROKEN, "a mapping of sections always makes a configuration"
+    return Loaded(config, converter.provenance), [str(problem) for problem in converter.problems]
