@@ -238,7 +238,7 @@ def test_every_default_has_the_type_it_is_annotated_with(tmp_path: Path) -> None
 
 def test_importing_the_configuration_imports_no_torch() -> None:
     code = (
-        "import sys, rlhf_megatron.config.load, rlhf_megatron.config.params, rlhf_megatron.cli.main;"
+        "import sys, rlhf_megatron.config.load, rlhf_megatron.config.typed, rlhf_megatron.cli.main;"
         "rlhf_megatron.cli.main.build_parser();"
         "sys.exit(', '.join(n for n in ('torch', 'numpy', 'transformers', 'megatron', 'rich') if n in sys.modules) or 0)"
     )

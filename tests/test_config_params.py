@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import read_run_config
-from rlhf_megatron.config.params import params_from_mapping
+from rlhf_megatron.config.typed import params_from_mapping
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,6 @@ def test_the_function_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def _config(section: dict[str, object]) -> RewardConfig:
-    from rlhf_megatron.config.params import params_from_mapping
+    from rlhf_megatron.config.typed import params_from_mapping
 
     return params_from_mapping(RewardConfig, section, "reward")

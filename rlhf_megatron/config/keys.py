@@ -8,14 +8,17 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, get_type_hints
 
+from rlhf_megatron.config.schema.fields import NOT_NEGATIVE, Interval
+
 
 @dataclass(frozen=True)
 class Leaf:
-    """A setting: its full key path, annotated type and one-line description."""
+    """A setting: its full key path, annotated type, one-line description and the interval that its numbers lie in."""
 
     key: str
     type: Any
-    doc: str
+    doc: str = ""
+    bounds: Interval = NOT_NEGATIVE
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ def leaves(cls: type, path: str = "") -> Iterator[Leaf]:
         if isinstance(types[f.name], type) and is_dataclass(types[f.name]):
             yield from leaves(types[f.name], key)
         else:
-            yield Leaf(key, types[f.name], f.metadata.get("doc", ""))
+            yield Leaf(key, types[f.name], f.metadata.get("doc", ""), f.metadata.get("bounds", NOT_NEGATIVE))
 
 
 @cache

@@ -8,15 +8,15 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
 from rlhf_megatron.config.keys import field_types, leaves, value_of
-from rlhf_megatron.config.rules.ranges import INTERVALS, Interval
 from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.schema.fields import ANY, NOT_NEGATIVE
 from rlhf_megatron.config.show import as_text
 from rlhf_megatron.config.verl_names import RENAMED_SECTIONS, VERL_NAMES
 
 HEAD = """\
 # Configuration
 
-Made by `rlhf-megatron config reference --write docs/config.md` from `rlhf_megatron/config/schema.py`; do not edit.
+Made by `rlhf-megatron config reference --write docs/config.md` from `rlhf_megatron/config/schema`; do not edit.
 
 A run is one YAML file and, where wanted, overrides:
 
@@ -49,8 +49,8 @@ def _sections() -> Iterator[str]:
             section = here
             yield f"\n## {section}\n\n| key | type | default | meaning |\n|---|---|---|---|\n"
         default = as_text(value_of(RunConfig(), leaf.key))
-        limits = str(INTERVALS[leaf.key]) if INTERVALS.get(leaf.key, Interval()) != Interval() else ""
-        meaning = f"{leaf.doc} ({limits})" if limits else leaf.doc
+        limits = "" if leaf.bounds in (ANY, NOT_NEGATIVE) else f" ({leaf.bounds})"
+        meaning = leaf.doc + limits
         yield f"| `{name}` | {_cell(type_name(leaf.type))} | `{_cell(default)}` | {_cell(meaning)} |\n"
 
 

@@ -1,7 +1,8 @@
-"""Nodes into typed dataclasses: every leaf is checked against its annotation, and all problems are gathered.
+"""Turns nodes into typed dataclasses: every leaf is checked against its annotation, and all problems are gathered.
 
-Types are strict. A plain YAML scalar becomes text where text is wanted (`experiment_name: 2024`); nothing else is cast
-but whole numbers to float.
+The parameters of a registered part, which stand in a free mapping, are checked in the same way. Types are strict:
+a plain YAML scalar becomes text where text is wanted (`experiment_name: 2024`); whole numbers become floats; nothing
+else is cast.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import difflib
 import math
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass, replace
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
-from rlhf_megatron.config.errors import Problem
-from rlhf_megatron.config.keys import Suggestion, field_types, has_default, join
-from rlhf_megatron.config.source import MappingNode, Node, Origin, Scalar, SequenceNode, plain
+from rlhf_megatron.config.errors import ConfigError, Problem
+from rlhf_megatron.config.keys import Suggestion, field_types, has_default, join, leaves, nearest
+from rlhf_megatron.config.source import DEFAULT, Loaded, MappingNode, Node, Origin, Scalar, SequenceNode, lift, plain
+from rlhf_megatron.registry import Entry, Registry
 
 BROKEN: Any = object()
 """Stands for a value that could not be converted; its problem has been noted."""
@@ -206,3 +208,43 @@ def _show(node: Node) -> str:
 
 def _name(kind: Any) -> str:
     return NAMES.get(kind, "a value")
+
+
+P = TypeVar("P")
+T = TypeVar("T")
+
+
+def params_from_mapping(cls: type[P], mapping: Mapping[str, Any], where: str, loaded: Loaded | None = None) -> P:
+    """An instance of the dataclass `cls`, as strictly checked as the configuration itself.
+
+    `where` is the key path of the mapping ("actor.policy_loss.params"). With `loaded`, messages name file and line.
+    Raises ConfigError with all unknown names, wrong types, missing values and what `cls.__post_init__` refuses.
+    """
+    known = [join(where, leaf.key) for leaf in leaves(cls)]
+    converter = Converter(lambda key: nearest(key, known))
+    params = converter.section(cls, lift(mapping, DEFAULT), where)
+    if converter.problems:
+        origins = loaded or Loaded.of_nothing()
+        problems = []
+        for problem in converter.problems:
+            origin = origins.origin(problem.keys[0])
+            problems.append(replace(problem, where="" if origin is DEFAULT else str(origin)))
+        raise ConfigError(problems)
+    assert params is not BROKEN
+    return params
+
+
+def look_up(
+    registry: Registry[T], name: str, params: Mapping[str, Any], key: str, problems: list[str], field: str = "params"
+) -> tuple[Entry[T], Any] | tuple[None, None]:
+    """(entry, its parameters) of the part that `key` names, or a pair of None and what is wrong added to `problems`."""
+    try:
+        entry = registry.get(name)
+        if params and entry.params is None:
+            problems.append(f"{key}.{field} ({params}) must be empty: {registry.kind} {name!r} has no parameters.")
+        return entry, (params_from_mapping(entry.params, params, f"{key}.{field}") if entry.params else None)
+    except ConfigError as error:
+        problems += error.problems
+    except ValueError as error:
+        problems.append(f"{key}: {error}")
+    return None, None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from rlhf_megatron.config.params import params_from_mapping
 from rlhf_megatron.config.schema import DataConfig, FewShotConfig
+from rlhf_megatron.config.typed import params_from_mapping
 from rlhf_megatron.data.chat_template import ChatFormat, make_chat_format
 from rlhf_megatron.data.items import Encoded, Limit, PromptFormat, PromptItem, PromptSource, encode_rows, take_shots
 from rlhf_megatron.data.rows import PromptRow, RowCounts, read_rows

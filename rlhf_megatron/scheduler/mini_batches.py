@@ -9,8 +9,8 @@ from torch import Tensor
 
 from rlhf_megatron.algorithms.aggregate import loss_weights, metric_weights
 from rlhf_megatron.algorithms.losses import PICKS, POLICY_LOSSES, PickInputs
-from rlhf_megatron.config.params import params_from_mapping
 from rlhf_megatron.config.schema import PolicyLossConfig
+from rlhf_megatron.config.typed import params_from_mapping
 from rlhf_megatron.data.batch import MiniBatch, TokenBatch, TrainBatch, ValueMiniBatch, select, token_index
 from rlhf_megatron.data.seeds import derive_seed
 from rlhf_megatron.observe.metrics.batch import valid_tokens

@@ -12,9 +12,9 @@ from rlhf_megatron.algorithms.losses import POLICY_LOSSES
 from rlhf_megatron.algorithms.rollout_correction.params import CorrectionParams
 from rlhf_megatron.config.correction_presets import is_bypass
 from rlhf_megatron.config.errors import ConfigError
-from rlhf_megatron.config.params import look_up
 from rlhf_megatron.config.rules.run import has_critic, needs_reference
 from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.typed import look_up
 from rlhf_megatron.data.tasks import TASKS
 from rlhf_megatron.registry import Entry
 from rlhf_megatron.rewards.service.components import load_components

@@ -17,8 +17,8 @@ from rlhf_megatron.algorithms.losses.compose import RegularizerParams, total_tok
 from rlhf_megatron.algorithms.losses.sft import sft_loss
 from rlhf_megatron.algorithms.losses.value_loss import value_loss
 from rlhf_megatron.algorithms.sequences import Sequences
-from rlhf_megatron.config.params import params_from_mapping
 from rlhf_megatron.config.schema import ActorConfig
+from rlhf_megatron.config.typed import params_from_mapping
 from rlhf_megatron.kernels.policy_loss import FusedPolicyLoss
 from rlhf_megatron.kernels.value_loss import fused_value_loss
 

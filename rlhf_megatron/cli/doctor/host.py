@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rlhf_megatron.cli.doctor.facts import Facts, Host, run_tool
 from rlhf_megatron.cli.doctor.rows import Row, State
-from rlhf_megatron.config.rules.ray import OLDEST_RAY
+from rlhf_megatron.config.rules.engines import OLDEST_RAY
 from rlhf_megatron.parallel.packages import Package
 from rlhf_megatron.rollout.sglang.environment import check_version
 

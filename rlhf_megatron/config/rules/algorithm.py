@@ -1,15 +1,12 @@
-"""The rules of the section `algorithm`: contradictions, and settings that would be ignored.
-
-Also: The rules of the policy loss and its aggregation. The rules of the section `critic`: contradictions, and
-settings that would be ignored.
-"""
+"""Rules on the sections `algorithm` and `critic`, and on the policy loss with its aggregation."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from rlhf_megatron.config.errors import Problem
+from rlhf_megatron.config.rules import Idle, idle, rule
 from rlhf_megatron.config.rules.run import (
     actor_ranks,
     critic_ranks,
@@ -34,8 +31,8 @@ METHOD, POWER = f"{PF_PPO}.reweight_method", f"{PF_PPO}.weight_pow"
 MAX_ERROR = 0.2  # the largest step of the adaptive controller, see algorithms/kl_in_reward.py
 
 
-def idle_algorithm_settings(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str, str]]:
-    """(whether the settings are idle, the settings, the switch that decides, how to make them act)."""
+@idle
+def idle_algorithm_settings(config: RunConfig) -> Iterator[Idle]:
     algorithm = config.algorithm
     is_off = not algorithm.use_kl_in_reward
     yield is_off, ("algorithm.kl_ctrl", "algorithm.kl_penalty"), SWITCH, "set it to true"
@@ -47,6 +44,7 @@ def idle_algorithm_settings(config: RunConfig) -> Iterator[tuple[bool, tuple[str
     yield draws.enable and draws.reweight_method != "pow", (POWER,), METHOD, "set that to pow"
 
 
+@rule
 def kl_weight(loaded: Loaded) -> Iterator[Problem]:
     """A weight of 0 costs a forward pass of the reference and does nothing; the adaptive one would stay there."""
     algorithm = loaded.config.algorithm
@@ -58,6 +56,7 @@ def kl_weight(loaded: Loaded) -> Iterator[Problem]:
         )
 
 
+@rule
 def kl_horizon(loaded: Loaded) -> Iterator[Problem]:
     """coef *= 1 +- 0.2 samples / horizon must keep its sign."""
     c = loaded.config
@@ -73,6 +72,7 @@ def kl_horizon(loaded: Loaded) -> Iterator[Problem]:
         )
 
 
+@rule
 def group_filter(loaded: Loaded) -> Iterator[Problem]:
     """A group of one has no spread; a metric that no reward of the run has would filter by nothing."""
     c = loaded.config
@@ -94,6 +94,7 @@ def group_filter(loaded: Loaded) -> Iterator[Problem]:
         )
 
 
+@rule
 def several_rewards(loaded: Loaded) -> Iterator[Problem]:
     """gdpo reads the parts of the reward, not the reward: what is only in that would train nothing."""
     c = loaded.config
@@ -157,26 +158,19 @@ def term_parts(config: RunConfig) -> list[str]:
     return parts
 
 
-ALGORITHM_RULES: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (
-    kl_weight,
-    kl_horizon,
-    group_filter,
-    several_rewards,
-)
-
-
 LOSS, MODE, FACTOR = "actor.policy_loss.loss_mode", "actor.loss_agg_mode", "actor.loss_scale_factor"
 WITH_FACTOR: LossAggMode = "seq-mean-token-sum-norm"
 OWN_MODES: dict[str, LossAggMode] = dict.fromkeys(("geo_mean", "gspo", "sapo"), "seq-mean-token-mean")
 """Policy loss -> the aggregation that its paper defines it with."""
 
 
-def idle_loss_settings(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str, str]]:
-    """(whether the settings are idle, the settings, the switch that decides, how to make them act)."""
+@idle
+def idle_loss_settings(config: RunConfig) -> Iterator[Idle]:
     modes = {config.actor.loss_agg_mode, config.critic.loss_agg_mode if has_critic(config) else None}
     yield WITH_FACTOR not in modes, (FACTOR,), MODE, f"set that to {WITH_FACTOR}"
 
 
+@rule
 def own_aggregation(loaded: Loaded) -> Iterator[Problem]:
     """A mode that nobody chose would train another objective than the loss is known for; one that is written stands."""
     name, mode = loaded.config.actor.policy_loss.loss_mode, loaded.config.actor.loss_agg_mode
@@ -189,21 +183,19 @@ def own_aggregation(loaded: Loaded) -> Iterator[Problem]:
         )
 
 
-LOSS_RULES: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (own_aggregation,)
-
-
 MINI_BATCH, BUDGET, NUM_RANKS = "critic.mini_batch_size", "critic.ppo_max_token_len_per_gpu", "critic.num_ranks"
 SIZES = tuple(f"critic.megatron.{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context"))
 
 
-def idle_critic_settings(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str, str]]:
-    """(whether the settings are idle, the settings, the switch that decides, how to make them act)."""
+@idle
+def idle_critic_settings(config: RunConfig) -> Iterator[Idle]:
     is_there, estimator = has_critic(config), "algorithm.adv_estimator"
     yield not is_there, ("critic", "trainer.critic_warmup"), estimator, "use one that needs values: gae"
     shares = is_there and config.critic.num_ranks == 0
     yield shares, ("critic.megatron",), NUM_RANKS, "give the critic ranks of its own"
 
 
+@rule
 def own_pool(loaded: Loaded) -> Iterator[Problem]:
     """Whole replicas of the critic on its ranks. What is left for the actor, `rules.layout` looks at."""
     c = loaded.config
@@ -227,6 +219,7 @@ def own_pool(loaded: Loaded) -> Iterator[Problem]:
         )
 
 
+@rule
 def batches(loaded: Loaded) -> Iterator[Problem]:
     """What is null is the actor's: that it divides the samples, `rules.batches` says."""
     c = loaded.config
@@ -239,6 +232,7 @@ def batches(loaded: Loaded) -> Iterator[Problem]:
         yield from gives_all_work(MINI_BATCH, size, replicas, ("actor.mini_batch_size", NUM_RANKS, *SIZES))
 
 
+@rule
 def token_budget(loaded: Loaded) -> Iterator[Problem]:
     """Samples are padded as the layout of the critic's pool demands, also where the budget is the actor's."""
     c = loaded.config
@@ -250,6 +244,7 @@ def token_budget(loaded: Loaded) -> Iterator[Problem]:
         yield from holds_the_longest(c, BUDGET, budget, "actor.megatron", c.actor.megatron)
 
 
+@rule
 def steps(loaded: Loaded) -> Iterator[Problem]:
     c = loaded.config
     if not has_critic(c):
@@ -276,6 +271,3 @@ def _num_replicas(c: RunConfig) -> int:
     if critic_ranks(c) > 0:
         return critic_ranks(c) // max(1, _replica_size(c.critic.megatron))
     return actor_ranks(c) // max(1, model_parallel_size(c))
-
-
-CRITIC_RULES: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (own_pool, batches, token_budget, steps)

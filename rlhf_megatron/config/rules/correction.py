@@ -1,12 +1,13 @@
-"""The rules of `algorithm.rollout_correction`: contradictions, and settings that would be ignored."""
+"""Rules on `algorithm.rollout_correction`."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from rlhf_megatron.config.correction_presets import FILTERS, PRESETS, filter_bounds, importance_bounds, resolved
 from rlhf_megatron.config.errors import Problem
+from rlhf_megatron.config.rules import Idle, idle, rule
 from rlhf_megatron.config.schema import RolloutCorrectionConfig, RunConfig
 from rlhf_megatron.config.source import Loaded
 
@@ -17,8 +18,8 @@ RS, RS_BOUNDS, VETO = (f"{SECTION}.rollout_{name}" for name in ("rs", "rs_thresh
 LOSS_MODE = "actor.policy_loss.loss_mode"
 
 
-def idle_correction_settings(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str, str]]:
-    """(whether the settings are idle, the settings, the switch that decides, how to make them act)."""
+@idle
+def idle_correction_settings(config: RunConfig) -> Iterator[Idle]:
     if config.algorithm.rollout_correction.preset not in PRESETS:
         return
     settings = resolved(config.algorithm.rollout_correction)
@@ -26,6 +27,7 @@ def idle_correction_settings(config: RunConfig) -> Iterator[tuple[bool, tuple[st
     yield not settings.rollout_rs, (RS_BOUNDS,), RS, "name filters there"
 
 
+@rule
 def preset(loaded: Loaded) -> Iterator[Problem]:
     name = loaded.config.algorithm.rollout_correction.preset
     if name not in PRESETS:
@@ -34,6 +36,7 @@ def preset(loaded: Loaded) -> Iterator[Problem]:
         )
 
 
+@rule
 def bounds(loaded: Loaded) -> Iterator[Problem]:
     """Filters, and every bound as text."""
     settings = _settings(loaded)
@@ -74,6 +77,7 @@ def bounds(loaded: Loaded) -> Iterator[Problem]:
         )
 
 
+@rule
 def modes(loaded: Loaded) -> Iterator[Problem]:
     settings = _settings(loaded)
     if settings is None:
@@ -115,6 +119,3 @@ def _of(loaded: Loaded) -> str:
 def _near(name: str, known: tuple[str, ...]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
     return f"use {near[0] if near else known[0]}"
-
-
-CORRECTION_RULES: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (preset, bounds, modes)

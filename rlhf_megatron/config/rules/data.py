@@ -1,19 +1,18 @@
-"""The rules of the section `data`: contradictions, and settings that would be ignored.
+"""Rules on the sections `data` and `reward`.
 
-An entry of data.sources is named by its index; what nobody wrote into it has no place of its own but the list's.
-
-Also: The rules of the section `reward`: contradictions, and settings that would be ignored.
+An entry of data.sources is named by its index; a value that nobody wrote into it is reported at the place of the list.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import isfinite
 from typing import Any
 
 from rlhf_megatron.config.errors import Problem
+from rlhf_megatron.config.rules import Idle, idle, rule
 from rlhf_megatron.config.schema import DataConfig, FewShotConfig, RunConfig, SourceConfig
 from rlhf_megatron.config.source import Loaded
 
@@ -24,8 +23,8 @@ OF_CHAT = ("data.system_prompt", "data.apply_chat_template_kwargs")
 FEW_SHOT_TASK = "few_shot_addition"  # has solved problems of its own
 
 
-def idle_data_settings(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str, str]]:
-    """(whether the settings are idle, the settings, the switch that decides, how to make them act)."""
+@idle
+def idle_data_settings(config: RunConfig) -> Iterator[Idle]:
     d = config.data
     yield not d.apply_chat_template, OF_CHAT, CHAT, "set it to true"
     fix = "set that to false"
@@ -40,6 +39,7 @@ def idle_data_settings(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...
     yield d.few_shot.num_shots == 0, details, "data.few_shot.num_shots", "give that a number of rows"
 
 
+@rule
 def sources(loaded: Loaded) -> Iterator[Problem]:
     """Entries against the section, against each other, and each for itself."""
     d = loaded.config.data
@@ -88,6 +88,7 @@ def _content(where: str, source: SourceConfig) -> Iterator[Problem]:
         yield Problem(text, (f"{where}.task_params",))
 
 
+@rule
 def templates(loaded: Loaded) -> Iterator[Problem]:
     """What stands around and in front of a prompt, in the section and in each entry."""
     d = loaded.config.data
@@ -133,6 +134,7 @@ def _few_shot_task(key: str, shots: FewShotConfig, task: str | None, params: Map
         )
 
 
+@rule
 def lengths(loaded: Loaded) -> Iterator[Problem]:
     """A chat is not cut: its control tokens and the place of the answer would go."""
     d = loaded.config.data
@@ -144,6 +146,7 @@ def lengths(loaded: Loaded) -> Iterator[Problem]:
         )
 
 
+@rule
 def row_keys(loaded: Loaded) -> Iterator[Problem]:
     d = loaded.config.data
     for name, value in (("prompt_key", d.prompt_key), ("label_key", d.label_key)):
@@ -163,17 +166,14 @@ def _located(loaded: Loaded, problem: Problem) -> Problem:
     return replace(problem, keys=(SOURCES,))
 
 
-DATA_RULES: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (sources, templates, lengths, row_keys)
-
-
 BY_SOURCE, TERMS, LONGEST = "reward.by_source", "reward.terms", "data.max_response_length"
 OF_PROCESSES = ("reward.num_workers", "reward.timeout_s")
 # Rewards of ours that are called in the controller's own process. A name that is not here may need one of its own.
 IN_CONTROLLER = ("character_share", "exact_match", "format", "overlong")
 
 
-def idle_reward_settings(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str, str]]:
-    """(whether the settings are idle, the settings, the switch that decides, how to make them act)."""
+@idle
+def idle_reward_settings(config: RunConfig) -> Iterator[Idle]:
     r = config.reward
     names = [r.name, *(one.name for one in (*r.by_source.values(), *r.terms))]
     fix = "name a reward that runs in a process of its own, such as math_verify or function"
@@ -182,6 +182,7 @@ def idle_reward_settings(config: RunConfig) -> Iterator[tuple[bool, tuple[str, .
     yield all_have_their_own, ("reward.name", "reward.params"), BY_SOURCE, "leave a source out there"
 
 
+@rule
 def reward_sources(loaded: Loaded) -> Iterator[Problem]:
     """Those of files and tasks are known only when they are read."""
     names = [source.name for source in loaded.config.data.sources]
@@ -202,6 +203,7 @@ def unknown_sources(by_source: dict[str, Any], known: list[str]) -> Iterator[Pro
             )
 
 
+@rule
 def weights(loaded: Loaded) -> Iterator[Problem]:
     r = loaded.config.reward
     entries = [(BY_SOURCE, f"{BY_SOURCE}.{name}", one) for name, one in r.by_source.items()]
@@ -211,6 +213,7 @@ def weights(loaded: Loaded) -> Iterator[Problem]:
             yield Problem(f"{where}.weight ({one.weight}) must be a number; use 1.0, or 0 to log it only.", (key,))
 
 
+@rule
 def reward_lengths(loaded: Loaded) -> Iterator[Problem]:
     """The over-long term against the longest response that is generated."""
     longest = loaded.config.data.max_response_length
@@ -225,6 +228,3 @@ def reward_lengths(loaded: Loaded) -> Iterator[Problem]:
                 f" {longest}.",
                 (TERMS, LONGEST),
             )
-
-
-REWARD_RULES = (reward_sources, weights, reward_lengths)

@@ -1,21 +1,21 @@
-"""The rules on engines: how they are got, how weights come to them, who spreads requests over them.
-
-Also: The rules of `rollout.colocated`: what cannot share devices by turns. What is wanted of endpoints:
-`engine_rules`.
-"""
+"""Rules on engines (endpoints, weight transport, router, devices that they share with the trainer) and on the section
+`ray`."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from rlhf_megatron.config.errors import Problem
+from rlhf_megatron.config.rules import Idle, idle, rule
 from rlhf_megatron.config.rules.run import NODES, actor_ranks, needs_reference
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.source import Loaded
 
 
+@rule
 def engines(loaded: Loaded) -> Iterator[Problem]:
     c = loaded.config
     yield from _senders(c)
@@ -46,8 +46,8 @@ def engines(loaded: Loaded) -> Iterator[Problem]:
         )
 
 
-def idle_engine_settings(c: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str, str]]:
-    """See `ignored`: (whether they are idle, the settings, the switch that decides, how to make them act)."""
+@idle
+def idle_engine_settings(c: RunConfig) -> Iterator[Idle]:
     is_attached, has_router = bool(c.rollout.endpoints), c.rollout.router == "sglang"
     keys = ("rollout.sglang.api_key_file", "rollout.sglang.admin_api_key_file")
     yield not is_attached, keys, "rollout.endpoints", "name the servers that want these keys there"
@@ -170,12 +170,10 @@ def _senders(c: RunConfig) -> Iterator[Problem]:
         )
 
 
-ENGINE_RULES = (engines,)
-
-
 COLOCATED = "rollout.colocated"
 
 
+@rule
 def colocation(loaded: Loaded) -> Iterator[Problem]:
     c = loaded.config
     if not c.rollout.colocated:
@@ -207,4 +205,47 @@ def colocation(loaded: Loaded) -> Iterator[Problem]:
         )
 
 
-COLOCATION_RULES = (colocation,)
+RUNTIME, ADDRESS, DEVICES = "trainer.runtime", "ray.address", "CUDA_VISIBLE_DEVICES"
+OLDEST_RAY = (2, 54)  # before it anybody who reached the dashboard could delete jobs (CVE-2026-27482)
+_HOST_AND_PORT = re.compile(r"[^/\s]+:\d{1,5}")
+
+
+@rule
+def engine_devices(loaded: Loaded) -> Iterator[Problem]:
+    c = loaded.config
+    if c.trainer.runtime != "ray" or c.rollout.engine != "sglang" or c.rollout.endpoints:
+        return
+    keys = [f"rollout.sglang.args.{name}" for name in c.rollout.sglang.args if name.replace("-", "_") == "base_gpu_id"]
+    keys += [f"rollout.sglang.env.{DEVICES}"] if DEVICES in c.rollout.sglang.env else []
+    for key in keys:
+        yield Problem(
+            f"{key} names devices, but with {RUNTIME} ray each server sees those that Ray gives it; remove it.", (key,)
+        )
+
+
+@idle
+def idle_ray_settings(config: RunConfig) -> Iterator[Idle]:
+    is_ray = config.trainer.runtime == "ray"
+    yield not is_ray, ("ray",), RUNTIME, "set that to ray"
+    has_engines = not config.rollout.endpoints
+    yield is_ray and not has_engines, ("ray.num_cpus_per_engine",), "rollout.endpoints", "let the run start its engines"
+    yield is_ray and config.ray.address is not None, ("ray.dashboard",), ADDRESS, "leave the address out"
+
+
+@rule
+def address(loaded: Loaded) -> Iterator[Problem]:
+    value = loaded.config.ray.address
+    if value is not None and (problem := wrong_address(ADDRESS, value)):
+        yield Problem(problem, (ADDRESS,))
+
+
+def wrong_address(name: str, value: str) -> str:
+    """Empty: it is right. Ray Client (ray://) runs the driver's calls elsewhere, where the run directory is not."""
+    if value == "auto" or _HOST_AND_PORT.fullmatch(value):
+        return ""
+    if "://" in value:
+        why = "names a service of Ray, but the driver must run on a machine of the cluster"
+        fix = "submit the run there (ray job submit), or write HOST:PORT of the head's GCS"
+    else:
+        why, fix = "must be HOST:PORT, or auto", "write the address that ray start --head says, such as 10.0.0.1:6379"
+    return f"{name} ({value}) {why}; {fix}."

@@ -1,8 +1,5 @@
-"""Rules between a configuration and the model's config.json: what the layout needs, and what is not supported.
-
-Also: The rules between the settings of a layout: virtual stages, sequence parallelism, optimizer shards,
-recomputation.
-"""
+"""Rules on a layout, and on the config.json of a model: sizes that the layout must divide, settings that no family
+implements."""
 
 from __future__ import annotations
 
@@ -13,16 +10,18 @@ from typing import Any
 
 from rlhf_megatron.config.errors import Problem
 from rlhf_megatron.config.rope import read_rotary
+from rlhf_megatron.config.rules import rule
 from rlhf_megatron.config.rules.run import LENGTHS, megatron_sections
 from rlhf_megatron.config.schema import MegatronConfig, RunConfig
 from rlhf_megatron.config.source import Loaded
 
 
+@rule
 def layouts(loaded: Loaded) -> Iterator[Problem]:
     """The rules on each pool's layout."""
     for section, megatron, _ in megatron_sections(loaded.config):
-        for rule in (_axes, _overlap, _recompute):
-            yield from rule(section, megatron)
+        for check in (_axes, _overlap, _recompute):
+            yield from check(section, megatron)
 
 
 def _axes(section: str, m: MegatronConfig) -> Iterator[Problem]:
@@ -106,9 +105,6 @@ def recompute_of_model(section: str, m: MegatronConfig, num_layers: int) -> Iter
         yield Problem(f"{key} ({count}) must divide {chunk} for recompute_method uniform; use {fit}.", keys)
     if m.recompute_method == "block" and count > layers:
         yield Problem(f"{key} ({count}) must be at most {chunk}, or the rest would be ignored; use {layers}.", keys)
-
-
-LAYOUT_RULES = (layouts,)
 
 
 SIZES = (

@@ -1,14 +1,12 @@
-"""The rules between settings. Each is a generator of problems over a loaded configuration; none touches a file.
-
-Also: Rules on checkpoints, resumption, deadlines and what happens when something fails.
-"""
+"""Rules on the run as a whole: ranks, batches, token budgets, sampling, optimizer schedules, checkpoints, deadlines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import PurePath
 
 from rlhf_megatron.config.errors import Problem
+from rlhf_megatron.config.rules import Idle, idle, rule
 from rlhf_megatron.config.schema import MegatronConfig, OptimConfig, RunConfig
 from rlhf_megatron.config.source import Loaded
 
@@ -31,6 +29,10 @@ PP = "actor.megatron.pipeline_model_parallel_size"
 CP = "actor.megatron.context_parallel_size"
 NODES, GPUS = "trainer.nnodes", "trainer.n_gpus_per_node"
 LENGTHS = ("data.max_prompt_length", "data.max_response_length")
+FILE_KEYS = ("data.prompt_key", "data.label_key", "data.skip_bad_rows")
+STAGES = ("next", "generate", "score", "take", "annotate", "advantages", "update", "sync", "evaluate")
+SAVE_FREQ, RESUME_MODE, RESUME_FROM = "trainer.save_freq", "trainer.resume_mode", "trainer.resume_from_path"
+STAGE_TIMEOUTS = "trainer.stage_timeouts_s"
 
 
 def world_size(config: RunConfig) -> int:
@@ -71,6 +73,46 @@ def model_parallel_size(config: RunConfig) -> int:
     return m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size
 
 
+@idle
+def idle_run_settings(c: RunConfig) -> Iterator[Idle]:
+    of_loss = ("actor.kl_loss_coef", "actor.kl_loss_type")
+    yield not c.actor.use_kl_loss, of_loss, "actor.use_kl_loss", "set it to true"
+    fix = "set it or algorithm.use_kl_in_reward to true"
+    yield not needs_reference(c), ("reference",), "actor.use_kl_loss", fix
+    yield c.rollout.engine != "sglang", ("rollout.sglang",), "rollout.engine", "set that to sglang"
+    local_only = ("rollout.max_num_seqs", "rollout.max_num_batched_tokens")
+    fix = "use rollout.sglang.args: {max_running_requests: ..., max_total_tokens: ...}"
+    yield c.rollout.engine == "sglang", local_only, "rollout.engine", fix
+    yield c.data.task is not None, FILE_KEYS, "data.task", "use files (task: null)"
+    yield c.data.task is None, ("data.task_params",), "data.task", "name a task"
+    warmup = ("batch_size", "stop_accuracy", "test_freq", "test_samples", "save_hf", "optim")
+    keys = tuple(f"warmup.{name}" for name in warmup)
+    yield c.warmup.max_steps == 0, keys, "warmup.max_steps", "give that a number of steps"
+    for section, optim in (("actor", c.actor.optim), ("warmup", c.warmup.optim), ("critic", c.critic.optim)):
+        keys = (f"{section}.optim.min_lr", f"{section}.optim.lr_decay_steps")
+        switch = f"{section}.optim.lr_decay_style"
+        yield optim.lr_decay_style == "constant", keys, switch, "choose a style that decays"
+    is_float32 = c.model.dtype == "float32" and c.rollout.dtype in (None, "float32")
+    bounds = tuple(f"checks.log_prob_{name}" for name in ("p50_abs_diff", "p99_abs_diff", "mean_kl"))
+    yield is_float32, bounds, "model.dtype", "bound checks.log_prob_max_abs_diff, which float32 is held to"
+    decides = "model.dtype" if c.model.dtype == "bfloat16" else "rollout.dtype"
+    fix = "bound checks.log_prob_p50_abs_diff, log_prob_p99_abs_diff and log_prob_mean_kl, which bfloat16 is held to"
+    yield not is_float32, ("checks.log_prob_max_abs_diff",), decides, fix
+    for section, m, _ in megatron_sections(c):
+        granularity = f"{section}.recompute_granularity"
+        of_full = (f"{section}.recompute_method", f"{section}.recompute_num_layers")
+        yield m.recompute_granularity != "full", of_full, granularity, "set that to full"
+        of_selective = (f"{section}.recompute_modules",)
+        yield m.recompute_granularity != "selective", of_selective, granularity, "set that to selective"
+    is_never = c.trainer.test_freq > c.trainer.total_training_steps
+    yield is_never, ("trainer.test_freq",), "trainer.total_training_steps", "make it smaller than that"
+    of_saving = ("trainer.async_save", "trainer.max_ckpt_to_keep", "trainer.save_failure")
+    yield not c.trainer.save_freq, of_saving, SAVE_FREQ, "give that a number of steps"
+    fix = "set it to resume_path"
+    yield c.trainer.resume_mode != "resume_path", (RESUME_FROM,), RESUME_MODE, fix
+
+
+@rule
 def layout(loaded: Loaded) -> Iterator[Problem]:
     c, m = loaded.config, loaded.config.actor.megatron
     world, ranks = actor_ranks(c), model_parallel_size(c)
@@ -109,6 +151,7 @@ def _actor_pool(c: RunConfig) -> Iterator[Problem]:
         )
 
 
+@rule
 def batches(loaded: Loaded) -> Iterator[Problem]:
     c = loaded.config
     mini, samples = c.actor.mini_batch_size, c.data.train_batch_size * c.rollout.n
@@ -148,6 +191,7 @@ def gives_all_work(key: str, size: int, replicas: int, switches: tuple[str, ...]
         )
 
 
+@rule
 def token_budgets(loaded: Loaded) -> Iterator[Problem]:
     """A sample is never cut over micro-batches, and is padded as the layout demands."""
     c, m = loaded.config, loaded.config.actor.megatron
@@ -189,6 +233,7 @@ def holds_the_longest(c: RunConfig, key: str, budget: int, section: str, m: Mega
     )
 
 
+@rule
 def sampling(loaded: Loaded) -> Iterator[Problem]:
     r = loaded.config.rollout
     if not 0 < r.temperature < float("inf"):
@@ -237,6 +282,7 @@ def sampling(loaded: Loaded) -> Iterator[Problem]:
         )
 
 
+@rule
 def kl(loaded: Loaded) -> Iterator[Problem]:
     actor = loaded.config.actor
     if actor.use_kl_loss and actor.kl_loss_coef == 0:
@@ -247,6 +293,7 @@ def kl(loaded: Loaded) -> Iterator[Problem]:
         )
 
 
+@rule
 def data(loaded: Loaded) -> Iterator[Problem]:
     d = loaded.config.data
     for name, files in (("train_files", d.train_files), ("val_files", d.val_files)):
@@ -261,6 +308,7 @@ def data(loaded: Loaded) -> Iterator[Problem]:
             yield Problem(f"{key} ([]) must name a JSONL file; give one, or {other}.", (key, "data.task"))
 
 
+@rule
 def schedules(loaded: Loaded) -> Iterator[Problem]:
     c = loaded.config
     steps = 0
@@ -302,6 +350,7 @@ def optim_schedule(section: str, optim: OptimConfig, num_steps: int, length_key:
         )
 
 
+@rule
 def outputs(loaded: Loaded) -> Iterator[Problem]:
     trainer = loaded.config.trainer
     name = PurePath(trainer.experiment_name)
@@ -323,22 +372,7 @@ def near_multiples(value: int, of: int) -> str:
     return f"{below} or {below + of}" if below else str(of)
 
 
-RULES = (layout, batches, token_budgets, sampling, kl, data, schedules, outputs)
-
-
-STAGES = ("next", "generate", "score", "take", "annotate", "advantages", "update", "sync", "evaluate")
-SAVE_FREQ, RESUME_MODE, RESUME_FROM = "trainer.save_freq", "trainer.resume_mode", "trainer.resume_from_path"
-STAGE_TIMEOUTS = "trainer.stage_timeouts_s"
-
-
-def idle_state_settings(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str, str]]:
-    """See `config.ignored`."""
-    of_saving = ("trainer.async_save", "trainer.max_ckpt_to_keep", "trainer.save_failure")
-    yield not config.trainer.save_freq, of_saving, SAVE_FREQ, "give that a number of steps"
-    fix = "set it to resume_path"
-    yield config.trainer.resume_mode != "resume_path", (RESUME_FROM,), RESUME_MODE, fix
-
-
+@rule
 def resumption(loaded: Loaded) -> Iterator[Problem]:
     trainer = loaded.config.trainer
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
@@ -349,12 +383,10 @@ def resumption(loaded: Loaded) -> Iterator[Problem]:
         )
 
 
+@rule
 def stage_deadlines(loaded: Loaded) -> Iterator[Problem]:
     for stage, seconds in loaded.config.trainer.stage_timeouts_s.items():
         if stage not in STAGES:
             yield Problem(f"{STAGE_TIMEOUTS}: there is no stage {stage!r}; the stages are {', '.join(STAGES)}.", ())
         elif isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
             yield Problem(f"{STAGE_TIMEOUTS}.{stage} ({seconds!r}) must be a number of seconds above 0.", ())
-
-
-STATE_RULES: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (resumption, stage_deadlines)

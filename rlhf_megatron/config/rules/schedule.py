@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from rlhf_megatron.config.errors import Problem
+from rlhf_megatron.config.rules import rule
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.source import Loaded
 
@@ -15,11 +16,6 @@ SYNCHRONOUS, STREAMING = "synchronous", "streaming"
 CORRECTION, FILTER = "algorithm.rollout_correction", "algorithm.filter_groups.enable"
 STEPS = "trainer.total_training_steps"
 BUNDLED = ("asynchronous", "one_step_off", STREAMING, SYNCHRONOUS)
-
-
-def idle_schedule_settings(config: RunConfig) -> Iterator[tuple[bool, tuple[str, ...], str, str]]:
-    """See `config.ignored`."""
-    yield from ()
 
 
 def may_lag(config: RunConfig) -> bool:
@@ -33,6 +29,7 @@ def may_lag(config: RunConfig) -> bool:
     return schedule.name != SYNCHRONOUS
 
 
+@rule
 def shared_devices(loaded: Loaded) -> Iterator[Problem]:
     """Who takes turns cannot work at the same time."""
     c = loaded.config
@@ -44,6 +41,7 @@ def shared_devices(loaded: Loaded) -> Iterator[Problem]:
         )
 
 
+@rule
 def determinism(loaded: Loaded) -> Iterator[Problem]:
     """What a step trains on depends on who was done first."""
     c = loaded.config
@@ -55,6 +53,7 @@ def determinism(loaded: Loaded) -> Iterator[Problem]:
         )
 
 
+@rule
 def stale_tokens(loaded: Loaded) -> Iterator[Problem]:
     """Nobody gets the bias of old tokens without having chosen it.
 
@@ -74,6 +73,7 @@ def stale_tokens(loaded: Loaded) -> Iterator[Problem]:
     )
 
 
+@rule
 def bound_on_lag(loaded: Loaded) -> Iterator[Problem]:
     """A bound that no step can reach."""
     c = loaded.config
@@ -86,6 +86,7 @@ def bound_on_lag(loaded: Loaded) -> Iterator[Problem]:
         )
 
 
+@rule
 def spare_groups(loaded: Loaded) -> Iterator[Problem]:
     """Of streaming that waits: a step has the groups that were started first, and only the filter takes any of them."""
     c = loaded.config
@@ -104,8 +105,3 @@ def spare_groups(loaded: Loaded) -> Iterator[Problem]:
 def _number(value: Any) -> float | None:
     """A parameter, as far as its schedule will take it for a number."""
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-SCHEDULE_RULES: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (
-    *(shared_devices, determinism, stale_tokens, bound_on_lag, spare_groups),
-)

@@ -1,7 +1,6 @@
-"""All rules on a configuration, and on the model and files that it points to. Nothing is started for them.
+"""Checks a configuration against all rules, and against the model and files that it points to. Nothing is started.
 
-Also: Settings that would be ignored. Each is an error, except where a later layer switched off what an earlier
-one set.
+A setting that would be ignored is an error, except where a later layer switched off what an earlier one set.
 """
 
 from __future__ import annotations
@@ -12,49 +11,30 @@ from itertools import chain
 from typing import Any
 
 from rlhf_megatron.config.errors import Problem
-from rlhf_megatron.config.keys import value_of
-from rlhf_megatron.config.rules import algorithm, correction, data, engines, ray, run, schedule
+from rlhf_megatron.config.keys import leaves, value_of
+from rlhf_megatron.config.rules import (
+    IDLE_RULES,
+    RULES,
+    algorithm,
+    correction,
+    data,
+    engines,
+    model,
+    run,
+    schedule,
+)
 from rlhf_megatron.config.rules.files import file_problems
-from rlhf_megatron.config.rules.model import FAMILIES, LAYOUT_RULES, model_problems
-from rlhf_megatron.config.rules.ranges import ranges
-from rlhf_megatron.config.rules.run import GPUS, NODES, megatron_sections, needs_reference, world_size
+from rlhf_megatron.config.rules.model import FAMILIES, model_problems
+from rlhf_megatron.config.rules.run import GPUS, NODES, megatron_sections, world_size
 from rlhf_megatron.config.schema import MegatronConfig, RunConfig
 from rlhf_megatron.config.source import DEFAULT, Loaded
 
-ALL_RULES = (
-    *run.RULES,
-    *LAYOUT_RULES,
-    *algorithm.ALGORITHM_RULES,
-    *engines.COLOCATION_RULES,
-    *correction.CORRECTION_RULES,
-    *algorithm.CRITIC_RULES,
-    *data.DATA_RULES,
-    *engines.ENGINE_RULES,
-    *algorithm.LOSS_RULES,
-    *ray.RAY_RULES,
-    *data.REWARD_RULES,
-    *schedule.SCHEDULE_RULES,
-    *run.STATE_RULES,
-)
-IDLE_SETTINGS = (
-    algorithm.idle_algorithm_settings,
-    correction.idle_correction_settings,
-    algorithm.idle_critic_settings,
-    data.idle_data_settings,
-    engines.idle_engine_settings,
-    algorithm.idle_loss_settings,
-    ray.idle_ray_settings,
-    data.idle_reward_settings,
-    schedule.idle_schedule_settings,
-    run.idle_state_settings,
-)
-FILE_KEYS = ("data.prompt_key", "data.label_key", "data.skip_bad_rows")
+_REGISTERED = (run, model, algorithm, engines, correction, data, schedule)  # rules register as their file is imported
 
 
 def ignored(loaded: Loaded) -> Iterator[Problem]:
     """One problem for each setting that somebody wrote and nothing will read. null asks for nothing."""
-    by_section = (idle(loaded.config) for idle in IDLE_SETTINGS)
-    for is_idle, keys, switch, fix in chain(_idle_settings(loaded), *by_section):
+    for is_idle, keys, switch, fix in chain.from_iterable(find(loaded.config) for find in IDLE_RULES):
         if not is_idle:
             continue
         for prefix in keys:
@@ -91,42 +71,6 @@ def _nothing_to_share(loaded: Loaded, section: str, m: MegatronConfig, num_ranks
             )
 
 
-def _idle_settings(loaded: Loaded) -> Iterator[tuple[bool, tuple[str, ...], str, str]]:
-    """(whether the settings are idle, the settings, the switch that decides, how to make them act)."""
-    c = loaded.config
-    of_loss = ("actor.kl_loss_coef", "actor.kl_loss_type")
-    yield not c.actor.use_kl_loss, of_loss, "actor.use_kl_loss", "set it to true"
-    fix = "set it or algorithm.use_kl_in_reward to true"
-    yield not needs_reference(c), ("reference",), "actor.use_kl_loss", fix
-    yield c.rollout.engine != "sglang", ("rollout.sglang",), "rollout.engine", "set that to sglang"
-    local_only = ("rollout.max_num_seqs", "rollout.max_num_batched_tokens")
-    fix = "use rollout.sglang.args: {max_running_requests: ..., max_total_tokens: ...}"
-    yield c.rollout.engine == "sglang", local_only, "rollout.engine", fix
-    yield c.data.task is not None, FILE_KEYS, "data.task", "use files (task: null)"
-    yield c.data.task is None, ("data.task_params",), "data.task", "name a task"
-    warmup = ("batch_size", "stop_accuracy", "test_freq", "test_samples", "save_hf", "optim")
-    keys = tuple(f"warmup.{name}" for name in warmup)
-    yield c.warmup.max_steps == 0, keys, "warmup.max_steps", "give that a number of steps"
-    for section, optim in (("actor", c.actor.optim), ("warmup", c.warmup.optim), ("critic", c.critic.optim)):
-        keys = (f"{section}.optim.min_lr", f"{section}.optim.lr_decay_steps")
-        switch = f"{section}.optim.lr_decay_style"
-        yield optim.lr_decay_style == "constant", keys, switch, "choose a style that decays"
-    is_float32 = c.model.dtype == "float32" and c.rollout.dtype in (None, "float32")
-    bounds = tuple(f"checks.log_prob_{name}" for name in ("p50_abs_diff", "p99_abs_diff", "mean_kl"))
-    yield is_float32, bounds, "model.dtype", "bound checks.log_prob_max_abs_diff, which float32 is held to"
-    decides = "model.dtype" if c.model.dtype == "bfloat16" else "rollout.dtype"
-    fix = "bound checks.log_prob_p50_abs_diff, log_prob_p99_abs_diff and log_prob_mean_kl, which bfloat16 is held to"
-    yield not is_float32, ("checks.log_prob_max_abs_diff",), decides, fix
-    for section, m, _ in megatron_sections(c):
-        granularity = f"{section}.recompute_granularity"
-        of_full = (f"{section}.recompute_method", f"{section}.recompute_num_layers")
-        yield m.recompute_granularity != "full", of_full, granularity, "set that to full"
-        of_selective = (f"{section}.recompute_modules",)
-        yield m.recompute_granularity != "selective", of_selective, granularity, "set that to selective"
-    is_never = c.trainer.test_freq > c.trainer.total_training_steps
-    yield is_never, ("trainer.test_freq",), "trainer.total_training_steps", "make it smaller than that"
-
-
 def _show(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
@@ -161,11 +105,21 @@ def check_world_size(config: RunConfig, actual: int) -> list[str]:
     ]
 
 
+def ranges(loaded: Loaded) -> Iterator[Problem]:
+    """Every number, and every number in a list, against its interval in the schema."""
+    for leaf in leaves(RunConfig):
+        value = value_of(loaded.config, leaf.key)
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, int | float) and not isinstance(number, bool) and number not in leaf.bounds:
+                default = _show(value_of(RunConfig(), leaf.key))
+                yield Problem(f"{leaf.key} ({number}) must be {leaf.bounds}; the default is {default}.", (leaf.key,))
+
+
 def problems_of(loaded: Loaded) -> list[Problem]:
     """Of the rules that need no file, with the places where the values were written."""
     found = list(ranges(loaded))
     impossible = {key for problem in found for key in problem.keys}
-    for rule in (*ALL_RULES, ignored):  # what is out of range is not complained about twice
+    for rule in (*RULES, ignored):  # what is out of range is not complained about twice
         found += [problem for problem in rule(loaded) if impossible.isdisjoint(problem.keys)]
     return [_located(loaded, problem) for problem in found]
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_megatron.config.errors import ConfigError
-from rlhf_megatron.config.params import look_up
 from rlhf_megatron.config.schema import RewardConfig
+from rlhf_megatron.config.typed import look_up
 from rlhf_megatron.registry import Entry
 from rlhf_megatron.rewards.scorers import OWN_PROCESS, REWARDS, Reward, RewardResult, is_masked
 

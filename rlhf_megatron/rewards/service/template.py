@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf_megatron.config.errors import ConfigError
-from rlhf_megatron.config.params import params_from_mapping
+from rlhf_megatron.config.typed import params_from_mapping
 from rlhf_megatron.rewards.scorers import REWARDS
 from rlhf_megatron.rewards.scorers.base import Prepared
 from rlhf_megatron.rewards.service.outcome import end_of_traceback

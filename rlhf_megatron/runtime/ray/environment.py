@@ -25,7 +25,7 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 
-from rlhf_megatron.config.rules.ray import OLDEST_RAY, wrong_address
+from rlhf_megatron.config.rules.engines import OLDEST_RAY, wrong_address
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.parallel.prepare import ENVIRONMENT as DETERMINISM
 

@@ -6,8 +6,8 @@ import importlib
 import pkgutil
 
 from rlhf_megatron.config.errors import ConfigError
-from rlhf_megatron.config.params import look_up
 from rlhf_megatron.config.schema import ScheduleConfig
+from rlhf_megatron.config.typed import look_up
 from rlhf_megatron.scheduler.schedules.base import SCHEDULES, Schedule
 
 for _module in pkgutil.iter_modules(__path__):

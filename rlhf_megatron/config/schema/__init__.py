@@ -1,0 +1,247 @@
+"""The typed sections of a run. Field defaults stand here and nowhere else; call sites never supply a fallback.
+
+Names are those that the field uses, where it has one (docs/config.md). The range of a number stands beside its default.
+Parameters of registered parts (estimators, losses, rewards, tasks) are free mappings here; they are checked against the
+part's own dataclass before anything starts.
+"""
+
+# ruff: noqa: RUF009  (doc() makes a field)
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rlhf_megatron.config.schema.fields import AMOUNT, COUNT, POSITIVE, SECONDS, doc
+from rlhf_megatron.config.schema.samples import (
+    DataConfig,
+    FewShotConfig,
+    RewardConfig,
+    RewardTermConfig,
+    RolloutConfig,
+    SamplingConfig,
+    SGLangConfig,
+    SourceConfig,
+)
+from rlhf_megatron.config.schema.training import (
+    ActorConfig,
+    CriticConfig,
+    KernelsConfig,
+    LossAggMode,
+    MegatronConfig,
+    ModelConfig,
+    OptimConfig,
+    PolicyLossConfig,
+    ReferenceConfig,
+    WarmupConfig,
+)
+
+
+@dataclass(frozen=True)
+class KLControlConfig:
+    type: Literal["fixed", "adaptive"] = doc("adaptive: the coefficient follows target_kl", "fixed")
+    kl_coef: float = doc("weight of the KL term, at first", 0.001, AMOUNT)
+    target_kl: float = doc("of adaptive: nats a response", 0.1, POSITIVE)
+    horizon: int = doc("of adaptive: samples over which the coefficient moves", 10000, COUNT)
+
+
+@dataclass(frozen=True)
+class RolloutCorrectionConfig:
+    """Importance weights and rejection for tokens that another policy sampled: r = trainer / engine probability.
+
+    What is null is as in the preset.
+    """
+
+    preset: str = doc("name of a combination of the settings below; disabled: metrics only", "disabled")
+    mode: Literal["decoupled", "bypass"] | None = doc(
+        "decoupled: the trainer's own log-probs are the old policy; bypass: the engine's are, and r follows the policy",
+        None,
+    )
+    loss_type: Literal["ppo_clip", "reinforce"] | None = doc(
+        "of bypass: what actor.policy_loss.loss_mode must be", None
+    )
+    rollout_is: Literal["token", "sequence"] | None = doc("importance weights of tokens or of whole sequences", None)
+    rollout_is_threshold: str | None = doc(
+        "one number: weights are cut there; LOW_HIGH: weights outside are 0 (IcePop)", None
+    )
+    rollout_is_batch_normalize: bool | None = doc("divide the weights by their mean over the step", None)
+    rollout_rs: tuple[str, ...] | None = doc(
+        "rejection filters, all must pass: token_k1, token_k2, token_k3, seq_sum_k1 .. k3, seq_mean_k1 .. k3,"
+        " seq_max_k2, seq_max_k3",
+        None,
+    )
+    rollout_rs_threshold: tuple[str, ...] | None = doc(
+        "one a filter: of k1 bounds of the ratio itself, LOW_HIGH (one number x: 1/x_x); of k2, k3 an upper bound", None
+    )
+    rollout_token_veto_threshold: float | None = doc("a token with r below it drops its sequence", None)
+
+
+@dataclass(frozen=True)
+class FilterGroupsConfig:
+    enable: bool = doc("leave out groups whose samples all have the same metric, and generate others (DAPO)", False)
+    metric: str = doc("reward, or the name of one of its parts; where a sample lacks that: its reward", "reward")
+    max_num_gen_batches: int = doc("batches of data.train_batch_size prompts that a step may generate", 10, COUNT)
+
+
+@dataclass(frozen=True)
+class PFPPOConfig:
+    enable: bool = doc("draw the samples that train with replacement, by their reward (PF-PPO)", False)
+    reweight_method: Literal["pow", "max_min", "max_random"] = doc("how rewards become chances", "pow")
+    weight_pow: float = doc("of pow: exponent of |reward|", 2.0, AMOUNT)
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    adv_estimator: str = doc("name of a registered advantage estimator", "grpo")
+    params: dict[str, Any] = doc("parameters of the estimator, see its dataclass", factory=dict)
+    use_kl_in_reward: bool = doc("subtract a KL term against the reference from each token's reward", False)
+    kl_penalty: Literal["k1", "abs", "k2", "k3"] = doc("estimator of that term", "k1")
+    kl_ctrl: KLControlConfig = doc("weight of that term", factory=KLControlConfig)
+    rollout_correction: RolloutCorrectionConfig = doc("off-policy tokens", factory=RolloutCorrectionConfig)
+    filter_groups: FilterGroupsConfig = doc("groups without signal", factory=FilterGroupsConfig)
+    pf_ppo: PFPPOConfig = doc("resampling by reward", factory=PFPPOConfig)
+
+
+@dataclass(frozen=True)
+class CheckConfig:
+    """Engine against trainer on the sampled tokens at step 0. A run stops past a threshold."""
+
+    log_prob_max_abs_diff: float = doc("float32: bound on the largest |difference|, nats", 1e-4, POSITIVE)
+    log_prob_p50_abs_diff: float = doc("bfloat16: bound on the median |difference|, nats", 2e-2, POSITIVE)
+    log_prob_p99_abs_diff: float = doc("bfloat16: bound on the 99th percentile of |difference|, nats", 0.3, POSITIVE)
+    log_prob_mean_kl: float = doc(
+        "bfloat16: bound on the mean k3 estimate of KL(engine || trainer), nats", 1e-2, POSITIVE
+    )
+    probe_prompts: int = doc(
+        "after a sync, for an engine without digests: prompts that engine and trainer score", 4, COUNT
+    )
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    experiment_name: str = doc("name of the run; its directory is default_local_dir/experiment_name", "run")
+    project_name: str = doc("project of the run in Weights & Biases", "rlhf_megatron")
+    default_local_dir: str = doc("parent of the run directory", "runs")
+    runtime: Literal["inline", "torchrun", "ray"] = doc(
+        "one process; one process a rank; or the same as actors of a Ray cluster", "torchrun"
+    )
+    nnodes: int = doc("machines", 1, COUNT)
+    n_gpus_per_node: int = doc("ranks (GPUs, or processes on a machine without) a machine", 8, COUNT)
+    device: Literal["auto", "cpu", "cuda"] = doc("auto: cuda where available", "auto")
+    device_peak_tflops: float | None = doc(
+        "dense bfloat16 peak of a device, TFLOP/s, that perf/mfu is a share of; null: of known devices by their name,"
+        " and no perf/mfu on others",
+        None,
+        POSITIVE,
+    )
+    seed: int = doc("seed of everything that is random", 1)
+    total_training_steps: int = doc("steps of the loop", 100)
+    critic_warmup: int = doc("first steps of the loop in which only the critic is updated", 0)
+    val_before_train: bool = doc("evaluate before the first step", True)
+    test_freq: int = doc("steps between evaluations; 0: only before and after", 10)
+    test_samples: int | None = doc("held-out items of an evaluation between steps; null: all", None, COUNT)
+    save_hf: bool = doc("write the trained weights in Hugging Face layout at the end", False)
+    save_freq: int = doc("steps between checkpoints; 0: none, and the run cannot be resumed", 0)
+    async_save: bool = doc("write a checkpoint's files while the run goes on", True)
+    max_ckpt_to_keep: int = doc("newest checkpoints that are kept; 0: all", 3)
+    save_failure: Literal["continue", "stop"] = doc("after a checkpoint that could not be written", "continue")
+    resume_mode: Literal["auto", "disable", "resume_path"] = doc(
+        "auto: go on from the newest good checkpoint of the run directory, where there is one; disable: start anew;"
+        " resume_path: start a new run directory from resume_from_path",
+        "auto",
+    )
+    resume_from_path: str | None = doc("checkpoint directory of resume_mode resume_path", None)
+    stop_grace_s: float = doc(
+        "after SIGTERM or SIGUSR1: time for the step at hand and a checkpoint, seconds", 60.0, SECONDS
+    )
+    deterministic: bool = doc(
+        "repeat bit for bit, also over a resume on one layout: closed decoding batches, deterministic torch algorithms",
+        False,
+    )
+    max_consecutive_skips: int = doc(
+        "stop after this many optimizer steps in a row with non-finite gradients", 3, COUNT
+    )
+    capsules_kept: int = doc("steps with non-finite numbers whose weights and batch are kept for --replay", 1)
+    desync_freq: int = doc("steps between comparisons of parameters that several ranks hold; 0: never", 10)
+    logger: tuple[Literal["console", "jsonl", "tensorboard", "wandb"], ...] = doc(
+        "where metrics go", ("console", "jsonl", "tensorboard")
+    )
+    samples_kept: int = doc("samples of a step in samples.jsonl: best, worst and random ones", 6)
+    record: bool = doc("write every step's batches under the run directory, for --replay", False)
+    stage_timeout_s: float = doc(
+        "deadline of one call to the hosts, and of a stage of a step, seconds", 1800.0, SECONDS
+    )
+    stage_timeouts_s: dict[str, float] = doc("stage of a step -> its own deadline, seconds", factory=dict)
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    name: str = doc("who works when: synchronous, streaming, one_step_off or asynchronous", "synchronous")
+    params: dict[str, Any] = doc("parameters of the schedule, see its dataclass", factory=dict)
+
+
+@dataclass(frozen=True)
+class RayConfig:
+    """Of trainer.runtime ray."""
+
+    address: str | None = doc(
+        "of a running cluster (HOST:PORT, or auto); null: the one that this job was submitted to, else one made here",
+        None,
+    )
+    num_cpus_per_rank: float = doc("CPUs that Ray reserves for a rank", 1.0, AMOUNT)
+    num_cpus_per_engine: float = doc("CPUs that Ray reserves for an engine", 1.0, AMOUNT)
+    placement: Literal["pack", "spread"] = doc(
+        "ranks of a pool on as few machines as there may be, or on as many", "pack"
+    )
+    start_timeout_s: float = doc("deadline for the cluster to have a place for every pool, seconds", 600.0, SECONDS)
+    dashboard: bool = doc("of a cluster of this machine: start Ray's dashboard, on the loopback address", False)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that one run is made of."""
+
+    model: ModelConfig = doc("the policy", factory=ModelConfig)
+    data: DataConfig = doc("prompts", factory=DataConfig)
+    actor: ActorConfig = doc("policy training", factory=ActorConfig)
+    critic: CriticConfig = doc("value model, where the advantage estimator needs values", factory=CriticConfig)
+    reference: ReferenceConfig = doc("frozen reference model", factory=ReferenceConfig)
+    rollout: RolloutConfig = doc("generation", factory=RolloutConfig)
+    reward: RewardConfig = doc("scoring", factory=RewardConfig)
+    algorithm: AlgorithmConfig = doc("advantages", factory=AlgorithmConfig)
+    warmup: WarmupConfig = doc("supervised steps before RL", factory=WarmupConfig)
+    checks: CheckConfig = doc("stop thresholds", factory=CheckConfig)
+    schedule: ScheduleConfig = doc("who works when", factory=ScheduleConfig)
+    trainer: TrainerConfig = doc("the run", factory=TrainerConfig)
+    ray: RayConfig = doc("the cluster, where trainer.runtime is ray", factory=RayConfig)
+
+
+__all__ = [
+    "ActorConfig",
+    "AlgorithmConfig",
+    "CheckConfig",
+    "CriticConfig",
+    "DataConfig",
+    "FewShotConfig",
+    "FilterGroupsConfig",
+    "KLControlConfig",
+    "KernelsConfig",
+    "LossAggMode",
+    "MegatronConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "PFPPOConfig",
+    "PolicyLossConfig",
+    "RayConfig",
+    "ReferenceConfig",
+    "RewardConfig",
+    "RewardTermConfig",
+    "RolloutConfig",
+    "RolloutCorrectionConfig",
+    "RunConfig",
+    "SGLangConfig",
+    "SamplingConfig",
+    "ScheduleConfig",
+    "SourceConfig",
+    "TrainerConfig",
+    "WarmupConfig",
+]

@@ -1,0 +1,158 @@
+"""The sections of the models that train or are trained against: the policy, its critic, its reference, the warm-up."""
+
+# ruff: noqa: RUF009  (doc() makes a field)
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rlhf_megatron.config.schema.fields import AMOUNT, BELOW_ONE, COUNT, FRACTION, POSITIVE, SHARE, Interval, doc
+
+LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: str = doc("directory with config.json, tokenizer.json and *.safetensors (Hugging Face layout)", "")
+    tokenizer_path: str | None = doc("directory of tokenizer.json; null: model.path", None)
+    dtype: Literal["float32", "bfloat16"] = doc("type of parameters and activations in the trainer", "bfloat16")
+    init_seed: int | None = doc("null: load weights; a number: random weights from config.json with this seed", None)
+
+
+@dataclass(frozen=True)
+class MegatronConfig:
+    tensor_model_parallel_size: int = doc("ranks that split each layer", 1, COUNT)
+    pipeline_model_parallel_size: int = doc("ranks that split the stack of layers", 1, COUNT)
+    virtual_pipeline_model_parallel_size: int | None = doc(
+        "model chunks a pipeline rank has; null: one", None, Interval(2)
+    )
+    context_parallel_size: int = doc("ranks that split each sample", 1, COUNT)
+    sequence_parallel: bool = doc("tensor-parallel ranks also split norms and residuals, by token", False)
+    use_distributed_optimizer: bool = doc("split optimizer state over replicas and context-parallel ranks", False)
+    overlap_grad_reduce: bool = doc("reduce gradients while the backward pass runs", False)
+    overlap_param_gather: bool = doc("gather updated parameters while the next forward pass runs", False)
+    recompute_granularity: Literal["full", "selective"] | None = doc(
+        "full: keep only layer inputs for the backward pass; selective: recompute recompute_modules; null: keep all",
+        None,
+    )
+    recompute_method: Literal["uniform", "block"] | None = doc(
+        "of full recompute: uniform groups of recompute_num_layers, or only the first recompute_num_layers", None
+    )
+    recompute_num_layers: int | None = doc("of full recompute, layers (see recompute_method)", None, COUNT)
+    recompute_modules: tuple[Literal["core_attn", "layernorm", "mlp"], ...] = doc(
+        "of selective recompute: what is computed again", ("core_attn",)
+    )
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = doc(
+        "layers of a model: megatron-core's own, or Transformer Engine's (on a CPU: plain torch under its names);"
+        " auto: Transformer Engine where it is installed and the device is a GPU",
+        "auto",
+    )
+    gradient_accumulation_fusion: bool | None = doc(
+        "linear layers add their weight gradients to the float32 buffers as they multiply; null: on a GPU, where"
+        " Transformer Engine, Apex or torch 2.10 can",
+        None,
+    )
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    optimizer: Literal["adam"] = doc("AdamW", "adam")
+    lr: float = doc("peak learning rate", 1e-6, BELOW_ONE)
+    lr_warmup_steps: int = doc("optimizer steps of linear warm-up", 0)
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = doc("after warm-up", "constant")
+    lr_decay_steps: int | None = doc("optimizer steps until min_lr; null: all of the run", None, COUNT)
+    min_lr: float = doc("floor of the schedule", 0.0, BELOW_ONE)
+    weight_decay: float = doc("decoupled; norms and biases are exempt", 0.01, FRACTION)
+    weight_decay_end: float | None = doc(
+        "linear weight-decay schedule to this value over the run; null: constant", None, FRACTION
+    )
+    betas: tuple[float, float] = doc("Adam betas", (0.9, 0.95), BELOW_ONE)
+    eps: float = doc("Adam epsilon", 1e-8, SHARE)
+    clip_grad: float = doc("maximum global gradient norm; 0: off", 1.0, AMOUNT)
+
+
+@dataclass(frozen=True)
+class PolicyLossConfig:
+    loss_mode: str = doc("name of a registered policy loss", "ppo_clip")
+    params: dict[str, Any] = doc("parameters of the loss, see its dataclass", factory=dict)
+
+
+@dataclass(frozen=True)
+class KernelsConfig:
+    """Of the actor's and the reference's head, and of the actor's loss."""
+
+    backend: Literal["auto", "reference", "chunked", "triton"] = doc(
+        "log-probs and entropies from hidden states: plain torch that makes all logits, plain torch by tiles, or tiles"
+        " with Triton kernels; auto: triton on a GPU that has it, else chunked",
+        "auto",
+    )
+    stash_megabytes: int | None = doc(
+        "MiB of logits that a micro-batch may keep as float16 for its backward pass instead of computing them again;"
+        " null: 512 for a half-precision model, else 0",
+        None,
+    )
+    num_self_checks: int = doc(
+        "calls at the start of a run that compare the backend with the reference on some rows; 0: none", 2
+    )
+    fused_loss: bool = doc("loss, gradient and metrics of ppo_clip in one pass with an explicit gradient", True)
+
+
+@dataclass(frozen=True)
+class ActorConfig:
+    megatron: MegatronConfig = doc("parallel layout of the actor's pool", factory=MegatronConfig)
+    optim: OptimConfig = doc("optimizer and schedules", factory=OptimConfig)
+    policy_loss: PolicyLossConfig = doc("policy loss", factory=PolicyLossConfig)
+    mini_batch_size: int = doc("samples (prompts x rollout.n) an optimizer step, over all ranks", 1024, COUNT)
+    ppo_epochs: int = doc("passes over the samples of a step", 1, COUNT)
+    ppo_max_token_len_per_gpu: int = doc(
+        "token budget of a micro-batch on one rank; context-parallel ranks pool theirs", 16384, COUNT
+    )
+    loss_agg_mode: LossAggMode = doc("how token losses become one number; the denominator is global", "token-mean")
+    loss_scale_factor: float | None = doc(
+        "tokens, divisor of seq-mean-token-sum-norm; null: data.max_response_length", None, POSITIVE
+    )
+    entropy_coeff: float = doc("weight of the entropy bonus", 0.0, BELOW_ONE)
+    use_kl_loss: bool = doc("add a KL term against the reference to the loss (needs the reference role)", False)
+    kl_loss_coef: float = doc("weight of the KL term", 0.001, AMOUNT)
+    kl_loss_type: Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"] = doc(
+        "estimator of the KL term; with +: its value, and the gradient of k2", "k3"
+    )
+    shuffle: bool = doc("shuffle samples before they are cut into mini-batches", True)
+    log_prob_chunk_size: int = doc("vocabulary columns that the head handles at a time", 8192, COUNT)
+    kernels: KernelsConfig = doc("how head and loss are computed", factory=KernelsConfig)
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """There is a critic where the advantage estimator needs values."""
+
+    path: str | None = doc("Hugging Face directory that it starts from; null: the policy as RL starts", None)
+    value_head_init_std: float = doc("of the value head's first weights, where path has none; 0: zeros", 0.0, BELOW_ONE)
+    num_ranks: int = doc("ranks of a pool of its own, the last of the job; 0: in the actor's pool and layout", 0)
+    megatron: MegatronConfig = doc("parallel layout of its own pool (num_ranks > 0)", factory=MegatronConfig)
+    optim: OptimConfig = doc("optimizer and schedules", factory=lambda: OptimConfig(lr=1e-5))
+    mini_batch_size: int | None = doc("samples an optimizer step, over all ranks; null: the actor's", None, COUNT)
+    ppo_epochs: int | None = doc("passes over the samples of a step; null: the actor's", None, COUNT)
+    ppo_max_token_len_per_gpu: int | None = doc(
+        "token budget of a micro-batch on one rank; null: the actor's", None, COUNT
+    )
+    cliprange_value: float = doc("values move at most this far from those before the update; 0: no clip", 0.5, AMOUNT)
+    loss_agg_mode: LossAggMode | None = doc("how token losses become one number; null: the actor's", None)
+
+
+@dataclass(frozen=True)
+class ReferenceConfig:
+    path: str | None = doc("weights of the reference; null: model.path as it was before training", None)
+    param_offload: bool = doc("keep its weights in host memory between uses", False)
+    max_token_len_per_gpu: int | None = doc("token budget of a micro-batch; null: the actor's", None, COUNT)
+
+
+@dataclass(frozen=True)
+class WarmupConfig:
+    max_steps: int = doc("supervised optimizer steps before the first RL step; 0: none", 0)
+    batch_size: int = doc("samples an optimizer step, over all ranks", 64, COUNT)
+    stop_accuracy: float = doc("stop when sampled held-out accuracy reaches this", 1.0, SHARE)
+    test_freq: int = doc("steps between evaluations", 20, COUNT)
+    test_samples: int = doc("held-out items of these evaluations", 512, COUNT)
+    save_hf: bool = doc("write the warmed-up weights in Hugging Face layout under the run directory", False)
+    optim: OptimConfig = doc("optimizer of the warm-up; RL starts with a fresh one", factory=OptimConfig)
