@@ -137,7 +137,7 @@ endif
 ENGINE ?= local
 
 engine-conformance: $(VENV)/.installed $(if $(filter sglang,$(ENGINE)),$(SGLANG_READY))  ## what every engine promises, against ENGINE=local or ENGINE=sglang
-	$(BIN)/python -m pytest tests/test_engine_conformance*.py -m "not gpu" -k $(ENGINE) -v $(ARGS)
+	$(BIN)/python -m pytest tests/engines/test_engine_conformance*.py -m "not gpu" -k $(ENGINE) -v $(ARGS)
 
 test-sglang: $(VENV)/.installed $(SGLANG_READY)  ## all tests against stock SGLang, the long ones too
 	$(BIN)/python -m pytest tests -m "sglang and not gpu" $(ARGS)

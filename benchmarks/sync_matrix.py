@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.sync_matrix
 
-Runs tests/test_sync_matrix.py (real Megatron ranks, two real servers): after every sync the digests of what stands in
-the engine are those of what was exported, bit for bit, and its log-probs are those of transformers with the exported
-weights to 1e-4. Bytes moved are what the ranks of the engine read or were sent; bytes needed, what stands in them
-afterwards. Writes benchmarks/results/sync_matrix.json.
+Runs TEST (real Megatron ranks, two real servers): after every sync the digests of what stands in the engine are those
+of what was exported, bit for bit, and its log-probs are those of transformers with the exported weights to 1e-4. Bytes
+moved are what the ranks of the engine read or were sent; bytes needed, what stands in them afterwards. Writes
+benchmarks/results/sync_matrix.json.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 
 from benchmarks.common import ROOT, write_result
 
+TEST = "tests/engines/test_sync_matrix.py"
 TIMEOUT_S = 3600
 RESULTS = "RLHF_MEGATRON_SYNC_MATRIX"  # environment variable: file that the tests add a line to for each sync
 
@@ -27,11 +28,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         lines = Path(folder, "rows.jsonl")
         environment = {**os.environ, RESULTS: str(lines)}
-        command = [sys.executable, "-m", "pytest", "-q", "tests/test_sync_matrix.py"]
+        command = [sys.executable, "-m", "pytest", "-q", TEST]
         done = subprocess.run(command, cwd=ROOT, env=environment, timeout=TIMEOUT_S)
         rows = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
     if done.returncode or not rows:
-        raise SystemExit(f"tests/test_sync_matrix.py ended with code {done.returncode} after {len(rows)} syncs.")
+        raise SystemExit(f"{TEST} ended with code {done.returncode} after {len(rows)} syncs.")
     for row in rows:
         print(
             f"{row['transport']:>14}, trainer {row['trainer']:>12}, engine tp{row['engine_tp']}:"

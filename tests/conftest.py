@@ -17,7 +17,7 @@ from rlhf_megatron.kernels.triton_support import interpreter_support
 
 @pytest.fixture(scope="session")
 def dist_pool() -> Iterator[DistPool]:
-    """Warm workers for tests with several ranks; see tests/dist_pool.py."""
+    """Warm workers for tests with several ranks; see tests/support/dist_pool.py."""
     pool = DistPool()
     yield pool
     pool.close()
@@ -25,7 +25,7 @@ def dist_pool() -> Iterator[DistPool]:
 
 @pytest.fixture(scope="session")
 def triton_interpreter() -> Iterator[TritonInterpreter]:
-    """A warm process in which Triton kernels run on the CPU; see tests/triton_interpreter.py."""
+    """A warm process in which Triton kernels run on the CPU; see tests/support/triton_interpreter.py."""
     support = interpreter_support()
     if not support.is_usable:
         pytest.skip(support.why_not)

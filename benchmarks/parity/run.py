@@ -19,7 +19,7 @@ from benchmarks.parity.measure import Result, Row, measure
 from benchmarks.parity.reference import COLUMNS, make_model, run_reference
 from benchmarks.parity.sharded import assemble, run_on_rank
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 from dist_pool import DistPool, JobError
 
 LAYOUT_TIMEOUT_S = 600.0

@@ -6,10 +6,10 @@ import os
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
+from places import ROOT
 
 from rlhf_megatron.parallel import device_sharing
 from rlhf_megatron.resharding.digest import as_hex, digest
@@ -17,7 +17,6 @@ from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.resharding.transports.device_memory import DeviceMemoryTransport
 from rlhf_megatron.resharding.transports.process_group import UpdateGroup
 
-ROOT = Path(__file__).parent.parent.parent
 READER = """
 import pickle, sys, torch
 from torch.multiprocessing import reductions

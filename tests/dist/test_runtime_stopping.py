@@ -1,0 +1,88 @@
+"""Signals to the processes of a toy run (tests/support/runtime_toy.py): who is named, how it ends, and how soon."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from runtime_tools import Start, toy_runs
+
+from rlhf_megatron.runtime.stopping import CLEANUP_S
+from rlhf_megatron.stop import STOPPED_EXIT_CODE
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    with toy_runs(tmp_path) as begin:
+        yield begin
+
+
+@pytest.mark.parametrize(
+    ("victim", "number", "reason"),
+    [
+        ("host1", signal.SIGTERM, "SIGTERM to [actor dp0 pp0 tp1]"),
+        pytest.param("controller", signal.SIGUSR1, "SIGUSR1 to the controller", marks=pytest.mark.chaos),
+        pytest.param("agent", signal.SIGUSR1, "SIGUSR1 to [actor dp0 pp0 tp", marks=pytest.mark.chaos),
+        pytest.param("agent", signal.SIGINT, "SIGINT to [actor dp0 pp0 tp", marks=pytest.mark.chaos),
+    ],
+)
+def test_a_signal_to_any_process_stops_the_run_where_it_can_save(
+    start: Start, victim: str, number: signal.Signals, reason: str
+) -> None:
+    """The hosts sit in a call at that moment; calls after it still reach all of them."""
+    run = start("stop", "2,2,1")
+    run.wait_for("ready")
+    time.sleep(0.3)
+    os.kill(run.agent.pid if victim == "agent" else run.pids()[victim], number)
+    assert run.wait() == STOPPED_EXIT_CODE, run.console()
+    assert (run.directory / "reason").read_text().startswith(reason)
+    assert "Traceback" not in run.console()
+    assert all((run.directory / f"closed{rank}").exists() for rank in range(2)), "hosts ended in an orderly way"
+    run.assert_no_orphans(3)
+
+
+@pytest.mark.chaos
+def test_a_run_that_does_not_stop_in_time_is_ended(start: Start) -> None:
+    """stop_grace_s is 1.5 s; the controller waits for a call that would not end."""
+    run = start("busy", "2,1,1")
+    run.wait_for("ready")
+    time.sleep(0.5)
+    began = time.monotonic()
+    os.kill(run.pids()["host1"], signal.SIGTERM)
+    assert run.wait() == 128 + signal.SIGTERM, run.console()
+    assert 1.5 <= time.monotonic() - began < 1.5 + CLEANUP_S
+    assert "SIGTERM to [actor dp1 pp0 tp0]: the run stops, within 1.5 s" in run.console()
+    run.assert_no_orphans(3)
+
+
+@pytest.mark.parametrize(
+    ("victim", "wait_s"), [pytest.param("controller", 0.7, marks=pytest.mark.chaos), ("host1", 3.3)]
+)
+def test_a_second_signal_ends_it_at_once(start: Start, victim: str, wait_s: float) -> None:
+    """Time to stop would be left: a minute."""
+    run = start("endless", "2,1,1")
+    run.wait_for("ready")
+    time.sleep(0.5)
+    for _ in range(2):
+        os.kill(run.pids()[victim], signal.SIGTERM)
+        time.sleep(wait_s)
+    began = time.monotonic()
+    assert run.wait() == 128 + signal.SIGTERM, run.console()
+    assert time.monotonic() - began < CLEANUP_S
+    run.assert_no_orphans(3)
+
+
+def test_one_signal_to_all_processes_is_one_signal(start: Start) -> None:
+    """What a scheduler does; the agent passes it on to the ranks besides."""
+    run = start("stop", "2,2,1")
+    run.wait_for("ready")
+    time.sleep(0.3)
+    for pid in (run.agent.pid, *run.pids().values()):
+        os.kill(pid, signal.SIGTERM)
+    assert run.wait() == STOPPED_EXIT_CODE, run.console()
+    assert (run.directory / "reason").exists()
+    run.assert_no_orphans(3)

@@ -1,0 +1,176 @@
+"""Real runs that are told to stop, or lose a process: how they end, and that nothing of them is left."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from end_to_end_tools import MARKER, overrides, processes_with, write_config
+from launch_tools import TIMEOUT_S, TORCHRUN
+from places import ROOT
+
+from rlhf_megatron.recovery.watchdog import HANG_REPORT
+from rlhf_megatron.stop import STOPPED_EXIT_CODE
+
+pytestmark = [pytest.mark.dist, pytest.mark.chaos]
+TP2 = {"trainer.n_gpus_per_node": 2, "tp": 2, "pp": 1, "warmup.max_steps": 0, "trainer.val_before_train": False}
+ENDLESS = {"trainer.total_training_steps": 100_000, "trainer.save_freq": 2}
+GONE_WITHIN_S = 15.0  # on a machine that is busy; 3 to 7 on a quiet one
+
+
+@dataclass
+class Run:
+    run_dir: Path
+    process: subprocess.Popen[bytes]
+    marker: str
+
+    def steps(self) -> list[int]:
+        with contextlib.suppress(FileNotFoundError):
+            rows = map(json.loads, (self.run_dir / "metrics.jsonl").read_text().splitlines())
+            return [row["step"] for row in rows if row["kind"] == "step"]
+        return []
+
+    def wait_for_steps(self, number: int) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while len(self.steps()) < number:
+            assert self.process.poll() is None and time.monotonic() < deadline, self.console()
+            time.sleep(0.1)
+
+    def pid(self, who: str) -> int:
+        """ "agent", "controller", "engine", "rank0", "rank1"."""
+        for pid in processes_with(self.marker):
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                variables = dict(v.partition(b"=")[::2] for v in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+                if who == self._role(words, variables):
+                    return pid
+        raise AssertionError(f"{who} has no process")
+
+    @staticmethod
+    def _role(words: list[bytes], variables: dict[bytes, bytes]) -> str:
+        if b"rlhf_megatron.runtime.torchrun.agent" in words:
+            return "agent"
+        if b"rlhf_megatron.rollout.local.server" in words and not words[0].endswith(b"sh"):
+            return "engine"
+        if b"train" in words:
+            return "controller" if b"RLHF_MEGATRON_RUN_DIR" in variables else f"rank{variables[b'RANK'].decode()}"
+        return ""
+
+    def wait(self) -> int:
+        return self.process.wait(TIMEOUT_S)
+
+    def console(self) -> str:
+        return (self.run_dir.parent.parent / "console").read_text()
+
+    def seconds_until_gone(self, within_s: float = GONE_WITHIN_S) -> float:
+        began = time.monotonic()
+        while left := processes_with(self.marker):
+            if time.monotonic() > began + within_s:
+                names = [Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ") for pid in left]
+                raise AssertionError(f"{names} are left after {within_s} s")
+            time.sleep(0.05)
+        return time.monotonic() - began
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Any]:
+    """start(settings, more=environment): launch/torchrun.sh on two ranks."""
+    runs: list[Run] = []
+    config = write_config(tmp_path)
+
+    def begin(settings: dict[str, Any], **more: str) -> Run:
+        marker = uuid.uuid4().hex
+        given = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", "MASTER_"))}
+        mine = {MARKER: marker, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+        with (tmp_path / "console").open("ab") as console:
+            process = subprocess.Popen(
+                [str(TORCHRUN), str(config), *overrides(TP2 | settings)],
+                cwd=tmp_path,
+                env={**given, **mine, "NPROC_PER_NODE": "2", **more},
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        runs.append(Run(tmp_path / "runs" / "tiny", process, f"{MARKER}={marker}"))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        for pid in {run.process.pid, *processes_with(run.marker)}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        run.process.wait()
+
+
+def test_sigterm_to_rank_1_saves_and_the_same_command_goes_on(start) -> None:
+    run = start(ENDLESS)
+    run.wait_for_steps(3)
+    os.kill(run.pid("rank1"), signal.SIGTERM)
+    assert run.wait() == STOPPED_EXIT_CODE, run.console()
+    run.seconds_until_gone()
+    assert "SIGTERM to [actor dp0 pp0 tp1]" in run.console() and "Traceback" not in run.console()
+    done = run.steps()
+    assert (run.run_dir / "checkpoints" / "latest").read_text().strip() == f"step_{done[-1]:06d}"
+    again = start(ENDLESS | {"trainer.total_training_steps": done[-1] + 1})
+    assert again.wait() == 0, again.console()
+    assert again.steps() == list(range(1, done[-1] + 2)), "each step once"
+
+
+@pytest.mark.parametrize("victim", ["agent", "controller", "rank0", "rank1"])
+def test_nothing_is_left_when_a_process_is_killed(start, victim: str) -> None:
+    """Two ranks, the controller, an engine with its shell, and the agent."""
+    run = start(ENDLESS)
+    run.wait_for_steps(1)
+    assert run.pid("engine")
+    os.kill(run.pid(victim), signal.SIGKILL)
+    seconds = run.seconds_until_gone()
+    assert run.wait() != 0
+    print(f"{victim}: all gone after {seconds:.1f} s")
+
+
+@pytest.mark.parametrize("victim", ["engine", "rank0"])
+def test_nothing_is_left_when_a_process_is_stopped_and_then_the_controller_killed(start, victim: str) -> None:
+    """The agent ends a stopped rank, 30 seconds after the first rank has ended."""
+    run = start(ENDLESS)
+    run.wait_for_steps(1)
+    os.kill(run.pid(victim), signal.SIGSTOP)
+    os.kill(run.pid("controller"), signal.SIGKILL)
+    run.seconds_until_gone(30 + GONE_WITHIN_S)
+    assert run.wait() != 0
+
+
+def test_a_stopped_rank_is_named_by_the_stage_it_holds_up(start) -> None:
+    run = start(ENDLESS | {"trainer.stage_timeout_s": 12})
+    run.wait_for_steps(1)
+    rank1 = run.pid("rank1")
+    os.kill(rank1, signal.SIGSTOP)
+    assert run.wait() == 1, run.console()
+    run.seconds_until_gone()
+    report = (run.run_dir / HANG_REPORT).read_text()
+    assert f"[actor dp0 pp0 tp1] does not answer: process {rank1} is stopped (SIGSTOP, or a debugger)" in report
+    assert "Look first at [actor dp0 pp0 tp1]" in report
+    assert "The last calls to engines:" in report and "engine0 generate" in report
+    assert report.partition("\n")[2] in run.console()
+
+
+def test_a_run_that_crashes_goes_on_by_itself(start, tmp_path: Path) -> None:
+    """Two ranks are killed, in steps 2 and 3; three starts make one run of four steps."""
+    faults = "kill@actor.before_optimizer_step:who=rank1,nth=2; kill@actor.after_optimizer_step:who=rank0,nth=2"
+    plan = {"RLHF_MEGATRON_FAULTS": faults, "RLHF_MEGATRON_FAULTS_DIR": str(tmp_path / "faults")}
+    run = start({"trainer.total_training_steps": 4, "trainer.save_freq": 1}, MAX_RESTARTS="3", **plan)
+    assert run.wait() == 0, run.console()
+    assert run.steps() == [1, 2, 3, 4]
+    assert len(list((tmp_path / "faults").iterdir())) == 2, "both have acted"
+    console = run.console()
+    assert "the run is started again (2 of 3)" in console and "(3 of 3)" not in console, console
+    run.seconds_until_gone()

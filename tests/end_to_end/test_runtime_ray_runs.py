@@ -1,0 +1,209 @@
+"""Real runs in a Ray cluster of their own: where it listens, how they end, and that nothing of them is left."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from places import ROOT
+
+pytest.importorskip("ray")
+
+from end_to_end_tools import MARKER, overrides, processes_with, write_config
+from test_security_run import is_loopback, listening
+
+from benchmarks import launchers
+from rlhf_megatron.runtime.processes import Child, children_of, state_of
+from rlhf_megatron.stop import STOPPED_EXIT_CODE
+
+pytestmark = [pytest.mark.dist, pytest.mark.long]
+TIMEOUT_S = 400.0
+GONE_WITHIN_S = 20.0
+RAY = {"trainer.runtime": "ray", "trainer.n_gpus_per_node": 2, "tp": 2, "pp": 1}
+SHORT = {"warmup.max_steps": 0, "trainer.val_before_train": False}
+ENDLESS = {"trainer.total_training_steps": 100_000, "trainer.save_freq": 2}
+
+
+@dataclass
+class Run:
+    """`process` is the driver."""
+
+    run_dir: Path
+    process: subprocess.Popen[bytes]
+    marker: str
+
+    def console(self) -> str:
+        return (self.run_dir.parent.parent / "console").read_text()
+
+    def steps(self) -> list[int]:
+        with contextlib.suppress(FileNotFoundError):
+            rows = map(json.loads, (self.run_dir / "metrics.jsonl").read_text().splitlines())
+            return [row["step"] for row in rows if row["kind"] == "step"]
+        return []
+
+    def wait_for_steps(self, number: int) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while len(self.steps()) < number:
+            assert self.process.poll() is None and time.monotonic() < deadline, self.console()
+            time.sleep(0.1)
+
+    def rank(self, number: int) -> int:
+        """The process that writes its log."""
+        log = str(self.run_dir / "logs" / f"rank{number}.log")
+        for pid in processes_with(self.marker):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/{pid}/fd/1") == log:
+                    return pid
+        raise AssertionError(f"rank {number} has no process")
+
+    def wait(self) -> int:
+        return self.process.wait(TIMEOUT_S)
+
+    def assert_gone(self) -> None:
+        deadline = time.monotonic() + GONE_WITHIN_S
+        while left := processes_with(self.marker):
+            if time.monotonic() > deadline:
+                names = [Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ") for pid in left]
+                raise AssertionError(f"{names} are left after {GONE_WITHIN_S} s")
+            time.sleep(0.05)
+
+
+def wait_for_ends(children: Sequence[Child], within_s: float) -> list[int]:
+    """Those that live for longer."""
+    deadline = time.monotonic() + within_s
+    while left := [child.pid for child in children if state_of(child.pid) not in ("", "Z")]:
+        if time.monotonic() > deadline:
+            return left
+        time.sleep(0.05)
+    return []
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Any]:
+    """start(settings, more=environment)."""
+    runs: list[Run] = []
+    config = write_config(tmp_path)
+
+    def begin(settings: dict[str, Any], **more: str) -> Run:
+        marker = uuid.uuid4().hex
+        command = [sys.executable, "-m", "rlhf_megatron", "train", str(config), *overrides(RAY | SHORT | settings)]
+        mine = {MARKER: marker, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        with (tmp_path / "console").open("ab") as console:
+            process = subprocess.Popen(
+                command,
+                cwd=tmp_path,
+                env={**os.environ, **mine, **more},
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        runs.append(Run(tmp_path / "runs" / "tiny", process, f"{MARKER}={marker}"))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        for pid in {run.process.pid, *processes_with(run.marker)}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        run.process.wait()
+
+
+def test_it_listens_to_its_machine_only_and_sigterm_saves_and_the_same_command_goes_on(start) -> None:
+    run = start(ENDLESS)
+    run.wait_for_steps(3)
+    pids = processes_with(run.marker)
+    addresses = {address for pid in pids for address in listening(pid)}
+    commands = [Path(f"/proc/{pid}/cmdline").read_bytes().decode() for pid in pids]
+    assert len(addresses) >= 8, "Ray's servers, the ranks', the store, an engine"
+    assert all(is_loopback(address) for address in addresses), sorted(addresses)
+    assert not any(address.endswith(" 8265") for address in addresses), "no dashboard"
+    (token,) = {
+        variable
+        for pid in pids
+        for variable in Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+        if variable.startswith("RAY_AUTH_TOKEN=")
+    }
+    assert not any(token.partition("=")[2] in command for command in commands), "no other user sees it"
+    os.kill(run.process.pid, signal.SIGTERM)
+    assert run.wait() == STOPPED_EXIT_CODE, run.console()
+    run.assert_gone()
+    assert "SIGTERM to the controller" in run.console() and "Traceback" not in run.console()
+    done = run.steps()
+    assert (run.run_dir / "checkpoints" / "latest").read_text().strip() == f"step_{done[-1]:06d}"
+    again = start(ENDLESS | {"trainer.total_training_steps": done[-1] + 1})
+    assert again.wait() == 0, again.console()
+    assert again.steps() == list(range(1, done[-1] + 2)), "each step once"
+    again.assert_gone()
+
+
+def test_a_killed_rank_ends_the_run_and_the_same_command_goes_on(start) -> None:
+    run = start(ENDLESS)
+    run.wait_for_steps(3)
+    rank1 = run.rank(1)
+    os.kill(rank1, signal.SIGKILL)
+    assert run.wait() == 1
+    run.assert_gone()
+    assert f"HostLostError: [actor dp0 pp0 tp1] (process {rank1}) died" in run.console()
+    assert (run.run_dir / "logs" / "ray" / "raylet.out").stat().st_size > 0, "Ray's own words are kept"
+    again = start(ENDLESS | {"trainer.total_training_steps": len(run.steps()) + 1})
+    assert again.wait() == 0, again.console()
+    assert again.steps() == list(range(1, again.steps()[-1] + 1)), "each step once"
+
+
+def test_an_exception_on_one_rank_is_told_with_its_coordinates(start, tmp_path: Path) -> None:
+    plan = {"RLHF_MEGATRON_FAULTS": "fail@actor.before_optimizer_step:who=rank1,nth=2"}
+    run = start({}, **plan, RLHF_MEGATRON_FAULTS_DIR=str(tmp_path / "faults"))
+    assert run.wait() == 1
+    run.assert_gone()
+    told = "[actor dp0 pp0 tp1] actor.update: RuntimeError: injected at actor.before_optimizer_step"
+    assert told in run.console()
+    assert run.steps() == [1]
+
+
+def test_nothing_is_left_when_the_driver_is_killed(start) -> None:
+    run = start(ENDLESS)
+    run.wait_for_steps(1)
+    os.kill(run.process.pid, signal.SIGKILL)
+    assert run.wait() == -signal.SIGKILL
+    run.assert_gone()
+
+
+@pytest.mark.parametrize("servers", [("raylet",), ("raylet", "gcs_server")])
+def test_a_cluster_that_lost_a_server_does_not_hold_up_the_end(start, servers: tuple[str, ...]) -> None:
+    """Calls do not go through Ray, so the run can go on; Ray itself would be waited for without end."""
+    run = start(ENDLESS)
+    run.wait_for_steps(1)
+    named = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in processes_with(run.marker)}
+    raylets = [pid for pid, name in named.items() if name == "raylet"]
+    children = [child for raylet in raylets for child in children_of(raylet)]
+    names = [Path(f"/proc/{child.pid}/cmdline").read_text() for child in children]
+    assert {"ray::DashboardAgent", "ray::RuntimeEnvAgent"} <= {name.rstrip("\0 ") for name in names}
+    for pid, name in named.items():
+        if name in servers:
+            os.kill(pid, signal.SIGKILL)
+    time.sleep(3.0)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() in (1, STOPPED_EXIT_CODE), run.console()
+    assert wait_for_ends(children, 10.0) == []  # without Ray's own minute
+    run.assert_gone()
+
+
+def test_a_record_trains_to_the_same_bits_under_every_launcher(tmp_path: Path) -> None:
+    """One rank inline, under torchrun and Ray; four under torchrun and Ray."""
+    small = ("data.train_batch_size=16", "actor.mini_batch_size=64")
+    recorded = launchers.record(launchers.CONFIG, "record", small, 2, tmp_path)
+    start = [*launchers.weights(launchers.start_weights(recorded)), *small]
+    rows = launchers.replay_all(recorded, start, ["one_rank", "tp2_pp2"], 2, tmp_path)
+    print(launchers.table(rows))
+    assert [row.different for row in rows] == [()] * 10
+    assert all(row.num_figures > 40 and float.fromhex(row.shown["actor/grad_norm"]) > 0 for row in rows)

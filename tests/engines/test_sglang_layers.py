@@ -1,0 +1,153 @@
+"""What stands in the ranks of stock SGLang's own models, put together: every layout, and faults planted in one rank.
+
+One process builds all of them, rank by rank (sglang_ranks.py): no server, no process groups.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from typing import Any
+
+import pytest
+from places import ROOT
+from sglang_tools import CPU_ENV, needs_sglang, sglang_python
+
+pytestmark = [pytest.mark.sglang, pytest.mark.long, needs_sglang]
+TIMEOUT_S = 900.0
+LAYER = "model.layers.1"
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+
+
+def case(
+    family: str, tp: int, kv: int, *, ep: int = 1, tied: bool = False, dtype: str = "float32", **fault: Any
+) -> Any:
+    config = {
+        "model_type": family,
+        "architectures": [ARCHITECTURES[family]],
+        "num_attention_heads": 8,
+        "num_key_value_heads": kv,
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "intermediate_size": 96,
+        "vocab_size": 131,  # is divided by no number of ranks
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": tied,
+        "head_dim": 16,
+    }
+    if family == "qwen3_moe":
+        config |= {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "norm_topk_prob": True,
+        }
+    found: dict[str, Any] = {"family": family, "tp": tp, "ep": ep, "dtype": dtype, "config": config}
+    return {**found, "fault": fault} if fault else found
+
+
+RIGHT = {
+    "qwen2, biases, tied head": case("qwen2", 2, 2, tied=True),
+    "qwen2, biases, bfloat16": case("qwen2", 4, 4, dtype="bfloat16"),
+    "qwen3, one key-value head for two ranks": case("qwen3", 2, 1),
+    "qwen3, two key-value heads for eight ranks, tied head": case("qwen3", 8, 2, tied=True),
+    "qwen3, one rank": case("qwen3", 1, 4),
+    "llama": case("llama", 4, 8, dtype="bfloat16"),
+    "qwen3_moe": case("qwen3_moe", 2, 2),
+    "qwen3_moe, four ranks, one key-value head": case("qwen3_moe", 4, 1, dtype="bfloat16"),
+    "qwen3_moe, experts on two ranks of four": case("qwen3_moe", 4, 4, ep=2),
+    "qwen3_moe, experts on four ranks": case("qwen3_moe", 4, 4, ep=4),
+}
+ATTENTION, MLP, EXPERT = f"{LAYER}.self_attn", f"{LAYER}.mlp", f"{LAYER}.mlp.experts.5"
+Q_AND_K = [f"{ATTENTION}.q_proj.weight", f"{ATTENTION}.k_proj.weight"]
+OF_EXPERT = [f"{EXPERT}.{part}_proj.weight" for part in ("gate", "up", "down")]
+WRONG: dict[str, tuple[Any, int, list[str]]] = {
+    "an expert left out": (
+        case("qwen3_moe", 2, 2, rank=1, kind="leave_out", names=OF_EXPERT),
+        1,
+        OF_EXPERT,
+    ),
+    "an expert left out where another rank holds its other half": (
+        case("qwen3_moe", 4, 4, ep=2, rank=3, kind="leave_out", names=OF_EXPERT),
+        3,
+        OF_EXPERT,
+    ),
+    "q and k swapped": (case("qwen3", 2, 8, rank=0, kind="swap", swap=Q_AND_K, names=Q_AND_K), 0, Q_AND_K),
+    "a flipped bit in rows": (
+        case("qwen3", 4, 2, rank=2, kind="flip", parameter=f"{MLP}.gate_up_proj.weight", byte=1),
+        2,
+        [f"{MLP}.gate_proj.weight"],
+    ),
+    "a flipped bit in columns": (
+        case("qwen2", 4, 4, rank=3, kind="flip", parameter=f"{MLP}.down_proj.weight", byte=-3, dtype="bfloat16"),
+        3,
+        [f"{MLP}.down_proj.weight"],
+    ),
+    "a flipped bit in one of two copies of a head": (
+        case("qwen3", 4, 2, rank=1, kind="flip", parameter=f"{ATTENTION}.qkv_proj.weight", byte=-1),
+        1,
+        [f"{ATTENTION}.v_proj.weight"],
+    ),
+    "a flipped bit in a bias": (
+        case("qwen2", 2, 2, rank=1, kind="flip", parameter=f"{ATTENTION}.qkv_proj.bias", byte=0),
+        1,
+        [f"{ATTENTION}.q_proj.bias"],
+    ),
+}
+STALE = case("qwen3_moe", 4, 2, rank=2, kind="stale")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    cases = {**RIGHT, **{name: found for name, (found, _, _) in WRONG.items()}, "a stale rank": STALE}
+    done = subprocess.run(
+        [sglang_python(), ROOT / "tests" / "sglang_ranks.py", tmp_path_factory.mktemp("ranks"), "--as-on-a-gpu"],
+        input=json.dumps(list(cases.values())),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        env={**os.environ, **CPU_ENV},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    line = next(line for line in done.stdout.splitlines() if line.startswith("RESULTS "))
+    return dict(zip(cases, json.loads(line.removeprefix("RESULTS ")), strict=True))
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_digests_are_those_that_were_sent(name: str, results: dict[str, dict[str, Any]]) -> None:
+    found = results[name]
+    assert found["errors"] == [] and found["equal"]
+    assert found["incomplete"] == [None] * RIGHT[name]["tp"]
+    if RIGHT[name]["tp"] == 1:
+        assert found["num_bytes_standing"] == found["num_bytes"]
+    else:  # norms, the gate and some heads are in several ranks, all else in one
+        assert found["num_bytes"] < found["num_bytes_standing"] < 1.7 * found["num_bytes"]
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_fault_in_one_rank_is_named(name: str, results: dict[str, dict[str, Any]]) -> None:
+    _, rank, tensors = WRONG[name]
+    errors = results[name]["errors"]
+    words = "; ".join(errors)
+    for tensor in tensors:
+        assert words.count(f"tensor '{tensor}': ") == 1
+    assert words.count("tensor '") == words.count(f"tp rank {rank} holds other values than the bucket") == len(tensors)
+    assert all(error.startswith("engine0, bucket ") and error.endswith("The engine is STALE.") for error in errors)
+
+
+def test_a_stale_rank_is_named(results: dict[str, dict[str, Any]]) -> None:
+    errors = results["a stale rank"]["errors"]
+    assert len(errors) == 5  # every bucket
+    for error in errors:
+        assert error.count("tp rank 2 holds other values than the bucket") == error.count("tensor '") == 3
+        assert re.search(r"(\d+) of \1 tensors do not stand in it", error)

@@ -1,0 +1,99 @@
+"""Runs on several nodes, started as a user starts them, on this one machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from end_to_end_tools import MARKER, overrides, processes_with
+from places import ROOT
+
+TIMEOUT_S = 400.0  # of one run; it takes 10 to 20 s where nothing else does
+TORCHRUN = ROOT / "launch" / "torchrun.sh"
+NODE_0 = "127.0.0.2"  # not 127.0.0.1: what only listens or looks there is found out
+
+
+def environment(marker: str, **more: str) -> dict[str, str]:
+    """Of a started script: nothing of a launcher that runs the tests, and the mark by which to find its processes."""
+    strange = ("TORCHELASTIC_", "MASTER_", "NNODES", "NODE_RANK", "SLURM_", "GLOO_")
+    given = {name: value for name, value in os.environ.items() if not name.startswith(strange)}
+    mine = {MARKER: marker, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    return {**given, **mine, **more}
+
+
+@dataclass
+class Nodes:
+    """The agents of one run; index: node rank."""
+
+    directory: Path
+    processes: list[subprocess.Popen[bytes]]
+    marker: str
+
+    def console(self, node: int) -> str:
+        return (self.directory / f"console{node}").read_text()
+
+    def wait(self) -> list[int]:
+        deadline = time.monotonic() + TIMEOUT_S
+        return [process.wait(deadline - time.monotonic()) for process in self.processes]
+
+    def wait_for(self, what: Callable[[], object]) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not what():
+            ended = [self.console(n) for n, process in enumerate(self.processes) if process.poll() is not None]
+            assert not ended and time.monotonic() < deadline, ended
+            time.sleep(0.1)
+
+    def host_of(self, rank: int) -> int:
+        """Process id of the host of a rank."""
+        for pid in processes_with(f"{MARKER}={self.marker}"):
+            with contextlib.suppress(OSError):
+                is_rank = f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                if is_rank and b"rlhf_megatron\0train" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    return pid
+        raise AssertionError(f"rank {rank} has no process")
+
+    def left_over(self, within_s: float = 20.0) -> list[int]:
+        """Processes of this run that still live."""
+        deadline = time.monotonic() + within_s
+        while (found := processes_with(f"{MARKER}={self.marker}")) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return found
+
+    def end(self) -> None:
+        for pid in {process.pid for process in self.processes} | set(processes_with(f"{MARKER}={self.marker}")):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
+
+
+def start_nodes(
+    config: Path, settings: dict[str, Any], port: int, only_on: Sequence[dict[str, Any]] = ({}, {}), **more: str
+) -> Nodes:
+    """launch/torchrun.sh with one rank on each of two nodes. `only_on`: settings that one node alone is given."""
+    directory, marker = config.parent, uuid.uuid4().hex
+    base = {"NNODES": "2", "NPROC_PER_NODE": "1", "MASTER_ADDR": NODE_0, "MASTER_PORT": str(port)}
+    processes = []
+    for node, extra in enumerate(only_on):
+        with (directory / f"console{node}").open("wb") as console:
+            processes.append(
+                subprocess.Popen(
+                    [str(TORCHRUN), str(config), *overrides(settings | extra)],
+                    cwd=directory,
+                    env=environment(marker, **base, NODE_RANK=str(node), **more),
+                    stdin=subprocess.DEVNULL,
+                    stdout=console,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            )
+    return Nodes(directory, processes, marker)

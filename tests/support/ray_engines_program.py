@@ -1,0 +1,89 @@
+"""A driver with engines under Ray and no trainer, told what to do line by line; each answer is a line of JSON.
+
+python tests/support/ray_engines_program.py MODEL FOLDER NUM_ENGINES
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from end_to_end_tools import QUICKSTART
+
+from rlhf_megatron.config.load import load_run_config
+from rlhf_megatron.rollout.engine import EngineError
+from rlhf_megatron.rollout.fleet.process import EngineServers, start_local_engines
+from rlhf_megatron.runtime.ray import environment as ray_environment
+from rlhf_megatron.runtime.ray.places import cpus_of_own_cluster, engine_bundles, rank_bundles
+
+
+def main(model: Path, folder: Path, num_engines: int) -> None:
+    settings = ["trainer.runtime=ray", f"rollout.num_engines={num_engines}", "ray.num_cpus_per_engine=0.5"]
+    config = load_run_config(QUICKSTART, settings).config
+    ray_environment.prepare(None, os.environ)
+    from rlhf_megatron.runtime.ray.cluster import Cluster, whereabouts
+    from rlhf_megatron.runtime.ray.engines import RayEngines
+
+    bundles = [*rank_bundles(config, False), *engine_bundles(config, False)]
+    with (
+        tempfile.TemporaryDirectory(prefix="rlhf-") as directory,
+        Cluster(None, Path(directory), cpus_of_own_cluster(bundles, 1)) as cluster,
+    ):
+        cluster.reserve(bundles, is_spread=False, timeout_s=60)
+        place = RayEngines(cluster, config, 0, lambda: [whereabouts()], {"OMP_NUM_THREADS": "1"})
+        transfer = folder / "transfer"
+        transfer.mkdir()
+        # Relative, as settings are: the actor counts from the driver's directory.
+        relative = os.path.relpath(folder)
+        try:
+            servers = start_local_engines(
+                model,
+                num_engines,
+                relative,
+                transfer_dir=transfer,
+                load_weights=True,
+                startup_timeout_s=120,
+                place=place,
+            )
+        except EngineError as error:
+            say({"error": str(error)})
+            return
+        with servers:
+            say(facts(servers))
+            for line in sys.stdin:
+                verb, *names = line.split()
+                if verb == "end":
+                    break
+                say(act(servers, verb, *names))
+    say({"is_over": True})
+
+
+def act(servers: EngineServers, verb: str, name: str) -> dict[str, Any]:
+    if verb == "ending":
+        return {"ending": servers.ending(name)}
+    if verb == "kill":
+        servers.kill(name)
+        return {"ending": servers.ending(name)}
+    assert verb == "restart", verb
+    try:
+        servers.restart(name)
+    except EngineError as error:
+        return {"error": str(error)}
+    return facts(servers)
+
+
+def facts(servers: EngineServers) -> dict[str, Any]:
+    pids = {process.name: process.pid for process in servers.processes}
+    return {"pids": pids, "urls": {address.name: address.url for address in servers.addresses}}
+
+
+def say(words: dict[str, Any]) -> None:
+    print(json.dumps(words), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

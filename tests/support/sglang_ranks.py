@@ -1,0 +1,201 @@
+"""Whole models of stock SGLang, one tp rank after the other in one process: what their `load_weights` leaves in them.
+
+  .venv-sglang/bin/python tests/support/sglang_ranks.py DIRECTORY < cases.json  # with the environment of sglang_tools
+
+Ranks are told their place without process groups, which a model needs to compute but not to hold weights. So layouts
+can be had that two processes on a CPU do not show: many ranks, replicated heads, expert parallelism.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_megatron.resharding.digest import as_hex, digest
+from rlhf_megatron.resharding.manifest import BucketManifest, TensorEntry
+from rlhf_megatron.rollout.sglang import receipts
+from rlhf_megatron.rollout.sglang.server import loader
+
+HEADS, HEAD_DIM, HIDDEN, LAYERS, EXPERTS = 8, 16, 128, 2, 8
+
+
+def weights_of(case: dict[str, Any], seed: int) -> dict[str, Tensor]:
+    """By the names and shapes of a Hugging Face checkpoint."""
+    config = case["config"]
+    kv = config["num_key_value_heads"] * HEAD_DIM
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], HIDDEN)}
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}"
+        rows = {"q": HEADS * HEAD_DIM, "k": kv, "v": kv}
+        shapes |= {f"{prefix}.self_attn.{name}_proj.weight": (size, HIDDEN) for name, size in rows.items()}
+        if case["family"] == "qwen2":
+            shapes |= {f"{prefix}.self_attn.{name}_proj.bias": (size,) for name, size in rows.items()}
+        elif case["family"] != "llama":
+            shapes |= {f"{prefix}.self_attn.{name}_norm.weight": (HEAD_DIM,) for name in "qk"}
+        shapes[f"{prefix}.self_attn.o_proj.weight"] = (HIDDEN, HEADS * HEAD_DIM)
+        shapes |= {f"{prefix}.{name}_layernorm.weight": (HIDDEN,) for name in ("input", "post_attention")}
+        mlps = [f"{prefix}.mlp"]
+        if case["family"] == "qwen3_moe":
+            shapes[f"{prefix}.mlp.gate.weight"] = (EXPERTS, HIDDEN)
+            mlps = [f"{prefix}.mlp.experts.{expert}" for expert in range(EXPERTS)]
+        size = config.get("moe_intermediate_size", config["intermediate_size"])
+        for mlp in mlps:
+            shapes |= {f"{mlp}.{name}_proj.weight": (size, HIDDEN) for name in ("gate", "up")}
+            shapes[f"{mlp}.down_proj.weight"] = (HIDDEN, size)
+    shapes["model.norm.weight"] = (HIDDEN,)
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (config["vocab_size"], HIDDEN)
+    torch.manual_seed(seed)
+    return {name: torch.randn(shape).to(getattr(torch, case["dtype"])) for name, shape in shapes.items()}
+
+
+@contextmanager
+def place(case: dict[str, Any], directory: Path, rank: int) -> Iterator[None]:
+    """This process is that rank of a server."""
+    from sglang.srt import runtime_context
+    from sglang.srt.layers.moe import initialize_moe_config
+    from sglang.srt.server_args import ServerArgs
+
+    runtime_context.reset_context()
+    arguments = {
+        "device": "cpu",
+        "dtype": case["dtype"],
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "tp_size": case["tp"],
+        "ep_size": case.get("ep", 1),
+    }
+    server = ServerArgs(model_path=str(directory), **arguments)
+    runtime_context.publish(server, role="scheduler", ranks=runtime_context.SpawnRanks(world_rank=rank))
+    initialize_moe_config()
+    stage = SimpleNamespace(is_first_rank=True, is_last_rank=True, world_size=1, rank_in_group=0)
+    ranks = SimpleNamespace(world_size=case["tp"], rank_in_group=rank, device_group=None, cpu_group=None)
+    with runtime_context.get_parallel().override(pp_group=stage, tp_group=ranks, attn_tp_group=ranks):
+        yield
+
+
+def model_of(case: dict[str, Any], directory: Path, rank: int) -> nn.Module:
+    from sglang.srt.models.llama import LlamaForCausalLM
+    from sglang.srt.models.qwen2 import Qwen2ForCausalLM
+    from sglang.srt.models.qwen3 import Qwen3ForCausalLM
+    from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
+    from transformers import AutoConfig
+
+    classes = {
+        "llama": LlamaForCausalLM,
+        "qwen2": Qwen2ForCausalLM,
+        "qwen3": Qwen3ForCausalLM,
+        "qwen3_moe": Qwen3MoeForCausalLM,
+    }
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, case["dtype"]))
+    try:
+        return classes[case["family"]](AutoConfig.from_pretrained(directory))
+    finally:
+        torch.set_default_dtype(before)
+
+
+def as_on_a_gpu() -> None:
+    """On a CPU SGLang pads heads and rows that it cannot deal out; on others it replicates and refuses."""
+    import sglang.srt.layers.linear
+    import sglang.srt.layers.moe.fused_moe_triton.layer
+    import sglang.srt.layers.vocab_parallel_embedding
+
+    for module in (
+        sglang.srt.layers.linear,
+        sglang.srt.layers.moe.fused_moe_triton.layer,
+        sglang.srt.layers.vocab_parallel_embedding,
+    ):
+        module._is_cpu = False
+
+
+def buckets_of(weights: dict[str, Tensor], count: int) -> list[BucketManifest]:
+    names, manifests = list(weights), []
+    size = -(-len(names) // count)
+    for number in range(count):
+        entries, offset = [], 0
+        for name in names[number * size : (number + 1) * size]:
+            tensor = weights[name]
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            entries.append(TensorEntry(name, dtype, tuple(tensor.shape), offset, as_hex(digest(tensor))))
+            offset += tensor.nbytes
+        manifests.append(BucketManifest(1, "s", number, "none", offset, tuple(entries)))
+    return manifests
+
+
+def run(case: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Load every rank, with the fault of the case planted in one of them, and check its receipts."""
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(case["config"]))
+    weights, fault = weights_of(case, 1), case.get("fault", {})
+    manifests = buckets_of(weights, 5)
+    found: list[list[dict[str, Any]]] = [[] for _ in manifests]
+    compared: list[list[dict[str, Any]]] = [[] for _ in manifests]
+    incomplete: list[str | None] = []
+    for rank in range(case["tp"]):
+        with place(case, directory, rank):
+            model = model_of(case, directory, rank)
+            model.load_weights(list(weights_of(case, 2).items()))
+            for number, manifest in enumerate(manifests):
+                pairs = [(entry.name, weights[entry.name]) for entry in manifest.tensors]
+                planted = fault if fault.get("rank") == rank else {}
+                model.load_weights(list(damaged(pairs, planted)))
+                flip(model, planted)
+                head = {"rank": rank, "size": case["tp"]}
+                found[number].append({**head, **loader.standing(model, manifest)})
+                compared[number].append({**head, "compared": loader.compare(model, manifest, weights)})
+            incomplete.append(loader.incomplete(model, set(weights)))
+    errors = []
+    total = receipts.Standing()
+    for number, manifest in enumerate(manifests):
+        try:
+            total |= receipts.check("engine0", manifest, found[number], lambda n=number: compared[n])
+        except receipts.EngineError as error:
+            errors.append(str(error))
+    needed = sum(receipt["num_bytes_standing"] for of_bucket in found for receipt in of_bucket)
+    expected = {name: as_hex(digest(tensor)) for name, tensor in weights.items()}
+    return {
+        "equal": total.digests == expected and not total.faults and not total.unlike,
+        "errors": errors,
+        "incomplete": incomplete,
+        "num_bytes": sum(tensor.nbytes for tensor in weights.values()),
+        "num_bytes_standing": needed,
+    }
+
+
+def damaged(pairs: list[tuple[str, Tensor]], fault: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """What a rank loads in place of `pairs`: without some, or two exchanged."""
+    tensors = dict(pairs)
+    for name in tensors:
+        if fault.get("kind") == "stale" or (fault.get("kind") == "leave_out" and name in fault["names"]):
+            continue
+        other = fault["names"][1 - fault["names"].index(name)] if name in fault.get("swap", ()) else name
+        yield name, tensors[other]
+
+
+def flip(model: nn.Module, fault: dict[str, Any]) -> None:
+    if fault.get("kind") == "flip":
+        with torch.no_grad():
+            model.get_parameter(fault["parameter"]).view(torch.uint8).view(-1)[fault["byte"]] ^= 4
+
+
+def main() -> None:
+    if "--as-on-a-gpu" in sys.argv:
+        as_on_a_gpu()
+    cases = json.load(sys.stdin)
+    results = [run(case, Path(sys.argv[1]) / str(number)) for number, case in enumerate(cases)]
+    print("RESULTS " + json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

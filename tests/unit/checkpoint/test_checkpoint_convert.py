@@ -1,0 +1,245 @@
+"""Weights on disk change layout and come back bit for bit; what is broken is named; nothing half-written stays."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from places import ROOT
+from safetensors.torch import load_file, save_file
+from table_samples import FAMILIES, LLAMA3_ROPE, SMALL_QWEN3, THREE_KV_HEADS, random_state, tied
+
+from rlhf_megatron.checkpoint.hf_writer import hf_directory_writer
+from rlhf_megatron.checkpoint.megatron_dir import MegatronReader
+from rlhf_megatron.checkpoint.safetensors_writer import TensorSpec
+from rlhf_megatron.cli.main import main
+from rlhf_megatron.models.families.base import table_for
+from rlhf_megatron.resharding.convert import open_model, verify, write_hf, write_megatron
+
+CONFIG = {**SMALL_QWEN3, "torch_dtype": "bfloat16"}
+LLAMA = {**CONFIG, "model_type": "llama", "tie_word_embeddings": True}
+
+
+def make_hf(directory: Path, config: dict, max_bytes: int = 1 << 30) -> Path:
+    """bfloat16 weights, the final norm in float32 as some checkpoints have it."""
+    state = random_state(config)
+    kinds = {name: "float32" if name == "model.norm.weight" else "bfloat16" for name in state}
+    tensors = {name: tensor.to(getattr(torch, kinds[name])) for name, tensor in state.items()}
+    specs = [TensorSpec(name, kinds[name], tuple(t.shape)) for name, t in tensors.items()]
+    (directory.parent / "companions").mkdir(exist_ok=True)
+    (directory.parent / "companions" / "tokenizer.json").write_text("{}")
+    with hf_directory_writer(directory, specs, config, directory.parent / "companions", max_bytes) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+    return directory
+
+
+def read_all(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: t for file in directory.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(
+        a[n].dtype == b[n].dtype and torch.equal(a[n].view(torch.uint8), b[n].view(torch.uint8)) for n in a
+    )
+
+
+@pytest.mark.parametrize("config", [CONFIG, LLAMA], ids=["qwen3", "tied llama"])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2), (4, 4)])
+def test_round_trip_is_bitwise(tmp_path: Path, config: dict, tp: int, pp: int) -> None:
+    hf = make_hf(tmp_path / "hf", config, max_bytes=7000)
+    source = open_model(hf, strict=True)
+    digests = write_megatron(source, tmp_path / "megatron", tp, pp)
+    verify(source, tmp_path / "megatron", digests)
+    files = sorted(p.name for p in (tmp_path / "megatron").glob("*.safetensors"))
+    assert files == sorted(f"tp{t}_pp{p}.safetensors" for t in range(tp) for p in range(pp))
+    middle = open_model(tmp_path / "megatron")
+    verify(middle, tmp_path / "back", write_hf(middle, tmp_path / "back"))
+    assert same(read_all(tmp_path / "back"), read_all(hf))
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == config
+    assert (tmp_path / "back" / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_over_three_ranks(tmp_path: Path, name: str, is_tied: bool) -> None:
+    """Three key-value heads at tp 3 and a vocabulary that 3 does not divide, by the command line and back."""
+    config = {**FAMILIES[name], **THREE_KV_HEADS, "hidden_size": 18, "vocab_size": 20, "torch_dtype": "bfloat16"}
+    config = tied(config) if is_tied else config
+    config |= {"rope_scaling": LLAMA3_ROPE, "rope_theta": 500000.0}
+    hf, megatron, back = make_hf(tmp_path / "hf", config, max_bytes=7000), tmp_path / "m", tmp_path / "back"
+    layout = ["--tp", "3", "--pp", "2", "--verify"]
+    assert main(["convert", "hf-to-megatron", "--hf", str(hf), "--out", str(megatron), *layout]) == 0
+    held = [load_file(megatron / f"tp{tp}_pp1.safetensors") for tp in range(3)]
+    rule = next(
+        r for r in table_for(config, 3) if r.megatron_name == "decoder.layers.3.self_attention.linear_qkv.weight"
+    )
+    full = rule.to_megatron(*(read_all(hf)[tensor.name] for tensor in rule.hf))
+    assert torch.equal(torch.cat([shard[rule.megatron_name] for shard in held]), full)
+    assert main(["convert", "megatron-to-hf", "--megatron", str(megatron), "--out", str(back), "--verify"]) == 0
+    assert same(read_all(back), read_all(hf))
+    assert json.loads((back / "config.json").read_text()) == config
+
+
+def test_biases_of_a_rank(tmp_path: Path) -> None:
+    """Two key-value heads a rank at tp 2; what is added after the sum over ranks is whole on both."""
+    hf = read_all(make_hf(tmp_path / "hf", FAMILIES["biased llama"]))
+    write_megatron(open_model(tmp_path / "hf"), tmp_path / "m", 2, 1)
+    first, second = (load_file(tmp_path / "m" / f"tp{tp}_pp0.safetensors") for tp in range(2))
+    q, k, v = (hf[f"model.layers.1.self_attn.{part}_proj.bias"] for part in "qkv")
+    expected = [q[12:18], k[6:9], v[6:9], q[18:], k[9:], v[9:]]
+    assert torch.equal(second["decoder.layers.1.self_attention.linear_qkv.bias"], torch.cat(expected))
+    gate, up = (hf[f"model.layers.1.mlp.{part}_proj.bias"] for part in ("gate", "up"))
+    assert torch.equal(second["decoder.layers.1.mlp.linear_fc1.bias"], torch.cat([gate[20:], up[20:]]))
+    for ours, theirs in (("self_attention.linear_proj", "self_attn.o_proj"), ("mlp.linear_fc2", "mlp.down_proj")):
+        for held in (first, second):
+            assert torch.equal(held[f"decoder.layers.1.{ours}.bias"], hf[f"model.layers.1.{theirs}.bias"])
+
+
+def test_shards_are_what_a_rank_holds(tmp_path: Path) -> None:
+    hf = read_all(make_hf(tmp_path / "hf", CONFIG))
+    write_megatron(open_model(tmp_path / "hf"), tmp_path / "m", 2, 2)
+    first, last = load_file(tmp_path / "m" / "tp1_pp0.safetensors"), load_file(tmp_path / "m" / "tp1_pp1.safetensors")
+    embedding = first["embedding.word_embeddings.weight"]
+    assert torch.equal(embedding[:10], hf["model.embed_tokens.weight"][11:]) and embedding[10].eq(0).all()
+    assert {n.split(".")[2] for n in first if "layers." in n} == {"0", "1"}
+    assert {n.split(".")[2] for n in last if "layers." in n} == {"2", "3"}
+    fc2 = last["decoder.layers.3.mlp.linear_fc2.weight"]
+    assert torch.equal(fc2, hf["model.layers.3.mlp.down_proj.weight"][:, 20:])
+    assert "output_layer.weight" in last and "output_layer.weight" not in first
+    assert last["decoder.final_layernorm.weight"].dtype == torch.float32
+
+
+def test_reshard_equals_direct_conversion(tmp_path: Path) -> None:
+    """tp4 pads the vocabulary to 24 rows, tp2 to 22."""
+    hf = open_model(make_hf(tmp_path / "hf", CONFIG))
+    write_megatron(hf, tmp_path / "a", 4, 1)
+    source = open_model(tmp_path / "a")
+    verify(source, tmp_path / "b", write_megatron(source, tmp_path / "b", 2, 4))
+    write_megatron(hf, tmp_path / "direct", 2, 4)
+    for file in (tmp_path / "direct").iterdir():
+        assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes(), file.name
+
+
+def test_cast(tmp_path: Path) -> None:
+    hf = make_hf(tmp_path / "hf", CONFIG)
+    source = open_model(hf)
+    verify(source, tmp_path / "m", write_megatron(source, tmp_path / "m", 2, 1, dtype="float32"))
+    expected = {name: tensor.float() for name, tensor in read_all(hf).items()}
+    write_hf(open_model(tmp_path / "m"), tmp_path / "back")
+    assert same(read_all(tmp_path / "back"), expected)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["torch_dtype"] == "float32"
+
+
+def test_megatron_directory_loads_into_a_model_of_another_layout(tmp_path: Path) -> None:
+    make_hf(tmp_path / "hf", CONFIG)
+    source = open_model(tmp_path / "hf")
+    write_megatron(source, tmp_path / "m", 4, 2)
+    reader = MegatronReader(tmp_path / "m")
+    for rule in (*table_for(CONFIG, 2), *table_for(CONFIG, 2, impl="transformer_engine")):
+        assert reader.dtype_of(rule) == source.source.dtype_of(rule)
+        for mine, theirs in zip(reader.hf_tensors(rule), source.source.hf_tensors(rule), strict=True):
+            assert torch.equal(mine, theirs)
+
+
+class TestRefused:
+    @pytest.fixture
+    def megatron(self, tmp_path: Path) -> Path:
+        make_hf(tmp_path / "hf", CONFIG)
+        write_megatron(open_model(tmp_path / "hf"), tmp_path / "m", 2, 2)
+        return tmp_path / "m"
+
+    def test_layout_that_does_not_divide(self, tmp_path: Path) -> None:
+        source = open_model(make_hf(tmp_path / "hf", CONFIG))
+        with pytest.raises(ValueError, match=r"tensor parallel size 3 does not divide"):
+            write_megatron(source, tmp_path / "m", 3, 1)
+        with pytest.raises(ValueError, match=r"number of layers \(4\) must be a multiple"):
+            write_megatron(source, tmp_path / "m", 1, 3)
+        assert not (tmp_path / "m").exists()
+
+    def test_target_that_is_not_empty(self, megatron: Path) -> None:
+        with pytest.raises(ValueError, match="exists already; remove it"):
+            write_megatron(open_model(megatron), megatron, 1, 1)
+
+    def test_changed_value(self, megatron: Path) -> None:
+        tensors = load_file(megatron / "tp1_pp1.safetensors")
+        tensors["decoder.layers.2.mlp.linear_fc1.weight"][0, 0] += 1
+        save_file(tensors, megatron / "tp1_pp1.safetensors")
+        with pytest.raises(ValueError, match=r"layers\.2\.mlp\.gate_proj\.weight has digest .* changed or damaged"):
+            write_hf(open_model(megatron), megatron.parent / "back")
+        assert sorted(p.name for p in megatron.parent.iterdir()) == ["companions", "hf", "m"]
+
+    def test_verify_finds_a_wrong_replica_and_a_wrong_shard(self, megatron: Path) -> None:
+        """A norm's copy on tp rank 1 is not what any reader of tp rank 0 would notice."""
+        source = open_model(megatron.parent / "hf")
+        digests = dict(MegatronReader(megatron).manifest.digests)
+        verify(source, megatron, digests)
+        tensors = load_file(megatron / "tp1_pp0.safetensors")
+        tensors["decoder.layers.1.input_layernorm.weight"][3] = 2
+        save_file(tensors, megatron / "tp1_pp0.safetensors")
+        with pytest.raises(ValueError, match=r"layers\.1\.input_layernorm\.weight at tp rank 1 is not the one"):
+            verify(source, megatron, digests)
+        with pytest.raises(ValueError, match="the disk erred"):
+            verify(source, megatron, digests | {"model.embed_tokens.weight": "0" * 16})
+
+    def test_missing_truncated_and_reshaped_files(self, megatron: Path) -> None:
+        file = megatron / "tp0_pp1.safetensors"
+        content, tensors = file.read_bytes(), load_file(file)
+        file.write_bytes(content[:-1])
+        with pytest.raises(ValueError, match=r"tp0_pp1\.safetensors is truncated or corrupt"):
+            open_model(megatron)
+        file.unlink()
+        with pytest.raises(ValueError, match=r"tp0_pp1\.safetensors is missing, though manifest\.json says tp2 pp2"):
+            open_model(megatron)
+        tensors["decoder.final_layernorm.weight"] = torch.ones(25)
+        del tensors["output_layer.weight"]
+        save_file(tensors, file)
+        reader = MegatronReader(megatron)
+        head, norm = reader.table[-1], reader.table[-2]
+        with pytest.raises(ValueError, match=r"tp0_pp1\.safetensors lacks output_layer\.weight"):
+            reader.hf_tensors(head)
+        with pytest.raises(ValueError, match=r"final_layernorm\.weight has shape \(25,\), expected \(24,\)"):
+            reader.hf_tensors(norm)
+
+    def test_manifest_of_another_format(self, megatron: Path) -> None:
+        raw = json.loads((megatron / "manifest.json").read_text())
+        (megatron / "manifest.json").write_text(json.dumps({**raw, "format_version": 9}))
+        with pytest.raises(ValueError, match="this version reads"):
+            open_model(megatron)
+
+    def test_types_that_differ_inside_one_megatron_tensor(self, tmp_path: Path) -> None:
+        hf = make_hf(tmp_path / "hf", CONFIG)
+        tensors = read_all(hf)
+        name = "model.layers.0.mlp.up_proj.weight"
+        tensors[name] = tensors[name].float()
+        save_file(tensors, hf / "model.safetensors")
+        with pytest.raises(ValueError, match=r"types bfloat16, float32 but become the one tensor .*linear_fc1"):
+            write_megatron(open_model(hf), tmp_path / "m", 1, 1)
+        write_megatron(open_model(hf), tmp_path / "m", 1, 1, dtype="bfloat16")
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hf, m = make_hf(tmp_path / "hf", CONFIG), tmp_path / "m"
+    assert main(["convert", "hf-to-megatron", "--hf", str(hf), "--out", str(m), "--tp", "2", "--verify"]) == 0
+    assert "written, read back and compared." in capsys.readouterr().out
+    assert main(["convert", "reshard", "--megatron", str(m), "--out", str(tmp_path / "n"), "--pp", "4"]) == 0
+    assert main(["convert", "megatron-to-hf", "--megatron", str(tmp_path / "n"), "--out", str(tmp_path / "back")]) == 0
+    assert same(read_all(tmp_path / "back"), read_all(hf))
+    capsys.readouterr()
+    assert main(["convert", "hf-to-megatron", "--hf", str(hf), "--out", str(m)]) == 1
+    assert "exists already" in capsys.readouterr().err
+    assert main(["convert", "hf-to-megatron", "--hf", str(hf), "--out", str(tmp_path / "x"), "--tp", "0"]) == 1
+    assert "--tp is 0; it must be positive" in capsys.readouterr().err
+    assert main(["convert", "megatron-to-hf", "--megatron", str(tmp_path / "no"), "--out", str(tmp_path / "x")]) == 1
+    assert "is not a directory" in capsys.readouterr().err
+
+
+def test_module_of_tools_runs_the_command(tmp_path: Path) -> None:
+    hf = make_hf(tmp_path / "hf", CONFIG)
+    command = [sys.executable, "-m", "tools.checkpoint_convert", "hf-to-megatron", "--hf", str(hf), "--out"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, str(tmp_path / "m")], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and (tmp_path / "m" / "tp0_pp0.safetensors").exists(), done.stderr

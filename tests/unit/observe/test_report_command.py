@@ -1,0 +1,156 @@
+"""`rlhf-megatron report`: where it writes, what it says, several runs, pictures, errors."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from report_samples import Page, evaluation_row, mismatch_line, sample, step_row, write_run_dir
+
+from rlhf_megatron.cli.main import main
+from rlhf_megatron.observe.report.compare import compare_charts, compare_page, differing_settings, group_runs
+from rlhf_megatron.observe.report.figures import plain
+from rlhf_megatron.observe.report.files import read_run
+
+
+def colours_of(path: Path) -> tuple[tuple[int, int], int]:
+    """Size of a picture, and how many different colours it has."""
+    image = pytest.importorskip("PIL.Image").open(path).convert("RGB")
+    return image.size, len(image.getcolors(maxcolors=1 << 24))
+
+
+def test_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    lines = [mismatch_line(1, {"stop": [1, 2, 3]})]
+    path = write_run_dir(tmp_path / "run", samples=[sample(1)], mismatch=lines, summary={"steps": 2, "seconds": 9.0})
+    assert main(["report", str(path), "--open", "no"]) == 0
+    said = capsys.readouterr().out
+    assert f"report: {path / 'report' / 'index.html'}" in said
+    pictures = sorted(p.name for p in (path / "report").glob("*.png"))
+    assert pictures == ["lengths.png", "mismatch.png", "policy.png", "reward.png", "time.png"][-len(pictures) :]
+    assert {"mismatch.png", "policy.png", "reward.png", "time.png"} <= set(pictures)
+    for name in pictures:
+        (width, height), num_colours = colours_of(path / "report" / name)
+        assert width > 500 and height > 300 and num_colours > 20, name
+    page = Page((path / "report" / "index.html").read_text())
+    assert [a["href"] for tag, a in page.tags if tag == "a" and str(a["href"]).endswith(".png")] == [
+        name for name in ("reward.png", "policy.png", "time.png", "mismatch.png") if name in pictures
+    ]
+    assert sorted(p.name for p in (path / "report").iterdir()) == sorted([*pictures, "index.html"])
+
+
+def test_it_can_be_made_again_and_elsewhere(tmp_path: Path) -> None:
+    path, out = write_run_dir(tmp_path / "run"), tmp_path / "a" / "b"
+    for _ in range(2):
+        assert main(["report", str(path), "--out", str(out), "--open", "no"]) == 0
+    assert (out / "index.html").is_file() and not (path / "report").exists()
+
+
+def test_without_matplotlib_there_is_the_page_and_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # importing it raises ImportError
+    path = write_run_dir(tmp_path / "run")
+    assert main(["report", str(path), "--open", "no"]) == 0
+    assert "no pictures: install matplotlib (pip install '.[demo]')" in capsys.readouterr().out
+    assert [p.name for p in (path / "report").iterdir()] == ["index.html"]
+    assert "matplotlib was not installed" in Page((path / "report" / "index.html").read_text()).text
+
+
+def test_errors_end_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_run_dir(tmp_path / "run")
+    (tmp_path / "taken").write_text("")
+    for arguments, message in (
+        (
+            ["report", str(tmp_path / "nothing")],
+            "nothing is not there; give the directory of a run, such as runs/quick",
+        ),
+        (
+            ["report", str(path), str(tmp_path)],
+            "is not the directory of a run (no metrics.jsonl, no config.yaml); below",
+        ),
+        (["report", str(path), "--out", str(tmp_path / "taken")], "cannot write the report to"),
+    ):
+        assert main([*arguments, "--open", "no"]) == 1
+        said = capsys.readouterr().err
+        assert said.startswith("error: ") and message in said and said.count("\n") == 1
+
+
+def test_notes_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_run_dir(tmp_path / "run")
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind')
+    assert main(["report", str(path), "--open", "no"]) == 0
+    assert "note: metrics.jsonl: the last line is cut off and left out" in capsys.readouterr().out
+
+
+def make_seeds(tmp_path: Path) -> list[Path]:
+    """Two seeds of one configuration, one run of another."""
+    paths = []
+    for name, seed, last, rate in (
+        ("base-seed1", 1, 0.5, "0.001"),
+        ("base-seed2", 2, 0.7, "0.001"),
+        ("fast", 1, 0.9, "0.1"),
+    ):
+        rows = [
+            evaluation_row(0, 0.2, 0.1, 0.3),
+            step_row(1, 0.25),
+            step_row(2, last),
+            evaluation_row(2, last, 0.4, 0.95),
+        ]
+        paths.append(write_run_dir(tmp_path / name, rows, seed=seed))
+        config = (paths[-1] / "config.yaml").read_text()
+        (paths[-1] / "config.yaml").write_text(config.replace("0.001", rate))
+    return paths
+
+
+def test_seeds_are_one_configuration(tmp_path: Path) -> None:
+    groups = group_runs([read_run(path) for path in make_seeds(tmp_path)])
+    assert [(g.label, len(g.runs)) for g in groups] == [("base (2 runs)", 2), ("fast", 1)]
+    assert differing_settings(groups) == [("actor.optim.lr", ["0.001", "0.1"])]
+    reward = compare_charts(groups, "reward")[0]
+    assert [(s.label, s.is_faint, s.group, s.values) for s in reward.series] == [
+        ("base (2 runs)", True, 0, (0.25, 0.5)),
+        ("base (2 runs)", True, 0, (0.25, 0.7)),
+        ("base (2 runs)", False, 0, (0.25, 0.6)),
+        ("fast", False, 1, (0.25, 0.9)),
+    ]
+    mean, single = reward.series[2], reward.series[3]
+    # Deviation 0.141421, t(1) = 12.706205: half width 12.706205 x 0.141421 / sqrt(2) = 1.270620.
+    assert mean.low is not None and mean.high is not None and single.low is not None
+    assert (mean.low[1], mean.high[1]) == pytest.approx((0.6 - 1.27062, 0.6 + 1.27062), abs=1e-5)
+    assert single.low[1] == pytest.approx(0.9 - 1.959964 * 0.5 / 8**0.5, abs=1e-5)
+
+
+def test_a_mean_stops_where_a_run_stops(tmp_path: Path) -> None:
+    paths = make_seeds(tmp_path)[:2]
+    write = [step_row(1, 0.25), step_row(2, 0.5), step_row(3, 1.0)]
+    longer = write_run_dir(tmp_path / "base-seed3", write, seed=3)
+    (group,) = group_runs([read_run(path) for path in (*paths, longer)])
+    mean = compare_charts([group], "reward")[0].series[-1]
+    assert mean.steps == (1, 2) and mean.values == (0.25, pytest.approx(0.566667))
+
+
+def test_the_page_of_several_runs(tmp_path: Path) -> None:
+    paths = make_seeds(tmp_path)
+    assert main(["report", *map(str, paths), "--open", "no"]) == 0
+    html = (paths[0] / "report-compare" / "index.html").read_text()
+    page = Page(html)
+    assert html == compare_page([read_run(path) for path in paths], sorted_pictures(page))
+    text = page.text
+    assert "base (2 runs) · fast" in text and "3 runs, 2 configurations" in text
+    assert "0.600 [-0.671, 1.871]" in text and "+0.300" in text  # 0.9 - 0.6, no interval against a single run
+    assert "base-seed2" in text and "interrupted" not in text
+    figures = [a["data-chart"] for tag, a in page.tags if tag == "figure"]
+    assert sorted(map(str, figures)) == sorted(page.data["charts"]) and "samples" not in page.data
+
+
+def sorted_pictures(page: Page) -> list[str] | None:
+    """Those that the page links to, in its order."""
+    names = [str(a["href"]) for tag, a in page.tags if tag == "a" and str(a["href"]).endswith(".png")]
+    return names or None
+
+
+def test_labels_of_pictures() -> None:
+    assert plain("_a$b$\x00") == r" _a\$b\$" + "\ufffd" and len(plain("x" * 500)) == 60

@@ -1,0 +1,267 @@
+"""Folding a large run to a tiny one: which layouts, which model, which settings; nothing that matters is lost."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from places import ROOT
+from table_samples import BIASED_LLAMA, LLAMA3_ROPE, SMALL_LLAMA, SMALL_QWEN2
+
+from rlhf_megatron.config.load import load_run_config
+from rlhf_megatron.config.rules.run import critic_ranks, megatron_sections
+from rlhf_megatron.config.rules.validate import validate_model
+from rlhf_megatron.config.schema import (
+    ActorConfig,
+    AlgorithmConfig,
+    CriticConfig,
+    DataConfig,
+    MegatronConfig,
+    RunConfig,
+    TrainerConfig,
+)
+from rlhf_megatron.models.families.base import family_for, table_for
+from rlhf_megatron.models.table import check_tensor_parallel
+from rlhf_megatron.parallel.layout import layout_of
+from rlhf_megatron.proof.check import tiny_files
+from rlhf_megatron.proof.check.fold_config import fold_config, fold_model, fold_recompute, layers_per_chunk
+from rlhf_megatron.proof.check.fold_layout import UNSHARDED, Folded, FoldedPool, fold_layouts, replica_size
+from rlhf_megatron.proof.check.proof import Models, fold_models
+
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+LARGE = MegatronConfig(
+    tensor_model_parallel_size=4,
+    sequence_parallel=True,
+    pipeline_model_parallel_size=4,
+    virtual_pipeline_model_parallel_size=2,
+    use_distributed_optimizer=True,
+    overlap_grad_reduce=True,
+    overlap_param_gather=True,
+)
+WITH_CP = replace(LARGE, pipeline_model_parallel_size=2, context_parallel_size=4)
+QWEN3_32B = json.loads((ROOT / "examples" / "qwen3_32b" / "config.json").read_text())
+
+
+def names(layouts: tuple[Folded, ...]) -> list[str]:
+    return [f"{layout.name}: {layout}" for layout in layouts]
+
+
+def fold(megatron: MegatronConfig, ranks: int, processes: int) -> tuple[Folded, ...]:
+    """Of a run with one pool."""
+    return fold_layouts([("actor.megatron", megatron, ranks)], processes)
+
+
+@pytest.mark.parametrize(
+    ("megatron", "ranks", "processes", "expected"),
+    [
+        (LARGE, 64, 64, ["shape: tp4 sequence pp4 vpp2 dp2"]),
+        (LARGE, 64, 32, ["shape: tp4 sequence pp4 vpp2 dp2"]),
+        (LARGE, 64, 16, ["shape: tp4 sequence pp4 vpp2 dp1", "replicas: tp2 sequence pp4 vpp2 dp2"]),
+        (LARGE, 64, 8, ["shape: tp2 sequence pp4 vpp2 dp1", "replicas: tp2 sequence pp2 vpp2 dp2"]),
+        (LARGE, 64, 4, ["shape: tp2 sequence pp2 vpp2 dp1", "replicas: tp1 pp2 vpp2 dp2"]),
+        (LARGE, 64, 2, ["shape: tp1 pp2 vpp2 dp1", "replicas: tp1 pp1 dp2"]),
+        (LARGE, 64, 1, ["shape: tp1 pp1 dp1"]),
+        (LARGE, 16, 16, ["shape: tp4 sequence pp4 vpp2 dp1"]),
+        (WITH_CP, 64, 16, ["shape: tp4 sequence pp2 vpp2 cp2 dp1", "replicas: tp2 sequence pp2 vpp2 cp2 dp2"]),
+        (WITH_CP, 64, 8, ["shape: tp2 sequence pp2 vpp2 cp2 dp1", "replicas: tp2 sequence pp2 vpp2 dp2"]),
+        (MegatronConfig(tensor_model_parallel_size=6), 6, 4, ["shape: tp3 pp1 dp1"]),
+        (MegatronConfig(tensor_model_parallel_size=3), 12, 16, ["shape: tp3 pp1 dp2"]),
+        (MegatronConfig(), 8, 16, ["shape: tp1 pp1 dp2"]),
+    ],
+)
+def test_layouts(megatron: MegatronConfig, ranks: int, processes: int, expected: list[str]) -> None:
+    """cp is made smaller first, then tp, then pp; to 1 only when 2 is not small enough."""
+    assert names(fold(megatron, ranks, processes)) == expected
+
+
+def test_differences_say_everything_that_was_folded() -> None:
+    shape, replicas = fold(LARGE, 64, 8)
+    assert shape.differences == (
+        "tp is 2 instead of 4",
+        "dp is 1 instead of 4",
+        "use_distributed_optimizer and overlap_grad_reduce and overlap_param_gather off, for want of two ranks with the"
+        " same shard",
+    )
+    assert replicas.differences == ("tp is 2 instead of 4", "pp is 2 instead of 4", "dp is 2 instead of 4")
+    assert replicas.actor.megatron.overlap_param_gather and not shape.actor.megatron.use_distributed_optimizer
+    (same,) = fold(LARGE, 32, 32)
+    assert same.differences == () and same.actor.megatron == LARGE
+    with pytest.raises(ValueError, match="--max-processes is 0; it must be at least 1"):
+        fold(LARGE, 64, 0)
+
+
+def test_every_folded_layout_fits_and_can_be() -> None:
+    for tp, pp, cp, dp, processes in itertools.product(
+        (1, 2, 3, 8), (1, 2, 6), (1, 2, 4), (1, 5), (1, 2, 3, 7, 16, 40)
+    ):
+        true = MegatronConfig(
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            context_parallel_size=cp,
+            virtual_pipeline_model_parallel_size=3 if pp > 1 else None,
+            sequence_parallel=tp > 1,
+        )
+        for folded in fold(true, tp * pp * cp * dp, processes):
+            m = folded.actor.megatron
+            layout_of(m, folded.num_ranks)  # raises for what cannot be
+            assert folded.num_ranks <= processes
+            for size, small in ((tp, m.tensor_model_parallel_size), (pp, m.pipeline_model_parallel_size)):
+                assert size % small == 0 or (small == 2 < size), "a divisor, or 2 of an odd number"
+            is_smaller = replica_size(m) < replica_size(true)
+            assert is_smaller == any(f"{axis} is" in d for d in folded.differences for axis in ("tp", "pp", "cp"))
+
+
+MODELS: dict[str, Mapping[str, Any]] = {
+    "qwen3": QWEN3_32B,
+    "tied qwen2": {**SMALL_QWEN2, "tie_word_embeddings": True, "num_hidden_layers": 16},
+    "odd vocabulary": {**QWEN3_32B, "vocab_size": 151_643},
+    "llama 3": {**SMALL_LLAMA, "rope_parameters": LLAMA3_ROPE, "num_hidden_layers": 8},
+    "biases": {**BIASED_LLAMA, "num_hidden_layers": 8},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("processes", [1, 4, 8, 16, 32])
+def test_the_tiny_model_is_of_the_same_kind_and_fits(name: str, processes: int) -> None:
+    model = MODELS[name]
+    layouts = fold(LARGE, 64, processes)
+    tiny = fold_model(model, [LARGE], [layout.actor.megatron for layout in layouts])
+    true, small = (family_for(m).transformer_arguments(m) for m in (model, tiny))
+    sizes = {"num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"}
+    assert {k: v for k, v in small.items() if k not in sizes} == {k: v for k, v in true.items() if k not in sizes}
+    gpt, tiny_gpt = (family_for(m).gpt_arguments(m) for m in (model, tiny))
+    assert tiny_gpt == gpt, "rotary embeddings, their scaling, and whether embeddings are tied"
+    assert (small["num_attention_heads"] > small["num_query_groups"]) == (
+        true["num_attention_heads"] > true["num_query_groups"]
+    )
+    for layout in layouts:
+        tp = layout.actor.megatron.tensor_model_parallel_size
+        check_tensor_parallel(table_for(tiny, tp), tp)
+        run = RunConfig(
+            actor=ActorConfig(megatron=layout.actor.megatron),
+            data=DataConfig(max_prompt_length=8, max_response_length=8),
+        )
+        assert not validate_model(run, tiny)
+        assert tp == 1 or (tiny["vocab_size"] % tp == 0) == (int(model["vocab_size"]) % 4 == 0)
+    assert sum(hf.shape[0] * hf.shape[-1] for rule in table_for(tiny) for hf in rule.hf) < 3e6, "not tiny"
+
+
+def test_sizes_of_the_tiny_model() -> None:
+    """64 heads in 8 groups over tp 4: two groups a rank, of 2 queries each. 16 layers a stage: one a chunk of 8."""
+    tiny = fold_model(QWEN3_32B, [LARGE], [layout.actor.megatron for layout in fold(LARGE, 64, 16)])
+    assert (tiny["num_hidden_layers"], tiny["num_attention_heads"], tiny["num_key_value_heads"]) == (8, 16, 8)
+    assert (tiny["head_dim"], tiny["hidden_size"]) == (8, 16 * 8 + 16), "5120 is not 64 x 128 either"
+    assert tiny["vocab_size"] == 32 and tiny["rope_theta"] == 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("method", "count", "expected"),
+    [("uniform", 1, (1, 1)), ("uniform", 4, (2, 2)), ("block", 3, (2, 1)), ("block", 8, (2, 2))],
+)
+def test_recompute_fits_the_tiny_model(method: Any, count: int, expected: tuple[int, int]) -> None:
+    """(layers a chunk, recompute_num_layers). 64 layers in 8 chunks: block of 8 is all of a chunk, of 3 only a part."""
+    true = replace(LARGE, recompute_granularity="full", recompute_method=method, recompute_num_layers=count)
+    (folded,) = fold(true, 32, 32)
+    assert layers_per_chunk(true, 64, 8) == expected[0]
+    assert fold_recompute(folded.actor.megatron, true, 64).recompute_num_layers == expected[1]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_every_shipped_configuration_folds_to_one_that_breaks_no_rule(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    config = load_run_config(path, with_files=False).config
+    if not (Path(config.model.path) / "config.json").is_file():
+        pytest.skip(f"{config.model.path} is not there")
+    hf_config = json.loads((Path(config.model.path) / "config.json").read_text())
+    pools = list(megatron_sections(config))
+    models = Models(hf_config, hf_config)
+    tiny_files.write_prompts(tmp_path, 1)
+    for processes in (1, 4, 16, 64):
+        layouts = fold_layouts(pools, processes)
+        tiny_files.write_model(tmp_path / "model", fold_models(config, models, layouts).policy)
+        for folded in layouts:
+            small = fold_config(config, folded, tmp_path)
+            loaded = load_run_config(tiny_files.write_config(tmp_path, small)).config
+            assert loaded == small, "the file says the same"
+            one_rank = fold_config(config, Folded(folded.name, FoldedPool(UNSHARDED, 1), None, ()), tmp_path)
+            placed = {name: getattr(loaded.critic, name) for name in ("num_ranks", "megatron")}
+            alone = replace(one_rank, critic=replace(one_rank.critic, **placed))
+            assert replace(loaded, actor=alone.actor, trainer=alone.trainer) == alone, "only the layouts differ"
+            for name in ("policy_loss", "loss_agg_mode", "entropy_coeff", "use_kl_loss", "kl_loss_type", "shuffle"):
+                assert getattr(loaded.actor, name) == getattr(config.actor, name)
+            assert loaded.algorithm == config.algorithm and loaded.rollout.temperature == config.rollout.temperature
+            assert (critic_ranks(loaded) > 0) == (critic_ranks(config) > 0 and processes > 1)
+
+
+CRITIC = MegatronConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("actor", "critic", "processes", "expected"),
+    [
+        ((LARGE, 64), (CRITIC, 8), 64, ["shape: tp4 sequence pp4 vpp2 dp2, critic tp2 pp2 dp2"]),
+        ((LARGE, 16), (CRITIC, 4), 20, ["shape: tp4 sequence pp4 vpp2 dp1, critic tp2 pp2 dp1"]),
+        # 16 + 4 do not fit: the critic keeps its 4, the actor has 12, of which it can use 8.
+        ((LARGE, 16), (CRITIC, 4), 16, ["shape: tp2 sequence pp4 vpp2 dp1, critic tp2 pp2 dp1"]),
+        # What is left goes to a second replica, the actor's first; what it is not enough for, to a further run.
+        ((CRITIC, 8), (CRITIC, 8), 12, [
+            "shape: tp2 pp2 dp2, critic tp2 pp2 dp1",
+            "replicas: tp1 pp2 dp2, critic tp1 pp2 dp2",
+        ]),
+        ((CRITIC, 8), (LARGE, 16), 8, [
+            "shape: tp2 pp2 dp1, critic tp2 sequence pp2 vpp2 dp1",
+            "replicas: tp1 pp2 dp2, critic tp2 sequence pp2 vpp2 dp1",
+        ]),
+        ((CRITIC, 4), (CRITIC, 4), 4, ["shape: tp1 pp2 dp1, critic tp1 pp2 dp1"]),
+        ((CRITIC, 4), (CRITIC, 4), 3, ["shape: tp1 pp2 dp1, critic tp1 pp1 dp1"]),
+        ((MegatronConfig(), 4), (MegatronConfig(), 4), 3, ["shape: tp1 pp1 dp2, critic tp1 pp1 dp1"]),
+        ((CRITIC, 4), (CRITIC, 4), 1, ["shape: tp1 pp1 dp1"]),
+    ],
+)  # fmt: skip
+def test_layouts_of_two_pools(
+    actor: tuple[MegatronConfig, int], critic: tuple[MegatronConfig, int], processes: int, expected: list[str]
+) -> None:
+    layouts = fold_layouts([("actor.megatron", *actor), ("critic.megatron", *critic)], processes)
+    assert names(layouts) == expected
+    for layout in layouts:
+        assert layout.num_ranks <= processes
+        for true, pool, name in zip((actor, critic), layout.pools, ("actor", "critic"), strict=False):
+            is_same = pool.megatron == true[0] and pool.num_ranks == true[1]
+            assert is_same == (not [text for text in layout.differences if text.startswith(f"{name}: ")])
+    is_shared = any("the critic is in the actor's pool" in text for text in layouts[0].differences)
+    assert is_shared == (processes == 1)
+
+
+def test_tiny_models_of_two_pools_fit_both() -> None:
+    """The critic of three stages of a model of 12 layers, recomputed in twos; and one of another family."""
+    critic = MegatronConfig(
+        pipeline_model_parallel_size=3,
+        recompute_granularity="full",
+        recompute_method="uniform",
+        recompute_num_layers=2,
+    )
+    actor = MegatronConfig(tensor_model_parallel_size=4)
+    for path in (None, "critic"):
+        config = RunConfig(
+            actor=ActorConfig(megatron=actor),
+            critic=CriticConfig(path=path, num_ranks=3, megatron=critic),
+            algorithm=AlgorithmConfig(adv_estimator="gae"),
+            trainer=TrainerConfig(n_gpus_per_node=7),
+        )
+        layouts = fold_layouts(list(megatron_sections(config)), 16)
+        policy = {**QWEN3_32B, "num_hidden_layers": 12, "num_key_value_heads": 4}
+        tiny = fold_models(
+            config, Models(policy, {**SMALL_LLAMA, "num_hidden_layers": 12} if path else policy), layouts
+        )
+        assert tiny.critic["num_hidden_layers"] == 6, "two layers a stage"
+        assert (tiny.policy["model_type"], tiny.critic["model_type"]) == ("qwen3", "llama" if path else "qwen3")
+        assert tiny.policy["num_key_value_heads"] % 4 == 0 and tiny.policy["vocab_size"] == tiny.critic["vocab_size"]
+        assert (tiny.policy == tiny.critic) == (path is None)
+        assert not validate_model(config, tiny.policy)

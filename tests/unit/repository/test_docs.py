@@ -1,0 +1,103 @@
+"""Documents say what is there: links, paths, make targets, the file map, quoted messages, examples that run."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+README, CONTRIBUTING = DOCUMENTS[0], DOCUMENTS[1]
+TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
+TOP_FOLDERS = ("rlhf_megatron", "configs", "docs", "benchmarks", "launch", "tests", "tools", "examples")
+PATH = re.compile(rf"(?<![\w/.-])(?:{'|'.join(TOP_FOLDERS)})/[\w./-]*\w\.(?:py|yaml|md|sh|json|png|txt)\b")
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
+def test_links_and_paths_lead_somewhere(document: Path) -> None:
+    text = document.read_text()
+    links = [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    missing = [link for link in links if link and not (document.parent / link).exists()]
+    missing += [path for path in PATH.findall(text) if not (ROOT / path).exists()]
+    assert not missing, f"{document.name} names what is not there: {missing}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
+def test_make_targets_exist(document: Path) -> None:
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    code = "\n".join(
+        re.findall(r"`([^`\n]+)`", document.read_text()) + [b for _, b in BLOCK.findall(document.read_text())]
+    )
+    named = set(re.findall(r"(?:^|\s)make ([a-z][a-z0-9-]*)", code, re.MULTILINE))
+    assert named <= targets, f"{document.name}: no make target {named - targets}"
+
+
+def test_the_file_map_is_the_package() -> None:
+    section = README.read_text().split("## File map")[1]
+    mapped, stack = set(), []
+    for line in BLOCK.findall(section)[0][1].splitlines():
+        if not line.strip():
+            continue
+        depth, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]
+        stack = [*stack[:depth], name.rstrip("/")]
+        mapped.add("/".join(stack))
+        assert len(line.split(None, 1)) == 2 or name == "rlhf_megatron/", f"the file map says nothing of {name}"
+    absent = sorted(name for name in mapped if not (ROOT / name).exists())
+    assert not absent, f"README's file map names what is not there: {absent}"
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "rlhf_megatron").rglob("*.py")}
+    modules = {name for name in modules if not name.endswith("__init__.py")}
+    assert not modules - mapped, f"give each a line in README's file map: {sorted(modules - mapped)}"
+
+
+@cache
+def messages() -> str:
+    """All string literals of the sources, a line each, values as the character …"""
+    texts = []
+    for path in [*sorted((ROOT / "rlhf_megatron").rglob("*.py")), ROOT / "Makefile", ROOT / "launch" / "torchrun.sh"]:
+        if path.suffix != ".py":
+            texts.append(path.read_text())
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                texts.append("".join(v.value if isinstance(v, ast.Constant) else "…" for v in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return "\n".join(texts)
+
+
+def test_quoted_messages_are_in_the_sources() -> None:
+    quoted = re.findall(r"^\| `([^`]+)` \|", TROUBLESHOOTING.read_text(), re.MULTILINE)
+    assert len(quoted) > 30
+    gone = []
+    for message in quoted:
+        parts = [re.escape(part) for part in message.replace(r"\|", "|").split("…")]
+        if not re.search("[^\n]*?".join(parts), messages()):
+            gone.append(message)
+    assert not gone, f"no source says {gone}"
+
+
+def test_the_hops_from_loop_to_clip_formula() -> None:
+    """docs/architecture.md lists them as | hop | `file` | `what is called next` |."""
+    rows = re.findall(
+        r"^\| (\d) \| `([\w./]+)` \| `([^`]+)` \|", (ROOT / "docs/architecture.md").read_text(), re.MULTILINE
+    )
+    assert [int(number) for number, _, _ in rows] == [1, 2, 3, 4, 5]
+    for _, path, call in rows:
+        assert call in (ROOT / "rlhf_megatron" / path).read_text(), f"{path} does not say {call}"
+
+
+def test_examples_of_contributing_run() -> None:
+    """In a process of their own, since they register parts."""
+    code = "\n\n".join(block for language, block in BLOCK.findall(CONTRIBUTING.read_text()) if language == "python")
+    names = re.findall(r"^def (test_\w+)", code, re.MULTILINE)
+    assert len(names) == 7
+    code += "\n\n" + "\n".join(f"{name}()" for name in names)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert result.returncode == 0, result.stderr

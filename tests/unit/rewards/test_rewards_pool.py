@@ -1,0 +1,300 @@
+"""Worker processes: whatever a sample does to them, it and all others get the status that they have earned."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from places import SUPPORT
+
+from rlhf_megatron.config.errors import ConfigError
+from rlhf_megatron.config.schema import RewardConfig
+from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
+from rlhf_megatron.rewards.service.scorer import RewardError, Scorer, check_reward, make_scorer
+
+FUNCTIONS = SUPPORT / "reward_functions.py"
+
+
+def config(function: str = "behave", **settings: Any) -> RewardConfig:
+    params = {"path": f"{FUNCTIONS}:{function}"}
+    settings = {"num_workers": 3, "timeout_s": 0.5, "max_error_rate": 1.0, **settings}
+    return RewardConfig(name="function", params=params, **settings)
+
+
+def sample(response: str, label: str = "7", **extra: Any) -> RewardSample:
+    return RewardSample("", response, label, "test", "stop", 1, json.dumps(extra) if extra else "")
+
+
+@pytest.fixture(scope="module")
+def scorer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scorer]:
+    with make_scorer(config(), tmp_path_factory.mktemp("scorer") / "rewards.log") as scorer:
+        yield scorer
+
+
+def statuses(scorer: Scorer, *samples: RewardSample) -> list[str]:
+    return [result.status for result in scorer(samples)]
+
+
+def test_results_are_in_order(scorer: Scorer) -> None:
+    results = scorer([sample(str(i % 10)) for i in range(400)])
+    assert [result.score for result in results] == [float(i % 10 == 7) for i in range(400)]
+    assert {result.status for result in results} == {"ok"}
+
+
+@pytest.mark.parametrize("how", ["sleep", "stubborn sleep", "burn"])
+def test_a_hanging_sample_costs_its_limit_and_no_neighbour(scorer: Scorer, how: str) -> None:
+    start = time.monotonic()
+    samples = [sample("7"), sample(how), *(sample("7") for _ in range(40))]
+    results = scorer(samples)
+    assert results[1] == RewardResult(0.0, "timeout", {"function": 0.0})
+    assert all(result.score == 1.0 for i, result in enumerate(results) if i != 1)
+    assert time.monotonic() - start < 30, "burning shares the CPU with whatever else runs on this machine"
+
+
+@pytest.mark.parametrize(
+    ("response", "status"),
+    [
+        ("raise", "masked:KeyError"),
+        ("recurse", "masked:RecursionError"),
+        ("exit", "masked:SystemExit"),
+        ("memory", "masked:MemoryError"),
+        ("segfault", "masked:worker_died"),
+        ("kill", "masked:worker_died"),
+    ],
+)
+def test_what_is_not_the_policys_fault_is_masked(scorer: Scorer, response: str, status: str) -> None:
+    assert statuses(scorer, sample("7"), sample(response), *[sample("7")] * 30) == ["ok", status, *["ok"] * 30]
+
+
+def test_what_a_worker_leaves_behind_ends_too(scorer: Scorer, tmp_path: Path) -> None:
+    """A child that would sleep for an hour, and holds the worker's socket open."""
+    pids = tmp_path / "pids"
+    assert statuses(scorer, sample("child", pids=str(pids)), sample("7")) == ["masked:worker_died", "ok"]
+    left = [int(pid) for pid in pids.read_text().split()]
+    assert len(left) == 2, "it was tried once more"
+    await_that(lambda: not any(map(is_running, left)), f"of {left} some are left")
+
+
+def test_a_masked_result_tells_why(scorer: Scorer) -> None:
+    raised, died = scorer([sample("raise"), sample("kill")])
+    assert raised.error.endswith("KeyError: 'no such thing'") and "reward_functions.py" in raised.error
+    assert died.error == "The worker process was ended by signal 9 at this sample, and one before it died at it too."
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["float('nan')", "float('inf')", "1e30", "10**5000", "None", "'1'", "[1]", "{}", "{'score': '1'}", "object()"]
+    + ["{'score': 1.0, 'depth': None}", "{'score': 1.0, 'depth': float('nan')}", "b'1'", "1j"],
+)
+def test_garbage_is_masked(scorer: Scorer, value: str) -> None:
+    assert statuses(scorer, sample("garbage", value=value), sample("7")) == ["masked:bad_result", "ok"]
+
+
+@pytest.mark.parametrize(
+    ("value", "score", "parts"),
+    [
+        ("True", 1.0, {}),
+        ("3", 3.0, {}),
+        ("-0.25", -0.25, {}),
+        ("__import__('numpy').float32(0.5)", 0.5, {}),
+        ("__import__('numpy').array([2])", 2.0, {}),
+        ("__import__('decimal').Decimal(1) == 1", 1.0, {}),
+        ("{'score': 2, 'depth': 3, 'is_short': True}", 2.0, {"function/depth": 3.0, "function/is_short": 1.0}),
+    ],
+)
+def test_scores_of_all_kinds(scorer: Scorer, value: str, score: float, parts: dict[str, float]) -> None:
+    [result] = scorer([sample("garbage", value=value)])
+    assert (result.score, result.status, result.parts) == (score, "ok", {"function": score, **parts})
+
+
+def test_a_sample_whose_worker_died_is_tried_once_more(scorer: Scorer, tmp_path: Path) -> None:
+    [result] = scorer([sample("die once", marker=str(tmp_path / "marker"))])
+    assert (result.score, result.status) == (1.0, "ok")
+
+
+def test_all_kinds_at_once(scorer: Scorer) -> None:
+    """Statuses and scores by position in a batch where one in eight goes wrong."""
+    kinds = {
+        "sleep": "timeout",
+        "raise": "masked:KeyError",
+        "kill": "masked:worker_died",
+        "memory": "masked:MemoryError",
+    }
+    samples = [sample((list(kinds)[i // 8 % 4]) if i % 8 == 3 else str(i % 10)) for i in range(160)]
+    for one, result in zip(samples, scorer(samples), strict=True):
+        expected = kinds.get(one.response, "ok")
+        assert result.status == expected and result.score == (1.0 if one.response == "7" else 0.0)
+
+
+def test_a_worker_inherits_nothing(scorer: Scorer) -> None:
+    """Not the controller's standard input, and no socket but its own."""
+    stdin, files, interrupted = scorer([sample("stdin"), sample("files"), sample("interrupt")])
+    assert stdin.score == 1.0 and files.parts["function/sockets"] == 1
+    assert (interrupted.score, interrupted.status) == (0.5, "ok"), "Ctrl-C is the controller's business"
+
+
+def test_what_a_reward_prints_goes_to_the_log(scorer: Scorer) -> None:
+    scorer([sample("print")])
+    assert "a word from the reward" in scorer.log.read_text()
+
+
+def test_workers_stay_between_calls_and_never_exceed_their_number(scorer: Scorer) -> None:
+    pids = {result.parts["function/pid"] for _ in range(3) for result in scorer([sample("pid")] * 50)}
+    assert 1 <= len(pids) <= 3
+
+
+def test_idle_workers_that_died_are_replaced(scorer: Scorer) -> None:
+    for result in scorer([sample("pid")] * 50):
+        try:
+            os.kill(int(result.parts["function/pid"]), signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    assert statuses(scorer, *[sample("7")] * 50) == ["ok"] * 50
+
+
+def test_a_batch_that_was_interrupted_leaves_nothing(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Ctrl-C while all workers sleep; the next batch gets its own results."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has it ignored
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+    with make_scorer(config(timeout_s=600.0, num_workers=2), tmp_path / "log") as scorer:
+        scorer([sample("7")])
+        main = threading.main_thread().ident
+        assert main is not None
+        threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            scorer([sample("sleep"), sample("sleep")])
+        assert [result.score for result in scorer([sample("7"), sample("8"), sample("7")])] == [1.0, 0.0, 1.0]
+
+
+def test_parameters_that_are_too_long_to_send() -> None:
+    params = {"path": f"{FUNCTIONS}:with_parts", "kwargs": {"scale": "x" * 200_000}}
+    with pytest.raises(ValueError, match=r"the parameters of the rewards have 200\d\d\d bytes, at most 131072"):
+        check_reward(RewardConfig(name="function", params=params))
+
+
+def test_the_template_is_replaced(scorer: Scorer) -> None:
+    [result] = scorer([sample("pid")])
+    os.kill(int(result.parts["function/parent"]), signal.SIGKILL)
+    await_that(lambda: not is_running(int(result.parts["function/pid"])), "workers end with the template")
+    assert statuses(scorer, *[sample("7")] * 50) == ["ok"] * 50
+
+
+def await_that(is_so: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def test_a_starved_sample_is_not_taken_for_a_hanging_one(tmp_path: Path) -> None:
+    """On one CPU with eight busy processes, 0.4 s of work take seconds; the limit is 1 s."""
+    cpu = min(os.sched_getaffinity(0))
+    burn = [sys.executable, "-c", f"import os; os.sched_setaffinity(0, [{cpu}])\nwhile True: pass"]
+    burners = [subprocess.Popen(burn, start_new_session=True) for _ in range(8)]  # a session has one share of a CPU
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, [cpu])  # of this process and of those that it starts
+        with make_scorer(config(timeout_s=1.0, num_workers=1), tmp_path / "log") as scorer:
+            os.sched_setaffinity(0, before)
+            scorer([sample("7")])
+            start = time.monotonic()
+            assert statuses(scorer, sample("cpu", seconds=0.4)) == ["ok"]
+            assert time.monotonic() - start > 1.0, "it was not starved: this test shows nothing"
+    finally:
+        os.sched_setaffinity(0, before)
+        for burner in burners:
+            burner.kill()
+            burner.wait()
+
+
+def test_everything_ends_with_the_controller(tmp_path: Path) -> None:
+    """Killed while one worker sleeps deaf to signals and another burns."""
+    code = f"""
+import sys, threading, time
+sys.path[:0] = [{str(SUPPORT)!r}, {str(Path(__file__).parent)!r}]
+from test_rewards_pool import config, make_scorer, sample
+from pathlib import Path
+with make_scorer(config(timeout_s=600.0), Path({str(tmp_path / "log")!r})) as scorer:
+    pool = scorer._pool
+    [result] = scorer([sample("pid")])
+    def tell():
+        while len(pool.workers) < 2 or not all(worker.in_hand for worker in pool.workers.values()):
+            time.sleep(0.02)
+        print(pool.template.pid, *pool.workers, flush=True)
+    threading.Thread(target=tell).start()
+    scorer([sample("stubborn sleep"), sample("burn")])
+"""
+    controller = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert controller.stdout is not None
+    pids = [int(pid) for pid in controller.stdout.readline().split()]
+    assert len(pids) >= 3 and all(map(is_running, pids))
+    controller.kill()
+    controller.wait()
+    await_that(lambda: not any(map(is_running, pids)), f"of {pids} some are left")
+
+
+def test_closing_ends_all_processes(tmp_path: Path) -> None:
+    with make_scorer(config(), tmp_path / "log") as scorer:
+        [result] = scorer([sample("pid")])
+        pids = [int(result.parts["function/pid"]), int(result.parts["function/parent"])]
+        assert all(map(is_running, pids))
+    await_that(lambda: not any(map(is_running, pids)), "workers end with the scorer")
+
+
+def test_too_many_failures_stop_the_run(tmp_path: Path) -> None:
+    with make_scorer(config(max_error_rate=0.1), tmp_path / "rewards.log") as scorer:
+        scorer([sample("raise"), *[sample("7")] * 9])
+        with pytest.raises(RewardError) as error:
+            scorer([sample("raise", "1/2"), sample("raise"), sample("kill"), *[sample("7")] * 17])
+    told = str(error.value)
+    assert "3 of 20 rewards failed (15.0%), more than reward.max_error_rate (0.1)" in told
+    assert "Most of them: masked:KeyError (2). One sample, of the source 'test': label '1/2', response 'raise'." in told
+    assert "KeyError: 'no such thing'" in told and f"{tmp_path / 'rewards.log'} has what it printed" in told
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        (f"{FUNCTIONS}:absent", "the module has no 'absent'; its functions are is_right, "),
+        (f"{FUNCTIONS}:NUMBER", "'NUMBER' is a int, and must be a plain function"),
+        (f"{FUNCTIONS}:asynchronous", "'asynchronous' is an async function"),
+        (f"{FUNCTIONS}:needs_more", "the function needs judge, which a sample does not have; it may take prompt, "),
+        (f"{FUNCTIONS}x.py:is_right", "reward_functions.pyx.py is not a file"),
+        ("no_such_package.rewards:f", "there is no module 'no_such_package'"),
+        ("json.nothing:f", "there is no module 'json.nothing'"),
+    ],
+)
+def test_paths_are_checked_before_a_run(path: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_reward(RewardConfig(name="function", params={"path": path}))
+    [told] = error.value.problems
+    assert told.startswith("reward.params: path (") and problem in told
+
+
+def test_a_module_that_cannot_be_imported(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import a_package_of_nobody\n\ndef score(response):\n    return 0\n")
+    with pytest.raises(ConfigError) as error:
+        check_reward(RewardConfig(name="function", params={"path": f"{tmp_path / 'mine.py'}:score"}))
+    told = str(error.value)
+    assert "reward (function) cannot be loaded" in told and "No module named 'a_package_of_nobody'" in told
+
+
+def test_a_good_path_passes_and_a_dotted_path_does_too() -> None:
+    check_reward(config("with_parts"))
+    check_reward(RewardConfig(name="function", params={"path": "json:dumps", "kwargs": {"obj": 1}}))

@@ -1,0 +1,146 @@
+"""What is asked of the environment that has sglang, before a server is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from places import ROOT
+from sglang_tools import CPU_ARGUMENTS, CPU_ENV, needs_sglang, sglang_python
+
+from rlhf_megatron.rollout.sglang.environment import (
+    OLDEST,
+    TESTED,
+    absolute_env,
+    check_sglang,
+    check_version,
+    deterministic_arguments,
+    find_python,
+    shared_arguments,
+    unfit,
+)
+
+
+def fake_python(folder: Path, version: str) -> Path:
+    """An interpreter that answers the question for the version, then the one for the arguments."""
+    names = [
+        {"names": names, "field": field, "action": "_StoreAction", "nargs": None, "type": kind, "choices": None}
+        for names, field, kind in ((["tp-size", "tensor-parallel-size"], "tp_size", "int"), (["device"], "device", ""))
+    ]
+    path = folder / "python"
+    path.write_text(
+        f"""#!/bin/sh
+case "$2" in
+  *metadata*) {version};;
+  *) echo 'a line of noise'; echo '{json.dumps(names)}'; echo asked >> '{folder}/asked';;
+esac
+"""
+    )
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def test_the_interpreter_is_asked_once_a_version(tmp_path: Path) -> None:
+    python = fake_python(tmp_path, "echo 0.5.21")
+    for _ in range(2):
+        found = check_sglang(str(python), {"tp_size": 2}, {"A": "b"}, tmp_path / "cache")
+        assert (found.python, found.version, found.env) == (str(python), "0.5.21", {"A": "b"})
+        assert found.arguments.values == found.arguments.settings == {"tp-size": 2}
+    assert (tmp_path / "asked").read_text() == "asked\n"
+    fake_python(tmp_path, "echo 0.6.0")
+    with pytest.raises(ValueError, match=r"args.tq is no argument of sglang 0.6.0"):
+        check_sglang(str(python), {"tq": 2}, {}, tmp_path / "cache")
+    assert (tmp_path / "asked").read_text() == "asked\nasked\n"
+
+
+def test_an_old_or_missing_sglang(tmp_path: Path) -> None:
+    python = fake_python(tmp_path, "echo 0.5.20")
+    with pytest.raises(ValueError, match=r"is 0.5.20, but 0.5.21 or newer is needed"):
+        check_sglang(str(python), {}, {})
+    fake_python(tmp_path, "echo 'PackageNotFoundError: sglang' >&2; exit 1")
+    with pytest.raises(ValueError, match=r"has no sglang; install it there .*make sglang-cpu.*PackageNotFoundError"):
+        check_sglang(str(python), {}, {})
+
+
+def test_relative_paths_count_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_python(tmp_path, "echo 0.5.21")
+    monkeypatch.chdir(tmp_path)
+    assert find_python("./python") == str(tmp_path / "python")
+    assert absolute_env({"PYTHONPATH": "a:/b", "X": "1"}) == {"PYTHONPATH": f"{tmp_path}/a:/b", "X": "1"}
+    with pytest.raises(ValueError, match=r"rollout.sglang.python \(no/python\) must be an executable"):
+        find_python("no/python")
+
+
+def test_a_link_to_an_interpreter_is_kept(tmp_path: Path) -> None:
+    """A virtual environment is known by the link, not by what it points at."""
+    os.symlink(fake_python(tmp_path, "echo 0.5.21"), tmp_path / "link")
+    assert find_python(str(tmp_path / "link")) == str(tmp_path / "link")
+
+
+@needs_sglang
+@pytest.mark.sglang
+@pytest.mark.dist
+def test_the_installed_version_knows_the_arguments_of_the_cpu_configuration(tmp_path: Path) -> None:
+    found = check_sglang(str(sglang_python()), {**CPU_ARGUMENTS, "tp_size": 2}, CPU_ENV, tmp_path)
+    assert found.arguments.values["tp-size"] == 2
+    assert found.arguments.values["enable-deterministic-inference"] is True
+    assert found.arguments.words == ("--disable-overlap-schedule", "--enable-deterministic-inference")
+    with pytest.raises(ValueError, match="did you mean mem-fraction-static"):
+        check_sglang(str(sglang_python()), {"mem_fraction_statik": 0.3}, CPU_ENV, tmp_path)
+
+
+def test_what_a_deterministic_run_asks_of_the_servers() -> None:
+    assert deterministic_arguments({"tp-size": 2}, {}) == {"enable-deterministic-inference": True}
+    assert deterministic_arguments({"enable-deterministic-inference": True}, {}) != {}
+    with pytest.raises(ValueError, match=r"enable_deterministic_inference, which is set to False; remove it"):
+        deterministic_arguments({"enable-deterministic-inference": False}, {})
+    for arguments, env in (({"device": "cpu"}, {}), ({}, {"SGLANG_USE_CPU_ENGINE": "1"})):
+        with pytest.raises(ValueError, match=r"not on a CPU; use rollout\.engine: local"):
+            deterministic_arguments(arguments, env)
+
+
+def test_which_versions_are_supported() -> None:
+    assert check_version(TESTED[0], "python") is None
+    assert check_version("0.5.21.post1", "python") == (
+        "sglang in python is 0.5.21.post1, which is newer than what was tested (0.5.21); what it can do is asked, not"
+        " taken for granted."
+    )
+    for version in ("0.5.20", "0.5.21rc1", "0.4.9.post6"):
+        with pytest.raises(ValueError, match=r"but 0.5.21 or newer is needed \(weight-update sessions\); upgrade"):
+            check_version(version, "python")
+    with pytest.raises(ValueError, match=r"says that its version is 'local'; use a released one"):
+        check_version("local", "python")
+
+
+def test_what_no_server_of_a_run_may_do(tmp_path: Path) -> None:
+    assert list(unfit({"dp_size": 1, "quantization": None, "enable-lora": False, "tp_size": 8})) == []
+    for name, value in {"dp_size": 2, "speculative_algorithm": "EAGLE", "quantization": "fp8"}.items():
+        assert [found[:2] for found in unfit({name: value})] == [(name.replace("_", "-"), value)]
+    python = fake_python(tmp_path, "echo 0.5.21")
+    path = tmp_path / "python"
+    path.write_text(
+        path.read_text()
+        .replace('"names": ["device"]', '"names": ["quantization"]')
+        .replace('"device"', '"quantization"')
+    )
+    with pytest.raises(
+        ValueError, match=r"args.quantization \('fp8'\) cannot be: what stands in the engine .*start it w"
+    ):
+        check_sglang(str(python), {"quantization": "fp8"}, {}, tmp_path / "cache")
+
+
+def test_what_a_colocated_run_asks_of_the_servers() -> None:
+    assert shared_arguments({}) == {"enable-memory-saver": True}
+    with pytest.raises(ValueError, match=r"needs rollout.sglang.args.enable_memory_saver, which is set to False"):
+        shared_arguments({"enable-memory-saver": False})
+
+
+def test_the_supported_versions_are_those_of_the_installation() -> None:
+    setup, install = (ROOT / "setup.py").read_text(), (ROOT / "docs" / "install.md").read_text()
+    assert f'"sglang": ["sglang>={OLDEST}"]' in setup
+    assert f"| sglang (extra, see below) | {OLDEST} and newer | {', '.join(TESTED)} |" in install
+    assert f"pip install 'sglang>={OLDEST}'" in install
+    assert f"sglang=={TESTED[-1]} " in (ROOT / "Makefile").read_text()

@@ -1,0 +1,180 @@
+"""The control channel: who is let in, what is taken, and what a peer cannot do. Threads and sockets only."""
+
+import os
+import socket
+import struct
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.runtime import channel
+from rlhf_megatron.runtime.channel import AuthenticationError, Channel, FrameError, accept, connect
+from rlhf_megatron.runtime.failures import HostError
+from rlhf_megatron.runtime.host import Activity
+from rlhf_megatron.runtime.messages import Call, Leave, Ping, Reply
+from rlhf_megatron.runtime.pool import PoolSpec
+from rlhf_megatron.runtime.registration import gather_hosts, listen, register_host
+from rlhf_megatron.runtime.service import Service
+
+SECRET, OTHER = b"s" * 64, b"t" * 64
+
+
+def handshake(host_secret: bytes, controller_secret: bytes) -> list[object]:
+    """What each side ends with: [controller's, host's], a Channel or the exception."""
+    ends: list[object] = [None, None]
+    left, right = socket.socketpair()
+
+    def run(index: int, function, sock: socket.socket, secret: bytes) -> None:
+        try:
+            ends[index] = function(sock, secret, timeout_s=5)
+        except AuthenticationError as error:
+            ends[index] = error
+            sock.close()
+
+    threads = [
+        threading.Thread(target=run, args=(0, accept, left, controller_secret)),
+        threading.Thread(target=run, args=(1, connect, right, host_secret)),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    return ends
+
+
+def test_messages_pass_both_ways_after_the_handshake() -> None:
+    controller, host = handshake(SECRET, SECRET)
+    assert isinstance(controller, Channel) and isinstance(host, Channel)
+    controller.send(Call(3, "actor.update", {"x": torch.tensor([1.5, 2.0]), "names": ("a", "b")}, shard=b"\x00\xff"))
+    call = host.receive()
+    assert (call.id, call.method, call.shard, call.arguments["names"]) == (3, "actor.update", b"\x00\xff", ("a", "b"))
+    assert call.arguments["x"].tolist() == [1.5, 2.0]
+    host.send(Ping(4))
+    assert controller.receive() == Ping(4)
+    controller.close()
+    with pytest.raises(EOFError):
+        host.receive()
+    with pytest.raises(ConnectionError):
+        for _ in range(1000):
+            host.send(Ping(5))
+
+
+def test_a_wrong_secret_is_refused_by_both_sides() -> None:
+    controller, host = handshake(OTHER, SECRET)
+    assert isinstance(host, AuthenticationError) and "controller does not hold the secret" in str(host)
+    assert isinstance(controller, AuthenticationError)
+
+
+def test_a_reflected_proof_is_refused() -> None:
+    """A peer without the secret cannot let the controller make the proof for it."""
+    left, right = socket.socketpair()
+    error: list[AuthenticationError] = []
+
+    def serve() -> None:
+        try:
+            accept(left, SECRET, timeout_s=5)
+        except AuthenticationError as caught:
+            error.append(caught)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    right.sendall(b"n" * 32)
+    answer = b""
+    while len(answer) < 64:
+        answer += right.recv(64)
+    right.sendall(answer[32:])
+    thread.join(10)
+    assert "does not hold the secret" in str(error[0])
+
+
+def test_oversized_and_malformed_frames_are_refused_without_reading_them() -> None:
+    left, right = socket.socketpair()
+    receiver = Channel(left, max_frame_bytes=1000)
+    right.sendall(struct.pack("<Q", 1001))
+    with pytest.raises(FrameError, match="1001 bytes was announced; the limit is 1000"):
+        receiver.receive()
+    right.sendall(struct.pack("<Q", 5) + b"\x80\x04N.x")  # a pickle
+    with pytest.raises(FrameError, match="malformed message"):
+        receiver.receive()
+    with pytest.raises(ValueError, match="over the limit of 1000"):
+        receiver.send(Call(1, "a.b", shard=bytes(2000)))
+
+
+def test_secret_file_must_be_private(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text("k" * 64 + "\n")
+    file.chmod(0o600)
+    assert channel.given_secret({channel.SECRET_FILE_ENV: str(file)}) == b"k" * 64
+    file.chmod(0o640)
+    with pytest.raises(ValueError, match="mode 0600"):
+        channel.given_secret({channel.SECRET_FILE_ENV: str(file)})
+    with pytest.raises(ValueError, match="at least 32"):
+        channel.given_secret({channel.SECRET_ENV: "short"})
+    assert channel.given_secret({}) is None
+
+
+def test_hosts_register_and_intruders_do_not_hold_them_up() -> None:
+    pools = (PoolSpec("actor", Layout(world_size=2, pp=2), 0), PoolSpec("critic", Layout(world_size=1), 2))
+    listener = listen("127.0.0.1")
+    port = listener.getsockname()[1]
+    assert listener.getsockname()[0] == "127.0.0.1"
+    intruder = socket.create_connection(("127.0.0.1", port))  # says nothing
+    hosts: list[Channel] = []
+
+    def arrive() -> None:
+        with pytest.raises(AuthenticationError):
+            register_host("127.0.0.1", port, OTHER, 0, "actor", timeout_s=5)
+        hosts.append(register_host("127.0.0.1", port, SECRET, 1, "judge", timeout_s=5))  # of another job
+        hosts.append(register_host("127.0.0.1", port, SECRET, 1, "critic", timeout_s=5))  # it has one rank
+        hosts.append(register_host("127.0.0.1", port, SECRET, 0, "critic", timeout_s=5))
+        hosts.append(register_host("127.0.0.1", port, SECRET, 1, "actor", timeout_s=5))
+        hosts.append(register_host("127.0.0.1", port, SECRET, 0, "actor", timeout_s=5))
+
+    thread = threading.Thread(target=arrive)
+    thread.start()
+    links = gather_hosts(listener, SECRET, pools, timeout_s=10)
+    thread.join(10)
+    assert {name: [link.where for link in found] for name, found in links.items()} == {
+        "actor": ["[actor dp0 pp0 tp0]", "[actor dp0 pp1 tp0]"],
+        "critic": ["[critic dp0 pp0 tp0]"],
+    }
+    assert [link.pid for found in links.values() for link in found] == [os.getpid()] * 3
+    for refused in hosts[:2]:
+        with pytest.raises(EOFError):
+            refused.receive()
+    intruder.close()
+
+
+def test_missing_hosts_are_named() -> None:
+    started = time.monotonic()
+    pools = (PoolSpec("actor", Layout(1), 0), PoolSpec("critic", Layout(1), 1))
+    with pytest.raises(HostError, match=r"\[actor dp0 pp0 tp0\], \[critic dp0 pp0 tp0\] did not register within 0.3 s"):
+        gather_hosts(listen("127.0.0.1"), SECRET, pools, timeout_s=0.3)
+    assert time.monotonic() - started < 5
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"cannot listen on '192\.0\.2\.1'.*MASTER_ADDR"):
+        listen("192.0.2.1")
+
+
+def test_an_answer_that_cannot_be_sent_becomes_a_failure_and_pings_are_answered_meanwhile() -> None:
+    left, right = socket.socketpair()
+    service = Service(Channel(left), Activity("[actor dp0 pp0 tp0]"), exit_code=lambda: 1)
+    controller = Channel(right)
+    controller.send(Ping(9))  # this thread, the host's main thread, is busy with the test
+    status = controller.receive()
+    assert (status.id, status.where, status.stage) == (9, "[actor dp0 pp0 tp0]", "waiting for a call")
+    assert any("tests/unit/runtime/test_runtime_channel.py" in frame for frame in status.stack)
+    service.answer(Reply(5, value=object()))
+    reply = controller.receive()
+    assert reply.id == 5 and reply.failure.is_value_error and "cannot encode a builtins.object" in reply.failure.message
+    controller.send(Leave("the run is over", grace_s=30.0))
+    assert service.next_call() is None
+    service.leave()
+    with pytest.raises(EOFError):
+        controller.receive()

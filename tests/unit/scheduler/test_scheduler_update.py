@@ -1,0 +1,271 @@
+"""A step with a critic: order of calls, what each role trains on, the critic's warm-up, KL in the reward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from math import nan
+from typing import Any
+
+import pytest
+import torch
+from data_samples import scored
+from places import MODEL
+from scheduler_samples import train_batch
+
+from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS
+from rlhf_megatron.algorithms.kl_in_reward import KLController
+from rlhf_megatron.config.schema import AlgorithmConfig, KLControlConfig, RunConfig
+from rlhf_megatron.data.batch import AnnotatedBatch, LogProbs, TokenBatch, TrainBatch, Values, gain
+from rlhf_megatron.data.tokenizer import load_tokenizer
+from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.proof.replay import ReplayStages
+from rlhf_megatron.scheduler.advantages import AdvantageStage
+from rlhf_megatron.scheduler.annotate import annotate
+from rlhf_megatron.scheduler.parts import Plugins
+from rlhf_megatron.scheduler.update import RoleUpdate, run_updates
+from rlhf_megatron.sync.weight_sync import NoSync
+from rlhf_megatron.workers.contract import UpdateResult
+from rlhf_megatron.workers.findings import BadTensor, Findings
+
+
+class LazyFuture(Future[Any]):
+    """Says when somebody waits for it."""
+
+    def __init__(self, events: list[str], name: str, value: Any) -> None:
+        super().__init__()
+        self.events, self.name, self.value = events, name, value
+
+    def result(self, timeout: float | None = None) -> Any:
+        self.events.append(f"wait {self.name}")
+        return self.value
+
+
+@dataclass
+class SentCall:
+    method: str
+    batch: Any
+    token_budget: int
+    arguments: dict[str, Any]
+
+
+SKIP = Findings("dp0 pp0 tp0", nan, (BadTensor("a.weight", 1, 0, 8),), (), (nan,), (), 0)
+
+
+class FakeGroup:
+    """Answers a call with what its role would: an update with its number, an annotation with a constant column."""
+
+    layout = Layout(1)
+
+    def __init__(self) -> None:
+        self.layouts = {"actor": Layout(1)}
+        self.calls: list[SentCall] = []
+        self.events: list[str] = []
+        self.counts: dict[str, int] = {}
+
+    def scatter(self, method: str, batch: TokenBatch, *, token_budget: int, **arguments: Any) -> Future[Any]:
+        number = self.counts[method] = self.counts.get(method, 0) + 1
+        name = f"{method} {number}"
+        self.calls.append(SentCall(method, batch, token_budget, arguments))
+        self.events.append(f"send {name}")
+        return LazyFuture(self.events, name, self.answer(method, number, batch))
+
+    def broadcast(self, method: str, **arguments: Any) -> Future[list[Any]]:
+        assert method.endswith(".take_skips"), method
+        return LazyFuture(self.events, method, [[SKIP]])
+
+    def close(self) -> None:
+        raise AssertionError("close")
+
+    def answer(self, method: str, number: int, batch: TokenBatch) -> Any:
+        role, verb = method.split(".")
+        if verb == "update":
+            return UpdateResult({f"{role}/x": float(number)}, 10.0 * number, 0.1 * number, is_skipped=number == 2)
+        tokens = (batch.offsets, batch.token_ids, batch.response_mask)
+        column = torch.full((batch.num_tokens,), {"actor": -1.0, "critic": 0.5, "reference": -3.0}[role])
+        if verb == "values":
+            return Values(*tokens, values=column)
+        return LogProbs(*tokens, log_probs=column, entropies=2 * column)
+
+    @property
+    def sent(self) -> list[str]:
+        return [call.method for call in self.calls]
+
+
+def plugins_of(estimator: str, needs_reference: bool = False, **params: Any) -> Plugins:
+    entry = ADV_ESTIMATORS.get(estimator)
+    return Plugins(
+        entry.build,
+        entry.params(**params),
+        needs_reference,
+        needs_values="values" in entry.needs,
+        needs_token_rewards="token_rewards" in entry.needs,
+    )
+
+
+def config_of(**sections: dict[str, Any]) -> RunConfig:
+    config = RunConfig()
+    for name, changes in sections.items():
+        config = replace(config, **{name: replace(getattr(config, name), **changes)})
+    return config
+
+
+def with_values(batch: TrainBatch) -> TrainBatch:
+    return replace(batch, values=torch.zeros(batch.num_tokens), returns=torch.ones(batch.num_tokens))
+
+
+def numbered(count: int) -> RoleUpdate:
+    def batches() -> Iterator[TokenBatch]:
+        for _ in range(count):
+            yield TokenBatch(torch.tensor([0, 1]), torch.tensor([1]), torch.tensor([False]))
+
+    return RoleUpdate(1, 100, {}, batches(), lambda number: train_batch())
+
+
+def stages_of(config: RunConfig, group: FakeGroup) -> ReplayStages:
+    return ReplayStages(config, group, plugins_of("gae"), None, load_tokenizer(MODEL), NoSync(version=4))
+
+
+def test_roles_take_turns_and_two_calls_of_each_are_under_way() -> None:
+    group = FakeGroup()
+    metrics = run_updates(group, {"critic.update": numbered(2), "actor.update": numbered(4)})
+    assert group.sent == ["critic.update", "actor.update"] * 2 + ["actor.update"] * 2
+    assert metrics["critic/x"] == 1.0 and metrics["actor/x"] == pytest.approx(8 / 3), "the second one was skipped"
+    assert group.events[:4] == [f"send {name} {i}" for i in (1, 2) for name in ("critic.update", "actor.update")]
+    assert group.events[4:8] == [
+        *("wait actor.update 1", "send actor.update 3"),
+        *("wait actor.update 2", "send actor.update 4"),
+    ]
+
+
+def test_critic_and_actor_have_sizes_epochs_and_budgets_of_their_own() -> None:
+    of_critic = {"mini_batch_size": 2, "ppo_epochs": 2, "ppo_max_token_len_per_gpu": 700}
+    config = config_of(
+        actor={"mini_batch_size": 5, "ppo_epochs": 1, "ppo_max_token_len_per_gpu": 300},
+        critic={**of_critic, "loss_agg_mode": "seq-mean-token-sum"},
+    )
+    group = FakeGroup()
+    metrics = stages_of(config, group).update(1, with_values(train_batch()))
+    critic = [call for call in group.calls if call.method == "critic.update"]
+    actor = [call for call in group.calls if call.method == "actor.update"]
+    assert [len(call.batch) for call in critic] == [2] * 10 and [len(call.batch) for call in actor] == [5, 5]
+    assert {call.token_budget for call in critic} == {700} and {call.token_budget for call in actor} == {300}
+    assert critic[0].arguments == {"capsule": None}
+    assert actor[0].arguments == {"temperature": 1.0, "loss": "policy", "capsule": None}
+    assert critic[0].batch.loss_weights.max().item() == 0.5, "seq-mean-token-sum over 2 samples"
+    assert metrics == {
+        "critic/x": pytest.approx(53 / 9),
+        "critic/grad_norm": pytest.approx(530 / 9),
+        "critic/lr": pytest.approx(1.0),
+        "critic/num_epochs": 2.0,
+        "critic/num_optimizer_steps": 10.0,
+        "critic/num_skipped_steps": 1.0,
+        "actor/x": 1.0,
+        "actor/grad_norm": 10.0,
+        "actor/lr": pytest.approx(0.2),
+        "actor/num_epochs": 1.0,
+        "actor/num_optimizer_steps": 2.0,
+        "actor/num_skipped_steps": 1.0,
+        "rollout/num_samples": 10.0,
+        "policy/lag": 3.0,
+        **{f"training/off_policy/trajectory_staleness/{of}": 3.0 for of in ("min", "mean", "max")},
+        **{f"training/off_policy/trajectory_spans/{of}": 1.0 for of in ("min", "mean", "max")},
+    }
+
+
+def test_what_the_critic_leaves_out_is_the_actors() -> None:
+    settings = {"mini_batch_size": 10, "ppo_epochs": 3, "ppo_max_token_len_per_gpu": 300}
+    config = config_of(actor={**settings, "loss_agg_mode": "seq-mean-token-mean"})
+    group = FakeGroup()
+    stages_of(config, group).update(1, with_values(train_batch()))
+    critic, actor = (group.calls[i::2] for i in (0, 1))
+    assert [call.method for call in critic] == ["critic.update"] * 3
+    for of_critic, of_actor in zip(critic, actor, strict=True):
+        assert torch.equal(of_critic.batch.token_ids, of_actor.batch.token_ids)
+        assert torch.equal(of_critic.batch.loss_weights, of_actor.batch.loss_weights)
+        assert of_critic.token_budget == of_actor.token_budget == 300
+
+
+def test_annotation_asks_everybody_before_it_waits() -> None:
+    config = config_of(
+        actor={"ppo_max_token_len_per_gpu": 300},
+        critic={"ppo_max_token_len_per_gpu": 400},
+        reference={"max_token_len_per_gpu": 500},
+        rollout={"temperature": 0.5},
+    )
+    group = FakeGroup()
+    batch = annotate(group, config, plugins_of("gae", needs_reference=True), scored())
+    names = ["actor.log_probs", "critic.values", "reference.log_probs"]
+    assert group.sent == names and [call.token_budget for call in group.calls] == [300, 400, 500]
+    assert group.events == [f"{what} {name} 1" for what in ("send", "wait") for name in names]
+    assert group.calls[0].arguments == {"temperature": 0.5, "with_entropy": True} and group.calls[1].arguments == {}
+    assert type(group.calls[0].batch) is TokenBatch, "texts stay on the controller"
+    assert batch.old_log_probs.unique().tolist() == [-1.0] and batch.entropies.unique().tolist() == [-2.0]
+    assert batch.values.unique().tolist() == [0.5] and batch.ref_log_probs.unique().tolist() == [-3.0]
+
+
+def test_annotation_asks_nobody_whom_the_run_has_not() -> None:
+    group = FakeGroup()
+    batch = annotate(group, RunConfig(), plugins_of("grpo"), scored())
+    assert group.sent == ["actor.log_probs"] and batch.values is None and batch.ref_log_probs is None
+
+
+def test_the_critic_learns_alone_in_its_warm_up_and_the_policy_stays() -> None:
+    """Samples were drawn with version 1. A step that leaves the policy as it was makes no sync."""
+    config = config_of(actor={"mini_batch_size": 10}, trainer={"critic_warmup": 2})
+    group = FakeGroup()
+    stages = stages_of(config, group)
+    seen = []
+    for step in (1, 2, 3, 4):
+        group.calls.clear()
+        stages.update(step, with_values(train_batch()))
+        metrics = stages.sync()
+        seen.append(
+            (group.sent, metrics["actor/num_optimizer_steps"], metrics["policy/version"], metrics["policy/lag"])
+        )
+    alone, both = ["critic.update"], ["critic.update", "actor.update"]
+    assert seen == [(alone, 0, 4, 3), (alone, 0, 4, 3), (both, 1, 5, 3), (both, 1, 6, 4)]
+
+
+def annotated(**columns: Any) -> AnnotatedBatch:
+    """`scored()`: response tokens 1, 2 of the first sample (reward 1), 5 of the third (0.5); the second is masked."""
+    return gain(AnnotatedBatch, scored(), **columns)
+
+
+KL = {
+    "old_log_probs": torch.tensor([7.0, -1.0, -2.0, 7.0, 7.0, -3.0]),
+    "ref_log_probs": torch.tensor([5.0, -1.5, -1.75, 5.0, 5.0, -3.5]),
+}  # k1: 0.5, -0.25 and 0.5: mean a token 0.25, a response 0.375
+
+
+def test_kl_in_the_reward_reaches_advantages_and_moves_its_weight_once_a_step() -> None:
+    """Adaptive: 2 valid samples of horizon 10, KL 0.375 a response against a target of 0.4: relative error -0.0625."""
+    control = KLControlConfig("adaptive", kl_coef=0.5, target_kl=0.4, horizon=10)
+    config = AlgorithmConfig(use_kl_in_reward=True, kl_penalty="k1", kl_ctrl=control)
+    stage = AdvantageStage(config, plugins_of("gae", whiten=False))
+    batch = annotated(**KL, values=torch.tensor([9.0, 0.25, 0.5, 9.0, 9.0, 1.0]))
+    train, metrics = stage(batch)
+    # Token rewards -0.25, 0.125 + 1, -0.25 + 0.5; with gamma and lambda 1 the returns are their sums to the end.
+    assert train.returns.tolist() == pytest.approx([0, 0.875, 1.125, 0, 0, 0.25])
+    assert train.advantages.tolist() == pytest.approx([0, 0.625, 0.625, 0, 0, -0.75])
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.25)
+    assert metrics["actor/reward_kl_penalty_coeff"] == 0.5 and "critic/vf_explained_var" in metrics
+    _, metrics = stage(batch)
+    assert metrics["actor/reward_kl_penalty_coeff"] == pytest.approx(0.5 * (1 - 0.0625 * 2 / 10))
+    assert isinstance(stage.kl, KLController) and stage.kl.state()["coef"] < 0.5 * (1 - 0.0625 * 2 / 10)
+
+
+def test_kl_in_the_reward_reaches_group_estimators() -> None:
+    """Two samples of one group with rewards 1 and 0.5, KL of 0.25 and 0.5 a response at weight 2: 0.5 and -0.5."""
+    config = AlgorithmConfig(use_kl_in_reward=True, kl_ctrl=KLControlConfig(kl_coef=2.0))
+    batch = replace(annotated(**KL), group_ids=torch.tensor([7, 7, 7]))
+    train, _ = AdvantageStage(config, plugins_of("grpo", norm_adv_by_std_in_grpo=False))(batch)
+    assert train.advantages.tolist() == pytest.approx([0, 0.5, 0.5, 0, 0, -0.5]) and train.returns is None
+
+
+def test_token_rewards_without_kl_are_the_scores() -> None:
+    stage = AdvantageStage(AlgorithmConfig(), plugins_of("gae", whiten=False, lam=0.0))
+    train, metrics = stage(annotated(values=torch.tensor([9.0, 0.25, 0.5, 9.0, 9.0, 1.0])))
+    assert train.advantages.tolist() == pytest.approx([0, 0.5 - 0.25, 1 - 0.5, 0, 0, 0.5 - 1])
+    assert not [name for name in metrics if name.startswith("actor/reward_kl")] and stage.kl is None
