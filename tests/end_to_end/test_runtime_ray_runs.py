@@ -19,7 +19,7 @@ from places import ROOT
 pytest.importorskip("ray")
 
 from end_to_end_tools import MARKER, overrides, processes_with, write_config
-from test_security_run import is_loopback, listening
+from listening import is_loopback, listening
 
 from benchmarks import launchers
 from rlhf_megatron.runtime.processes import Child, children_of, state_of

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import socket
 import stat
@@ -18,6 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 from end_to_end_tools import DP2, MARKER, overrides, processes_with, write_config
+from listening import is_loopback, listening
 from places import ROOT
 
 from rlhf_megatron.config.changes import flat
@@ -30,40 +30,11 @@ from rlhf_megatron.config.show import as_yaml
 from rlhf_megatron.runtime.torchrun.stores import BoundStore
 
 TIMEOUT_S = 300.0
-LISTENS = "0A"  # TCP_LISTEN in the kernel's table
-
-
-def listening(pid: int) -> list[str]:
-    """Addresses, with ports, at which a process listens for TCP."""
-    inodes = set()
-    with contextlib.suppress(OSError):
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                if match := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(link)):
-                    inodes.add(match[1])
-    return [address for inode, address in table() if inode in inodes]
-
-
-def table() -> list[tuple[str, str]]:
-    """(inode, address:port) of all listening sockets of this machine."""
-    found = []
-    for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
-        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == LISTENS:
-                raw, port = fields[1].split(":")
-                words = b"".join(bytes.fromhex(raw[i : i + 8])[::-1] for i in range(0, len(raw), 8))
-                found.append((fields[9], f"{socket.inet_ntop(family, words)} {int(port, 16)}"))
-    return found
-
-
-def is_loopback(address: str) -> bool:
-    return address.startswith(("127.", "::1 ", "::ffff:127."))
 
 
 def role(pid: int) -> str:
     command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    for name, words in (("engine", "local.server"), ("agent", "runtime.agent"), ("controller", "controller")):
+    for name, words in (("engine", "local.server"), ("agent", "torchrun.agent"), ("controller", "controller")):
         if words in command:
             return name
     return "host" if "rlhf_megatron train" in command else "other"

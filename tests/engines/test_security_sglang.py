@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import urllib3
+from listening import is_loopback, listening
 from rollout_tools import tiny_qwen3
 from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, needs_sglang, sglang_python
-from test_security_run import is_loopback, listening
 
 from rlhf_megatron.rollout.fleet.process import EngineServers
 from rlhf_megatron.rollout.sglang.process import start_sglang_engines

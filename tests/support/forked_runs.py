@@ -236,9 +236,9 @@ def _import_everything() -> None:
     import importlib
 
     for name in (
-        *("cli.main", "cli.train", "scheduler.run", "scheduler.replay", "scheduler.preflight", "runtime.inline"),
+        *("cli.main", "cli.train", "scheduler.run", "proof.replay", "proof.preflight", "runtime.inline"),
         *("runtime.roles", "runtime.stopping", "rollout.local.server", "rollout.local.generator"),
-        *("rollout.local.model", "rollout.local.weights", "rollout.process"),
+        *("rollout.local.model", "rollout.local.weights", "rollout.fleet.process"),
     ):
         importlib.import_module(f"rlhf_megatron.{name}")
     for name in ("matplotlib.pyplot", "transformers.models.qwen3.modeling_qwen3"):

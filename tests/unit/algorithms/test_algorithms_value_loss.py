@@ -2,23 +2,11 @@
 
 import pytest
 import torch
+from loss_tools import VALUE_LOSSES as TABLE
 from torch import Tensor
 
 from rlhf_megatron.algorithms.losses.value_loss import value_loss
 from rlhf_megatron.algorithms.metric_names import METRICS
-
-# value, old value, return, then with clip 0.5: loss, d loss / d value, clipped
-TABLE = [
-    (1.0, 1.0, 3.0, 2.0, -2.0, 0),  # not moved
-    (1.4, 1.0, 3.0, 1.28, -1.6, 0),  # moved within the range: free
-    (2.0, 1.0, 3.0, 1.125, 0.0, 1),  # moved 1 towards the return: held at 1.5, no gradient
-    (0.0, 1.0, 3.0, 4.5, -3.0, 0),  # moved away: all of its gradient, past the range too
-    (0.0, 1.0, -3.0, 6.125, 0.0, 1),  # downwards: held at 0.5
-    (2.0, 1.0, -3.0, 12.5, 5.0, 0),
-    (3.0, 1.0, 3.0, 1.125, 0.0, 1),  # there already, further than it may go
-    (5.0, 1.0, 1.25, 7.03125, 3.75, 0),  # beyond the return: the free distance is the larger one
-    (1.0, 1.0, 1.0, 0.0, 0.0, 0),
-]
 
 
 @pytest.mark.parametrize(("value", "old", "target", "loss", "grad", "clipped"), TABLE)

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
-import test_algorithms_value_loss as value_loss_by_hand
 import torch
 from device_waits import DeviceWaits
+from loss_tools import VALUE_LOSSES
 from test_kernels_policy_loss import small_blocks  # noqa: F401, a fixture
 from torch import Tensor
 
@@ -158,7 +158,7 @@ def test_value_loss_equals_eager(clip: float, dtype: torch.dtype, num_rows: int,
     torch.testing.assert_close(values[0].grad, values[1].grad, **tolerance)
 
 
-@pytest.mark.parametrize(("value", "old", "target", "loss", "grad", "clipped"), value_loss_by_hand.TABLE)
+@pytest.mark.parametrize(("value", "old", "target", "loss", "grad", "clipped"), VALUE_LOSSES)
 def test_value_loss_by_hand(value: float, old: float, target: float, loss: float, grad: float, clipped: int) -> None:
     columns = [torch.tensor([number], dtype=torch.float64) for number in (value, old, target, 0.5, 0.25)]
     values, old_values, returns, *weights = columns

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
+from docs_tools import BLOCK, messages
 from places import ROOT
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -17,7 +16,6 @@ README, CONTRIBUTING = DOCUMENTS[0], DOCUMENTS[1]
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 TOP_FOLDERS = ("rlhf_megatron", "configs", "docs", "benchmarks", "launch", "tests", "tools", "examples")
 PATH = re.compile(rf"(?<![\w/.-])(?:{'|'.join(TOP_FOLDERS)})/[\w./-]*\w\.(?:py|yaml|md|sh|json|png|txt)\b")
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
@@ -54,22 +52,6 @@ def test_the_file_map_is_the_package() -> None:
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "rlhf_megatron").rglob("*.py")}
     modules = {name for name in modules if not name.endswith("__init__.py")}
     assert not modules - mapped, f"give each a line in README's file map: {sorted(modules - mapped)}"
-
-
-@cache
-def messages() -> str:
-    """All string literals of the sources, a line each, values as the character …"""
-    texts = []
-    for path in [*sorted((ROOT / "rlhf_megatron").rglob("*.py")), ROOT / "Makefile", ROOT / "launch" / "torchrun.sh"]:
-        if path.suffix != ".py":
-            texts.append(path.read_text())
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.JoinedStr):
-                texts.append("".join(v.value if isinstance(v, ast.Constant) else "…" for v in node.values))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                texts.append(node.value)
-    return "\n".join(texts)
 
 
 def test_quoted_messages_are_in_the_sources() -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_docs import BLOCK, ROOT, messages
+from docs_tools import BLOCK, messages
+from places import ROOT
 
 from rlhf_megatron.config.schema import RewardConfig
 from rlhf_megatron.rewards.scorers import REWARDS, RewardSample

@@ -1,0 +1,27 @@
+"""What the documents quote: blocks of code, and the words of the sources."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+
+from places import ROOT
+
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@cache
+def messages() -> str:
+    """All string literals of the sources, a line each, values as the character …"""
+    texts = []
+    for path in [*sorted((ROOT / "rlhf_megatron").rglob("*.py")), ROOT / "Makefile", ROOT / "launch" / "torchrun.sh"]:
+        if path.suffix != ".py":
+            texts.append(path.read_text())
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                texts.append("".join(v.value if isinstance(v, ast.Constant) else "…" for v in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return "\n".join(texts)
