@@ -10,7 +10,7 @@ from rlhf_megatron.observe.report.catalogue import SECTIONS, Spec, metric, patte
 from rlhf_megatron.observe.report.numbers import sample_interval, significant, thin
 from rlhf_megatron.observe.report.records import Row, RunFiles
 
-MAX_POINTS = 1000  # of a curve
+MAX_POINTS = 500  # of a curve
 REWARD_STD, NUM_SAMPLES, MASKED = "critic/rewards/std", "rollout/num_samples", "reward/masked"
 STAGE_ORDER = ("next", "generate", "score", "take", "annotate", "advantages", "update", "sync")
 NOT_STAGES = ("step", "evaluate", "turns")  # turns are parts of stages

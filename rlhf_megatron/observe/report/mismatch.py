@@ -12,7 +12,7 @@ from rlhf_megatron.observe.report.records import MismatchStep, WorstToken
 
 MAX_COLUMNS = 120  # of the map over steps; longer runs add neighbouring steps up
 MAX_VERSIONS = 60  # choices of policy versions; more are added up to ranges
-NUM_WORST, NUM_WORST_OF_STEPS = 100, 100  # tokens over all; and the worst of so many steps
+NUM_WORST, NUM_WORST_OF_STEPS = 100, 60  # tokens over all; and the worst of so many steps
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from rlhf_megatron.observe.report.payload import Payload
 from rlhf_megatron.observe.report.records import RunFiles
 from rlhf_megatron.observe.report.sections import all_sections
 
-SCRIPTS = ("base.js", "lines.js", "timeline.js", "mismatch.js", "samples.js", "main.js")
+SCRIPTS = ("uplot.min.js", "base.js", "lines.js", "timeline.js", "mismatch.js", "samples.js", "main.js")
 SHORT = {section.name: section.short for section in SECTIONS} | {"other": "Other"}
 Section = tuple[str, str, str]  # name, title, HTML
 
@@ -66,7 +66,7 @@ def document(title: str, header: str, sections: Sequence[Section], payload: Payl
 <title>{html.text(title)} – training report</title>
 <link rel="icon" href="data:,">
 <style>
-{asset("report.css")}</style>
+{asset("uplot.css")}{asset("report.css")}</style>
 </head>
 <body>
 <header>{header}</header>

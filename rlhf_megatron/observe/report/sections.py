@@ -20,7 +20,7 @@ from rlhf_megatron.observe.report.payload import Payload
 from rlhf_megatron.observe.report.records import RunFiles, Sample
 from rlhf_megatron.observe.report.timeline import timeline
 
-TEXT_BUDGET = 1_000_000  # characters of samples on a page
+TEXT_BUDGET = 150_000  # characters of samples on a page
 OVERHEAD = 300  # characters that a sample takes beside its texts
 HEAD, TAIL = 4000, 2000  # characters kept of a longer text
 

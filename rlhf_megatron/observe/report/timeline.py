@@ -9,7 +9,7 @@ from rlhf_megatron.observe.report.charts import STAGE_ORDER
 from rlhf_megatron.observe.report.numbers import spread_evenly
 from rlhf_megatron.observe.report.records import Span
 
-MAX_STEPS = 800  # of which bars are embedded; of a longer run the slowest, and an even choice of the rest
+MAX_STEPS = 400  # of which bars are embedded; of a longer run the slowest, and an even choice of the rest
 NUM_SLOWEST = 100
 
 

@@ -256,3 +256,8 @@ def test_a_report_needs_neither_torch_nor_numpy() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_the_page_of_a_long_run_stays_below_1_MB(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", Shape())
+    assert len(run_page(read_run(tmp_path / "run"), None).encode()) < 1_000_000

@@ -75,15 +75,6 @@ function smooth(values, weight) {
   });
 }
 
-function nearest(sorted, x) {
-  let low = 0, high = sorted.length - 1;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (sorted[middle] < x) low = middle + 1; else high = middle;
-  }
-  return low > 0 && x - sorted[low - 1] < sorted[low] - x ? low - 1 : low;
-}
-
 // A box beside the pointer; rows are [colour or null, name, value].
 function makeTooltip(plot) {
   const box = el("div", { class: "tooltip", hidden: true });

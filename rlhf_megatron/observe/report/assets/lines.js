@@ -1,7 +1,8 @@
 "use strict";
-// Curves over steps: values under the pointer, a zoom that all charts of an axis share, smoothing, log axes, stacks.
+// Curves over steps, drawn by uPlot: values under the pointer, a zoom that all charts of an axis share, smoothing, stacks.
 
 const MARGIN = { left: 62, right: 14, top: 10, bottom: 38 };
+const paint = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
 class LineChart {
   constructor(figure, spec) {
@@ -11,25 +12,31 @@ class LineChart {
     this.hidden = new Set();
     this.focus = null; // index of the curve that the legend points at
     this.isShare = spec.kind === "stack" && spec.unit !== "share"; // shares are drawn as they are
-    this.series = spec.series.map((s, i) => ({ ...s, index: i, x: DATA.axes[s.x], colour: colour(known(s.group) ? s.group : i) }));
+    this.steps = [...new Set(spec.series.flatMap((s) => DATA.axes[s.x]))].sort((a, b) => a - b);
+    this.series = spec.series.map((s, i) => {
+      const place = new Map(DATA.axes[s.x].map((x, k) => [x, k]));
+      const full = (values) => values && this.steps.map((x) => (place.has(x) ? values[place.get(x)] : undefined));
+      return { ...s, y: full(s.y), lo: full(s.lo), hi: full(s.hi), index: i, c: `c${(known(s.group) ? s.group : i) % 8}` };
+    });
     this.plot = figure.querySelector(".plot");
     this.tooltip = makeTooltip(this.plot);
     this.legend();
     this.values();
     charts.push(this);
     whenSized(this.plot, () => this.draw());
+    this.plot.addEventListener("keydown", (event) => this.key(event));
   }
 
   legend() {
-    const named = this.series.filter((s) => !s.faint);
-    if (named.length < 2 && this.spec.kind !== "stack") return;
+    const named = this.series.filter((s) => !s.faint), isStack = this.spec.kind === "stack";
+    if (named.length < 2 && !isStack) return;
     const buttons = named.map((s) => el("button", {
       type: "button", "aria-pressed": "true", title: [s.meaning, s.key].filter(Boolean).join(" – "),
       onclick: (event) => this.toggle(s, event.currentTarget),
-      onpointerenter: () => { this.focus = s.index; this.draw(); },
+      onpointerenter: () => { this.focus = s; this.draw(); },
       onpointerleave: () => { this.focus = null; this.draw(); },
-    }, swatch(s.colour), visible(s.label)));
-    if (this.spec.kind === "stack" && this.spec.unit !== "share") {
+    }, swatch(`var(--${s.c})`), visible(s.label)));
+    if (isStack && this.spec.unit !== "share") {
       buttons.push(el("button", { type: "button", text: "show absolute values", onclick: (event) => {
         this.isShare = !this.isShare;
         event.currentTarget.textContent = this.isShare ? "show absolute values" : "show shares";
@@ -40,103 +47,87 @@ class LineChart {
   }
 
   toggle(s, button) {
-    const members = this.series.filter((o) => o === s || (o.faint && o.group === s.group));
-    const isHidden = !this.hidden.has(s.index);
-    for (const member of members) this.hidden[isHidden ? "add" : "delete"](member.index);
+    const isHidden = !this.hidden.has(s);
+    for (const o of this.series) if (o === s || (o.faint && o.group === s.group)) this.hidden[isHidden ? "add" : "delete"](o);
     button.setAttribute("aria-pressed", String(!isHidden));
     this.draw();
   }
 
   values() {
     const details = this.figure.querySelector("details.values");
-    if (!details) return;
     details.addEventListener("toggle", () => {
       if (!details.open || details.querySelector("table")) return;
-      const steps = [...new Set(this.series.flatMap((s) => s.x))].sort((a, b) => a - b);
-      const stride = Math.ceil(steps.length / 200);
-      const places = this.series.map((s) => new Map(s.x.map((x, i) => [x, i])));
-      const rows = steps.filter((_, i) => i % stride === 0 || i === steps.length - 1).map((step) => [String(step), ...this.series.map((s, k) => {
-        const i = places[k].get(step);
-        return i === undefined ? "" : number(s.y[i]) + (s.lo && known(s.lo[i]) ? ` [${number(s.lo[i])}, ${number(s.hi[i])}]` : "");
-      })]);
-      const headings = [{ text: this.axis, number: true }, ...this.series.map((s) => ({ text: visible(s.label), number: true }))];
-      details.append(el("div", { class: "scroll" }, table(headings, rows, stride > 1 ? `One row in ${stride}.` : null)));
+      const stride = Math.ceil(this.steps.length / 200), last = this.steps.length - 1;
+      const rows = this.steps.map((step, i) => [String(step), ...this.series.map((s) => (s.y[i] === undefined ? "" : this.text(s, i)))]);
+      const headings = [this.axis, ...this.series.map((s) => visible(s.label))].map((text) => ({ text, number: true }));
+      details.append(el("div", { class: "scroll" }, table(headings, rows.filter((_, i) => i % stride === 0 || i === last), stride > 1 ? `One row in ${stride}.` : null)));
     });
   }
 
-  get shown() { return this.series.filter((s) => !this.hidden.has(s.index)); }
-
-  xDomain() {
-    const all = this.series.flatMap((s) => [s.x[0], s.x[s.x.length - 1]]);
-    const [low, high] = view.zoom[this.axis] || [Math.min(...all), Math.max(...all)];
-    return low === high ? [low - 1, high + 1] : [low, high];
-  }
+  text(s, i) { return number(s.y[i]) + (s.lo && known(s.lo[i]) ? ` [${number(s.lo[i])}, ${number(s.hi[i])}]` : ""); }
 
   // What is drawn of each curve: smoothed, stacked, or as it is.
   curves() {
-    if (this.spec.kind !== "stack") {
-      const isSmooth = view.smoothing > 0 && this.spec.kind === "lines";
-      return this.shown.map((s) => ({ ...s, raw: s.y, y: isSmooth ? smooth(s.y, view.smoothing) : s.y, isSmooth }));
-    }
-    const shown = this.shown;
-    const base = shown.length ? shown[0].x.map(() => 0) : [];
-    const sums = base.map((_, i) => shown.reduce((sum, s) => sum + s.y[i], 0));
+    const shown = this.series.filter((s) => !this.hidden.has(s)), isLines = this.spec.kind === "lines";
+    if (this.spec.kind !== "stack") return shown.map((s) => ({ s, y: view.smoothing && isLines ? smooth(s.y, view.smoothing) : s.y, raw: view.smoothing && isLines && !s.faint ? s.y : null, lo: s.lo, hi: s.hi }));
+    let lo = this.steps.map(() => 0);
+    const sums = lo.map((_, i) => (this.isShare ? shown.reduce((sum, s) => sum + s.y[i], 0) || 1 : 1));
     return shown.map((s) => {
-      const lo = base.slice();
-      s.y.forEach((v, i) => { base[i] += this.isShare ? (sums[i] ? v / sums[i] : 0) : v; });
-      return { ...s, raw: s.y, y: base.slice(), lo, hi: base.slice() };
+      const hi = lo.map((base, i) => base + s.y[i] / sums[i]), curve = { s, y: null, raw: null, lo, hi };
+      lo = hi;
+      return curve;
     });
-  }
-
-  yDomain(curves, [first, last]) {
-    let low = Infinity, high = -Infinity;
-    const withRuns = Object.fromEntries(curves.filter((c) => c.faint).map((c) => [c.group, true])); // the band of two or three runs may go far beyond
-    const take = (v) => { if (known(v) && (!this.spec.log || v > 0)) { low = Math.min(low, v); high = Math.max(high, v); } };
-    for (const c of curves) {
-      c.x.forEach((x, i) => {
-        if (x < first || x > last) return;
-        take(c.y[i]);
-        if (c.isSmooth) take(c.raw[i]);
-        if (c.lo && !(c.group in withRuns)) { take(c.lo[i]); take(c.hi[i]); }
-      });
-    }
-    for (const [value] of this.spec.rules) take(value);
-    if (low > high) [low, high] = this.spec.log ? [0.1, 1] : [0, 1];
-    if (this.isShare) return [0, 1];
-    if (this.spec.log) {
-      const pad = Math.max((high / low) ** 0.06, 1.15);
-      return [low / pad, high * pad];
-    }
-    if (this.spec.kind === "stack") return [0, high];
-    if (this.spec.zero && low >= 0) low = 0;
-    const pad = (high - low) * 0.06 || Math.abs(high) * 0.1 || 1;
-    return [this.spec.zero && low === 0 ? 0 : low - pad, high + pad];
   }
 
   draw() {
     const width = this.plot.clientWidth;
     if (!width) return;
-    const height = this.spec.wide && width > 600 ? 300 : 215;
-    const domain = this.xDomain(), curves = this.curves(), [low, high] = this.yDomain(curves, domain);
-    const right = width - MARGIN.right, bottom = height - MARGIN.bottom;
-    const y = this.spec.log
-      ? (v) => bottom - ((Math.log(v) - Math.log(low)) / (Math.log(high) - Math.log(low))) * (bottom - MARGIN.top)
-      : (v) => bottom - ((v - low) / (high - low)) * (bottom - MARGIN.top);
-    const x = (v) => MARGIN.left + ((v - domain[0]) / (domain[1] - domain[0])) * (right - MARGIN.left);
-    this.scale = { x, y, domain, right, bottom, inverse: (px) => domain[0] + ((px - MARGIN.left) / (right - MARGIN.left)) * (domain[1] - domain[0]) };
-    this.drawn = curves;
-    const clip = `clip-${this.figure.id}`;
-    this.cursorLine = svg("line", { y1: MARGIN.top, y2: bottom, stroke: "var(--muted)", "stroke-dasharray": "3 3", visibility: "hidden" });
-    this.dots = svg("g", {});
-    this.selection = svg("rect", { y: MARGIN.top, height: bottom - MARGIN.top, fill: "var(--accent)", opacity: 0.15, visibility: "hidden" });
-    const image = svg("svg", { height, viewBox: `0 0 ${width} ${height}`, role: "img", tabindex: 0, "aria-label": this.description() },
-      svg("clipPath", { id: clip }, svg("rect", { x: MARGIN.left, y: MARGIN.top - 4, width: right - MARGIN.left + 4, height: bottom - MARGIN.top + 8 })),
-      this.axes(low, high, width), svg("g", { "clip-path": `url(#${clip})` }, ...curves.map((c) => this.curve(c)), this.rules(), this.dots),
-      this.cursorLine, this.selection);
-    this.listen(image);
-    this.tooltip.hide(); // what it pointed at is gone
-    const old = this.plot.querySelector("svg");
-    if (old) old.replaceWith(image); else this.plot.prepend(image);
+    const data = [this.steps], series = [{}], bands = [], isStack = this.spec.kind === "stack";
+    const withRuns = new Set(this.series.filter((s) => s.faint).map((s) => s.group)); // the band of a few runs may go far beyond
+    const add = (values, options) => series.push({ points: { show: false }, ...options }) && data.push(this.spec.log ? values.map((v) => (v > 0 ? v : v && null)) : values);
+    for (const { s, y, raw, lo, hi } of this.curves()) {
+      const isDim = this.focus && this.focus !== s && !(s.faint && s.group === this.focus.group), colour = paint(s.c), alpha = isDim ? 0.2 : 1;
+      if (lo) {
+        const auto = isStack || !withRuns.has(s.group);
+        add(hi, { auto, alpha }), add(lo, { auto, alpha });
+        bands.push({ series: [data.length - 2, data.length - 1], fill: colour + (isStack ? "d9" : isDim ? "10" : "2e") });
+      }
+      if (raw) add(raw, { stroke: colour, width: 1, alpha: 0.3 * alpha });
+      if (y) add(y, { stroke: colour, width: s.faint ? 1 : 1.7, alpha: (s.faint ? 0.35 : 1) * alpha,
+        points: { show: !s.faint && (this.steps.length < 40 || this.spec.kind === "points"), size: this.spec.kind === "points" ? 6 : 4, fill: colour } });
+    }
+    const hasFocus = this.plot.contains(document.activeElement);
+    if (this.chart) this.chart.destroy();
+    this.chart = new uPlot(this.options(width, series, bands), data, this.plot);
+    fill(this.chart.root, { role: "img", tabindex: 0, "aria-label": this.description() }, []);
+    if (hasFocus) this.chart.root.focus();
+    this.tooltip.hide();
+  }
+
+  options(width, series, bands) {
+    const { spec } = this, [first, last] = view.zoom[this.axis] || [this.steps[0], this.steps[this.steps.length - 1]];
+    const axis = { stroke: paint("muted"), font: "11px system-ui", labelFont: "11px system-ui", labelSize: 16, ticks: { show: false } };
+    const unit = this.isShare ? "share" : spec.unit === "1" ? "" : spec.unit;
+    const label = spec.log ? (unit ? `${unit}, log` : "log scale") : unit || " ";
+    const logAxis = spec.log ? { splits: (_, __, low, high) => logTicks(low, high, 5).map((tick) => tick.value), filter: (_, ticks) => ticks } : {};
+    return {
+      width, height: spec.wide && width > 600 ? 300 : 215, series, bands, legend: { show: false },
+      cursor: { y: false, points: { size: 7 }, sync: { key: this.axis, setSeries: false, filters: { pub: (type) => type === "mousemove" || type === "mouseleave" } }, drag: { setScale: false }, bind: { dblclick: () => () => this.zoom(null) } },
+      scales: { x: { time: false, range: first === last ? [first - 1, last + 1] : [first, last] }, y: { distr: spec.log ? 3 : 1, range: (_, low, high) => this.range(low, high) } },
+      axes: [{ ...axis, grid: { show: false }, label: this.axis, size: 22, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 1e5, 1e6], values: (_, ticks) => ticks.map(number) },
+        { ...axis, ...logAxis, size: 46, label, grid: { stroke: paint("grid"), width: 1 }, values: (_, ticks) => ticks.map(tickText) }],
+      hooks: { setSelect: [(u) => u.select.width > 7 && queueMicrotask(() => this.zoom([u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")]))], setCursor: [(u) => this.point(u)], draw: [(u) => this.rules(u)] },
+    };
+  }
+
+  range(low, high) {
+    const { spec } = this;
+    if (!known(low)) return spec.log ? [0.1, 1] : [0, 1];
+    if (this.isShare) return [0, 1];
+    for (const [value] of spec.rules) [low, high] = [Math.min(low, value), Math.max(high, value)];
+    if (spec.log) { const pad = Math.max((high / low) ** 0.06, 1.15); return [low / pad, high * pad]; }
+    const pad = (high - low) * 0.06 || Math.abs(high) * 0.1 || 1, fromZero = (spec.zero || spec.kind === "stack") && low >= 0;
+    return [fromZero ? 0 : low - pad, spec.kind === "stack" ? high : high + pad];
   }
 
   description() {
@@ -144,142 +135,44 @@ class LineChart {
     return `${this.spec.title}: ${parts.join("; ")}. Arrow keys read values.`;
   }
 
-  axes(low, high, width) {
-    const { x, y, domain, right, bottom } = this.scale, group = svg("g", {});
-    const ticks = this.spec.log ? logTicks(low, high, 5) : linearTicks(low, high, this.spec.wide ? 6 : 4);
-    for (const tick of ticks) {
-      group.append(svg("line", { x1: MARGIN.left, x2: right, y1: y(tick.value), y2: y(tick.value), stroke: "var(--grid)" }),
-        svg("text", { x: MARGIN.left - 7, y: y(tick.value) + 4, "text-anchor": "end", text: tick.text }));
-    }
-    for (const tick of linearTicks(domain[0], domain[1], width / 70)) {
-      if (!Number.isInteger(tick.value)) continue;
-      group.append(svg("line", { x1: x(tick.value), x2: x(tick.value), y1: bottom, y2: bottom + 4, stroke: "var(--line)" }),
-        svg("text", { x: x(tick.value), y: bottom + 16, "text-anchor": "middle", text: tick.value }));
-    }
-    const unit = this.isShare ? "share" : this.spec.unit;
-    group.append(svg("line", { x1: MARGIN.left, x2: right, y1: bottom, y2: bottom, stroke: "var(--line)" }),
-      svg("text", { x: (MARGIN.left + right) / 2, y: bottom + 32, "text-anchor": "middle", text: this.axis }),
-      svg("text", { transform: `translate(12 ${(MARGIN.top + bottom) / 2}) rotate(-90)`, "text-anchor": "middle", text: (unit === "1" ? "" : unit) + (this.spec.log ? (unit && unit !== "1" ? ", log" : "log scale") : "") }));
-    return group;
-  }
-
-  path(xs, ys) {
-    const { x, y } = this.scale;
-    let text = "", isOpen = false;
-    ys.forEach((v, i) => {
-      if (!known(v) || (this.spec.log && v <= 0)) { isOpen = false; return; }
-      text += `${isOpen ? "L" : "M"}${x(xs[i]).toFixed(1)} ${y(v).toFixed(1)}`;
-      isOpen = true;
-    });
-    return text;
-  }
-
-  area(c) {
-    const { x, y } = this.scale, floor = (v) => (this.spec.log && v <= 0 ? this.scale.bottom : y(v));
-    let text = "";
-    for (let begin = 0; begin < c.x.length; begin++) {
-      if (!known(c.lo[begin]) || !known(c.hi[begin])) continue;
-      let end = begin;
-      while (end + 1 < c.x.length && known(c.lo[end + 1]) && known(c.hi[end + 1])) end++;
-      for (let i = begin; i <= end; i++) text += `${i === begin ? "M" : "L"}${x(c.x[i]).toFixed(1)} ${floor(c.hi[i]).toFixed(1)}`;
-      for (let i = end; i >= begin; i--) text += `L${x(c.x[i]).toFixed(1)} ${floor(c.lo[i]).toFixed(1)}`;
-      text += "Z";
-      begin = end;
-    }
-    return text;
-  }
-
-  curve(c) {
-    const isDim = this.focus !== null && this.focus !== c.index && !(c.faint && c.group === this.series[this.focus].group);
-    const group = svg("g", { opacity: isDim ? 0.2 : 1 });
-    if (this.spec.kind === "stack") {
-      group.append(svg("path", { d: this.area(c), fill: c.colour, opacity: 0.85 }));
-      return group;
-    }
-    if (c.lo) group.append(svg("path", { d: this.area(c), fill: c.colour, opacity: 0.18 }));
-    if (c.isSmooth && !c.faint) group.append(svg("path", { d: this.path(c.x, c.raw), fill: "none", stroke: c.colour, "stroke-width": 1, opacity: 0.3 }));
-    group.append(svg("path", { d: this.path(c.x, c.y), fill: "none", stroke: c.colour, "stroke-width": c.faint ? 1 : 1.7, "stroke-linejoin": "round", opacity: c.faint ? 0.35 : this.series.length > 1 ? 0.9 : 1 }));
-    const isSparse = c.x.length < 40 || this.spec.kind === "points";
-    c.y.forEach((v, i) => {
-      const isAlone = known(v) && !known(c.y[i - 1]) && !known(c.y[i + 1]);
-      if (known(v) && !(this.spec.log && v <= 0) && (isAlone || (isSparse && !c.faint))) {
-        group.append(svg("circle", { cx: this.scale.x(c.x[i]), cy: this.scale.y(v), r: this.spec.kind === "points" ? 3 : 2, fill: c.colour }));
-      }
-    });
-    return group;
-  }
-
-  rules() {
-    const { y, right } = this.scale, group = svg("g", {});
+  rules({ ctx, bbox, valToPos }) {
+    ctx.save();
+    Object.assign(ctx, { strokeStyle: paint("muted"), fillStyle: paint("muted"), textAlign: "right", textBaseline: "bottom", font: `${11 * devicePixelRatio}px system-ui` });
+    ctx.setLineDash([5, 4]);
     for (const [value, label] of this.spec.rules) {
-      group.append(svg("line", { x1: MARGIN.left, x2: right, y1: y(value), y2: y(value), stroke: "var(--muted)", "stroke-dasharray": "5 4" }),
-        svg("text", { x: right - 4, y: y(value) - 5, "text-anchor": "end", text: `${label}: ${number(value)}` }));
+      const y = valToPos(value, "y", true);
+      ctx.beginPath(); ctx.moveTo(bbox.left, y); ctx.lineTo(bbox.left + bbox.width, y); ctx.stroke();
+      ctx.fillText(`${label}: ${number(value)}`, bbox.left + bbox.width - 4, y - 2);
     }
-    return group;
+    ctx.restore();
   }
 
-  listen(image) {
-    const place = (event) => event.clientX - image.getBoundingClientRect().left;
-    let begin = null;
-    image.addEventListener("pointermove", (event) => {
-      if (begin !== null) {
-        const [a, b] = [begin, place(event)].sort((m, n) => m - n);
-        fill(this.selection, { x: a, width: b - a, visibility: "visible" }, []);
-      } else point(this.axis, this.scale.inverse(place(event)), this);
-    });
-    image.addEventListener("pointerdown", (event) => {
-      if (event.pointerType === "mouse" && event.button === 0) { begin = place(event); image.setPointerCapture(event.pointerId); }
-    });
-    image.addEventListener("pointerup", (event) => {
-      const from = begin, to = place(event);
-      begin = null;
-      fill(this.selection, { visibility: "hidden" }, []);
-      if (from === null || Math.abs(to - from) < 8) return;
-      const ends = [from, to].map((px) => Math.min(this.scale.domain[1], Math.max(this.scale.domain[0], this.scale.inverse(px)))).sort((m, n) => m - n);
-      if (ends[1] - ends[0] >= 1) { view.zoom[this.axis] = ends; redraw(this.axis); }
-    });
-    image.addEventListener("pointerleave", () => { if (begin === null) point(this.axis, null, this); });
-    image.addEventListener("dblclick", () => { delete view.zoom[this.axis]; redraw(this.axis); });
-    image.addEventListener("blur", () => point(this.axis, null, this));
-    image.addEventListener("keydown", (event) => {
-      const move = { ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10 }[event.key];
-      if (event.key === "Escape") { delete view.zoom[this.axis]; redraw(this.axis); }
-      if (!move || !this.drawn.length) return;
-      event.preventDefault();
-      const xs = this.drawn[0].x;
-      this.keyPlace = Math.min(xs.length - 1, Math.max(0, (this.keyPlace === undefined ? -1 : this.keyPlace) + move));
-      point(this.axis, xs[this.keyPlace], this);
-    });
+  zoom(ends) {
+    if (!ends) delete view.zoom[this.axis];
+    else if (ends[1] - ends[0] >= 1) view.zoom[this.axis] = ends;
+    redraw(this.axis);
   }
 
-  // The line at `x` in every chart of the axis; values only where the pointer is.
-  cursor(x, isHere) {
-    if (!this.scale) return;
-    this.dots.replaceChildren();
-    if (x === null || !this.drawn.length || x < this.scale.domain[0] || x > this.scale.domain[1]) {
-      this.cursorLine.setAttribute("visibility", "hidden");
-      this.tooltip.hide();
-      return;
-    }
-    const lead = this.drawn[0], step = lead.x[nearest(lead.x, x)], px = this.scale.x(step);
-    fill(this.cursorLine, { x1: px, x2: px, visibility: "visible" }, []);
-    if (!isHere) { this.tooltip.hide(); return; }
-    const rows = [];
-    for (const c of this.drawn) {
-      const i = nearest(c.x, step);
-      if (c.x[i] !== step || !known(c.raw[i])) continue;
-      const band = this.spec.kind !== "stack" && c.lo && known(c.lo[i]) ? ` [${number(c.lo[i])}, ${number(c.hi[i])}]` : "";
-      const share = this.isShare ? ` (${Math.round(100 * (c.hi[i] - c.lo[i]))} %)` : "";
-      const mean = c.isSmooth ? ` (smoothed ${number(c.y[i])})` : "";
-      rows.push([c.colour, visible(this.series.length > 1 ? c.label : this.spec.title), number(c.raw[i]) + band + share + mean]);
-      if (this.spec.kind !== "stack") this.dots.append(svg("circle", { cx: px, cy: this.scale.y(c.y[i]), r: 3.5, fill: c.colour, stroke: "var(--card)", "stroke-width": 1.5 }));
-    }
+  key(event) {
+    const move = { ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10 }[event.key];
+    if (event.key === "Escape") this.zoom(null);
+    if (!move) return;
+    event.preventDefault();
+    this.place = Math.min(this.steps.length - 1, Math.max(0, (known(this.place) ? this.place : -1) + move));
+    this.chart.setCursor({ left: this.chart.valToPos(this.steps[this.place], "x"), top: 20 }, true, true);
+  }
+
+  // Values only where the pointer, or the keyboard, is: the others show the line.
+  point(u) {
+    const i = u.cursor.idx;
+    if (!known(i) || u.cursor.left < 0 || !(u.cursor.event || this.plot.contains(document.activeElement))) { this.tooltip.hide(); return; }
+    const rows = this.curves().filter(({ s }) => known(s.y[i])).map(({ s, raw, y, lo, hi }) => [`var(--${s.c})`, visible(this.series.length > 1 ? s.label : this.spec.title),
+      (this.spec.kind === "stack" ? number(s.y[i]) : this.text(s, i)) + (this.isShare ? ` (${Math.round(100 * (hi[i] - lo[i]))} %)` : "") + (raw ? ` (smoothed ${number(y[i])})` : "")]);
     if (this.spec.kind === "stack") rows.reverse();
     const unit = this.spec.unit && this.spec.unit !== "1" ? ` (${this.spec.unit})` : "";
-    this.tooltip.show(px, MARGIN.top, `${this.axis} ${step}${unit}`, rows);
+    this.tooltip.show(u.valToPos(this.steps[i], "x") + u.bbox.left / devicePixelRatio, MARGIN.top, `${this.axis} ${this.steps[i]}${unit}`, rows);
   }
 }
 
-function point(axis, x, here) {
-  for (const chart of charts) if (chart.axis === axis && chart.cursor) chart.cursor(x, chart === here);
-}
+const tickText = (v) => (Math.abs(v) >= 1e5 ? short(v) : v !== 0 && Math.abs(v) < 1e-3 ? exponent(v) : String(Number(v.toPrecision(4))));
+for (const query of ["(prefers-color-scheme: dark)", "print"]) matchMedia(query).addEventListener("change", () => redraw());
