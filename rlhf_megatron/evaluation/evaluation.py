@@ -9,13 +9,8 @@ from itertools import chain
 from math import comb, inf, sqrt
 
 from rlhf_megatron.data.batch import PromptBatch
-from rlhf_megatron.evaluation.intervals import (
-    SampleFigure,
-    answer_of,
-    interval_over_items,
-    sample_figures,
-    wilson_interval,
-)
+from rlhf_megatron.evaluation.intervals import interval_over_items, wilson_interval
+from rlhf_megatron.evaluation.sample_figures import SampleFigure, answer_of, sample_figures
 from rlhf_megatron.rewards.scorers.base import RewardResult, RewardSample, is_masked
 from rlhf_megatron.rollout.engine import GeneratedSample
 

@@ -13,8 +13,8 @@ from rlhf_megatron.config.schema import MegatronConfig
 from rlhf_megatron.models.fused import Choice, DeviceType, choose_compiled_activation, choose_gradient_fusion
 from rlhf_megatron.models.table import Impl
 from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.parallel.mcore_fixes import has_float32_product
 from rlhf_megatron.parallel.packages import has_gradient_extension, why_no_compiler
+from rlhf_megatron.parallel.weight_grad import has_float32_product
 from rlhf_megatron.parallel.world import World
 
 ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu}

@@ -2,18 +2,12 @@
 
 Each looks first whether the installed version still has the defect. What is wrong with the optimizer's own checkpoints
 is not mended: workers/optimizer_state.py takes their place.
-
-Also: What megatron-core asks of Apex's extension `fused_weight_gradient_mlp_cuda`, in plain torch.
 """
-# T tokens, I input features, O output features
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from rlhf_megatron.parallel.mcore_patch import Patch, apply_all
 from rlhf_megatron.parallel.packages import GRADIENT_EXTENSION
@@ -48,7 +42,7 @@ def _has_no_gradient_extension() -> bool:
 
 
 def _gradients_by_torch() -> None:
-    from rlhf_megatron.parallel import mcore_fixes as weight_grad
+    from rlhf_megatron.parallel import weight_grad  # imports torch, which those that only read the list do without
 
     layers: Any = importlib.import_module("megatron.core.tensor_parallel.layers")
     setattr(layers, GRADIENT_EXTENSION, weight_grad)
@@ -85,25 +79,3 @@ def apply() -> None:
     if not _state["is_applied"]:
         _state["is_applied"] = True
         apply_all(PATCHES)
-
-
-def has_float32_product() -> bool:
-    """Whether torch can add a product of half-precision matrices on CUDA to a float32 one."""
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    return version >= (2, 10) and "dtype_out" in torch.ops.aten.addmm.overloads()
-
-
-def wgrad_gemm_accum_fp32(input_TI: Tensor, grad_output_TO: Tensor, main_grad_OI: Tensor) -> None:
-    """main_grad += grad_output^T input, in place. `main_grad_OI`: float32. The name is that of Apex's function."""
-    grad_OT = grad_output_TO.t()
-    if input_TI.dtype == main_grad_OI.dtype:
-        main_grad_OI.addmm_(grad_OT, input_TI)
-    elif input_TI.is_cuda and input_TI.dtype.itemsize < main_grad_OI.dtype.itemsize and has_float32_product():
-        torch.addmm(main_grad_OI, grad_OT, input_TI, out_dtype=main_grad_OI.dtype, out=main_grad_OI)
-    elif input_TI.dtype.itemsize < main_grad_OI.dtype.itemsize:
-        main_grad_OI.addmm_(grad_OT.to(main_grad_OI.dtype), input_TI.to(main_grad_OI.dtype))
-    else:  # a float64 model: multiplied in its own type, as without the fusion
-        main_grad_OI.add_(grad_OT.matmul(input_TI))
-
-
-wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32  # the buffer has the type of the operands

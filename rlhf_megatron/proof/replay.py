@@ -13,7 +13,7 @@ from rlhf_megatron.evaluation.evaluation import EvaluationResult
 from rlhf_megatron.observe.run_dir import write_json
 from rlhf_megatron.observe.run_facts import run_facts
 from rlhf_megatron.observe.summary import layouts_of
-from rlhf_megatron.observe.trace import TracedGroup
+from rlhf_megatron.observe.traced_group import TracedGroup
 from rlhf_megatron.observe.tracker import Tracker
 from rlhf_megatron.recovery.guard import StageGuard
 from rlhf_megatron.recovery.keeper import Keeper

@@ -23,7 +23,7 @@ from rlhf_megatron.observe.line_file import evaluation_seconds, read_rows, super
 from rlhf_megatron.observe.run_dir import write_text
 from rlhf_megatron.observe.run_facts import run_facts
 from rlhf_megatron.observe.summary import description, finish, layouts_of
-from rlhf_megatron.observe.trace import TracedGroup
+from rlhf_megatron.observe.traced_group import TracedGroup
 from rlhf_megatron.observe.tracker import Tracker
 from rlhf_megatron.observe.watches import HeadWatch, MemoryWatch
 from rlhf_megatron.recovery.capsule import Capsules

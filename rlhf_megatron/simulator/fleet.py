@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from rlhf_megatron.rollout.engine import CHUNK_SAMPLES, CHUNKS_IN_FLIGHT, OVERFILL
+from rlhf_megatron.rollout.sizes import CHUNK_SAMPLES, CHUNKS_IN_FLIGHT, OVERFILL
 from rlhf_megatron.simulator.engine import Engine, RunningGroup
 from rlhf_megatron.simulator.plan import Plan
 

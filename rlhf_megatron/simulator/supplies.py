@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from rlhf_megatron.rollout.engine import CHUNKS_IN_FLIGHT
+from rlhf_megatron.rollout.sizes import CHUNKS_IN_FLIGHT
 from rlhf_megatron.scheduler.schedules import Schedule
 from rlhf_megatron.scheduler.schedules.base import OnStale
 from rlhf_megatron.scheduler.schedules.synchronous import Synchronous

@@ -52,7 +52,7 @@ def torch_facts() -> TorchFacts:
     from rlhf_megatron.algorithms.losses import EXPLICIT_LOSSES
     from rlhf_megatron.kernels.triton_support import triton_support, try_triton
     from rlhf_megatron.models.norm import has_torch_kernel
-    from rlhf_megatron.parallel.mcore_fixes import has_float32_product
+    from rlhf_megatron.parallel.weight_grad import has_float32_product
 
     is_usable, why_no_cuda = _cuda()
     device = torch.device("cuda", 0) if is_usable else torch.device("cpu")

@@ -64,7 +64,7 @@ HEAD = f"""# Metrics
 
 Made by `{COMMAND}` from the catalogue in
 [algorithms](../rlhf_megatron/algorithms/metric_names.py) and
-[scheduler](../rlhf_megatron/scheduler/metric_names.py); do not edit.
+[scheduler](../rlhf_megatron/observe/metrics/names.py); do not edit.
 
 Every number that a run writes to `metrics.jsonl`, TensorBoard or Weights & Biases is one of these; a metric that does
 not apply to a run is left out. *Reduction* says how many numbers became one, and of what; ▲ and ▼ tell the better

@@ -10,16 +10,9 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rlhf_megatron.rollout.engine import (
-    CHUNK_SAMPLES,
-    CHUNKS_IN_FLIGHT,
-    OVERFILL,
-    Engine,
-    EngineError,
-    GeneratedSample,
-    GenerateRequest,
-)
+from rlhf_megatron.rollout.engine import Engine, EngineError, GeneratedSample, GenerateRequest
 from rlhf_megatron.rollout.fleet.supervisor import Member
+from rlhf_megatron.rollout.sizes import CHUNK_SAMPLES, CHUNKS_IN_FLIGHT, OVERFILL
 
 
 @dataclass(eq=False)

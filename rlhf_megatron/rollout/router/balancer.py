@@ -19,7 +19,7 @@ from rlhf_megatron.rollout.fleet.supervisor import HealthWatch, Member
 from rlhf_megatron.rollout.http import HttpClient
 from rlhf_megatron.rollout.router.client import RouterClient, RouterError
 from rlhf_megatron.rollout.router.process import WORKER_STARTUP_S, RouterProcess
-from rlhf_megatron.rollout.sglang.arguments import Limits, limits_of
+from rlhf_megatron.rollout.sglang.samples import Limits, limits_of
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,6 @@ from rlhf_megatron.rollout.engine import (
 )
 from rlhf_megatron.rollout.fleet.process import Progress, ServerProcess
 from rlhf_megatron.rollout.http import HttpClient
-from rlhf_megatron.rollout.sglang.arguments import limits_of
 from rlhf_megatron.rollout.sglang.attached_server import (
     Expected,
     Found,
@@ -36,6 +35,7 @@ from rlhf_megatron.rollout.sglang.attached_server import (
 )
 from rlhf_megatron.rollout.sglang.client import SGLangEngine
 from rlhf_megatron.rollout.sglang.lease import LEASE_S, Lease
+from rlhf_megatron.rollout.sglang.samples import limits_of
 from rlhf_megatron.rollout.sglang.verbs import SGLangVerbs
 
 logger = logging.getLogger(__name__)

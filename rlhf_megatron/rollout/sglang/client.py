@@ -27,9 +27,8 @@ from rlhf_megatron.rollout.engine import (
 )
 from rlhf_megatron.rollout.http import HttpClient
 from rlhf_megatron.rollout.sglang import receipts
-from rlhf_megatron.rollout.sglang.arguments import Limits, limits_of, max_running_of
 from rlhf_megatron.rollout.sglang.gate import Gate
-from rlhf_megatron.rollout.sglang.samples import generate_body, groups_of
+from rlhf_megatron.rollout.sglang.samples import Limits, generate_body, groups_of, limits_of, max_running_of
 from rlhf_megatron.rollout.sglang.verbs import SGLangVerbs
 
 logger = logging.getLogger(__name__)

@@ -34,7 +34,8 @@ from rlhf_megatron.rollout.http import HttpClient
 from rlhf_megatron.rollout.sglang.arguments import DETERMINISTIC
 from rlhf_megatron.rollout.sglang.client import SGLangEngine
 from rlhf_megatron.rollout.sglang.environment import SGLangEnvironment, check_sglang
-from rlhf_megatron.rollout.sglang.places import INIT_METHOD, Machine, MeetingPlace, Ports, loopback
+from rlhf_megatron.rollout.sglang.network import INIT_METHOD, MeetingPlace, Ports, loopback
+from rlhf_megatron.rollout.sglang.places import Machine
 from rlhf_megatron.rollout.sglang.server.loader import LOAD_FORMAT, TRANSFER_DIR
 
 _ERROR_LINE = re.compile(r"^(\[[^]]*\] *)*([\w.]+: error: |([\w.]+\.)?\w*(Error|Exception): ).*\S", re.MULTILINE)

@@ -6,7 +6,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from rlhf_megatron.evaluation.intervals import (
+from rlhf_megatron.evaluation.sample_figures import (
     SampleFigure,
     answer_of,
     bootstrap,

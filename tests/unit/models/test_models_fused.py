@@ -25,8 +25,8 @@ from rlhf_megatron.models.fused import (
     choose_norm,
 )
 from rlhf_megatron.parallel import packages
-from rlhf_megatron.parallel.mcore_fixes import has_float32_product, wgrad_gemm_accum_fp32
 from rlhf_megatron.parallel.packages import Package, find_apex, find_package, find_transformer_engine, try_import
+from rlhf_megatron.parallel.weight_grad import has_float32_product, wgrad_gemm_accum_fp32
 
 NO_FLASH: dict[Any, str] = {name: f"{name} is not here" for name in ("flash_attn_3", "torch", "flash_attn_2")}
 HOPPER, AMPERE, ADA, TURING, BLACKWELL = (9, 0), (8, 0), (8, 9), (7, 5), (10, 0)

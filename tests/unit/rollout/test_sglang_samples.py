@@ -22,10 +22,9 @@ from rlhf_megatron.rollout.engine import (
     GeneratedSample,
     VersionSpan,
 )
-from rlhf_megatron.rollout.sglang.arguments import Limits
 from rlhf_megatron.rollout.sglang.client import SGLangEngine
 from rlhf_megatron.rollout.sglang.gate import Gate
-from rlhf_megatron.rollout.sglang.samples import generate_body, groups_of
+from rlhf_megatron.rollout.sglang.samples import Limits, generate_body, groups_of
 
 PROMPT = (1, 2)
 ANSWER: dict[str, Any] = {  # as SGLang 0.5.21 sent it
