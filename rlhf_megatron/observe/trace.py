@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlhf_megatron.scheduler.line_file import cut_after
+from rlhf_megatron.observe.line_file import cut_after
 
 PROCESS = 1000  # Perfetto takes track 0 for the one with the process's number: that must be no other track's
 STEPS, STAGES = "steps", "stages"

@@ -12,7 +12,7 @@ from rlhf_megatron.observe.trace import CALL, Trace
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.runtime.failures import HostError
 from rlhf_megatron.runtime.hang import DescribeHang
-from rlhf_megatron.runtime.pools import pool_of_role
+from rlhf_megatron.runtime.pool import pool_of_role
 from rlhf_megatron.runtime.worker_group import WorkerGroup
 
 

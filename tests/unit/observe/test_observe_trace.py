@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from rlhf_megatron.data.batch import TokenBatch
-from rlhf_megatron.observe.trace import PROCESS, Trace, TracedGroup
+from rlhf_megatron.observe.trace import PROCESS, Trace
+from rlhf_megatron.observe.traced_group import TracedGroup
 from rlhf_megatron.observe.tracker import Tracker
 from rlhf_megatron.parallel.layout import Layout
 
