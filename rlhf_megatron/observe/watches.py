@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from rlhf_megatron.observe.metrics.rates import peak_tflops
-from rlhf_megatron.runtime.worker_group import WorkerGroup
+from rlhf_megatron.runtime.proxies import ActorProxy, ReferenceProxy, Workers
 from rlhf_megatron.workers.findings import HeadReport
 from rlhf_megatron.workers.memory import MemoryReport
 
@@ -19,12 +19,12 @@ GIB = float(1 << 30)
 class MemoryWatch:
     """Asks one role a pool: what it tells is of a whole process."""
 
-    def __init__(self, group: WorkerGroup) -> None:
-        self._group = group
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
 
     def metrics(self) -> dict[str, float]:
         """To be called after a step's update."""
-        calls = [self._group.broadcast(f"{pool}.memory_report") for pool in self._group.layouts]
+        calls = [worker.memory_report() for worker in self._workers.of_pools().values()]
         return memory_metrics([report for call in calls for report in call.result()])
 
 
@@ -42,11 +42,10 @@ def memory_metrics(reports: Iterable[MemoryReport]) -> dict[str, float]:
 
 
 class HeadWatch:
-    """Asks the ranks of `roles` after each step, until their self-checks are over."""
+    """Asks the ranks of `policies` after each step, until their self-checks are over."""
 
-    def __init__(self, group: WorkerGroup, roles: Sequence[str], note: Callable[[str], None]) -> None:
-        self._group = group
-        self._roles = list(roles)
+    def __init__(self, policies: Sequence[ActorProxy | ReferenceProxy], note: Callable[[str], None]) -> None:
+        self._policies = policies
         self._note = note
         self._told: set[str] = set()
         self._num_fallbacks = 0
@@ -55,7 +54,7 @@ class HeadWatch:
     def metrics(self) -> dict[str, float]:
         """To be called after a step's update."""
         if not self._is_over:
-            calls = {role: self._group.broadcast(f"{role}.head_report") for role in self._roles}
+            calls = {policy.role: policy.head_report() for policy in self._policies}
             reports = {role: [found for found in call.result() if found is not None] for role, call in calls.items()}
             self._num_fallbacks = sum(len(report.notices) for of_role in reports.values() for report in of_role)
             self._is_over = not any(report.num_checks_left for of_role in reports.values() for report in of_role)

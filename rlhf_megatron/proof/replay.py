@@ -19,6 +19,7 @@ from rlhf_megatron.recovery.guard import StageGuard
 from rlhf_megatron.recovery.keeper import Keeper
 from rlhf_megatron.recovery.recorder import Recorder
 from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
+from rlhf_megatron.runtime.proxies import Workers
 from rlhf_megatron.runtime.worker_group import WorkerGroup
 from rlhf_megatron.scheduler.loop import LoopPlan, run
 from rlhf_megatron.scheduler.parts import Plugins, load_plugins
@@ -53,7 +54,7 @@ def replay(
         tracker.note(f"replay of steps 1 .. {last} of {source}")
         group = TracedGroup(connect_group(), tracker.trace)
         stack.callback(group.close)
-        stages = ReplayStages(config, group, plugins, recorder, tokenizer, NoSync(start.policy_version))
+        stages = ReplayStages(config, Workers(group), plugins, recorder, tokenizer, NoSync(start.policy_version))
         guard = StageGuard(tracker, stop)
         warm_up_policy(config, stages, tracker, sets, guard.stop, num_steps=start.num_warmup_steps)
         run(stages, Foreground(stages), tracker, guard, Keeper(), LoopPlan(last))
@@ -75,14 +76,14 @@ class ReplayStages(Stages):
     def __init__(
         self,
         config: RunConfig,
-        group: WorkerGroup,
+        workers: Workers,
         plugins: Plugins,
         recorder: Recorder,
         tokenizer: Tokenizer,
         weight_sync: Sync,
     ) -> None:
         data = RunData(None, (), tokenizer, ())
-        super().__init__(config, group, None, data, plugins, weight_sync, None, _no_scorer)
+        super().__init__(config, workers, None, data, plugins, weight_sync, None, _no_scorer)
         self.source = recorder
 
     def next_prompts(self, step: int) -> PromptBatch:

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from rlhf_megatron.config.schema import RunConfig
-from rlhf_megatron.data.batch import TokenBatch, TrainBatch, ValueMiniBatch
+from rlhf_megatron.data.batch import MiniBatch, TokenBatch, TrainBatch, ValueMiniBatch
 from rlhf_megatron.observe.line_file import strict
 from rlhf_megatron.observe.metrics.finite import BadColumn, bad_columns, describe
 from rlhf_megatron.observe.run_dir import write_json
 from rlhf_megatron.recovery.capsule import Capsule, read_capsule
 from rlhf_megatron.recovery.skip_facts import seen
 from rlhf_megatron.runtime.dispatch import plan_call
-from rlhf_megatron.runtime.pool import pool_of_role
+from rlhf_megatron.runtime.proxies import TrainedProxy, Workers
 from rlhf_megatron.runtime.worker_group import WorkerGroup
 from rlhf_megatron.scheduler.advantages import AdvantageStage
 from rlhf_megatron.scheduler.mini_batches import supervised_mini_batch, weigh
@@ -46,13 +46,15 @@ def replay_capsule(
     """
     capsule = read_capsule(directory)
     group = connect_group()
+    workers = Workers(group)
     try:
         if capsule.weights is not None:
-            group.broadcast(f"{capsule.role}.load_weights", directory=capsule.weights).result()
+            worker = workers.actor if capsule.role == "actor" else workers.critic
+            worker.load_weights(directory=capsule.weights).result()
         if capsule.mini_batch is not None:
-            outcome = _update_again(group, capsule, capsule.mini_batch)
+            outcome = _update_again(workers, capsule, capsule.mini_batch)
         else:
-            outcome = _batch_again(group, config, capsule)
+            outcome = _batch_again(workers, config, capsule)
     finally:
         group.close()
     lines = [*_head(capsule), *outcome.lines, _verdict(outcome.is_reproduced)]
@@ -60,26 +62,30 @@ def replay_capsule(
     return replace(outcome, lines=tuple(lines))
 
 
-def _update_again(group: WorkerGroup, capsule: Capsule, mini_batch: TokenBatch) -> Outcome:
+def _update_again(workers: Workers, capsule: Capsule, mini_batch: TokenBatch) -> Outcome:
     given = capsule.facts["arguments"]
     arguments = {name: given[name] for name in ARGUMENTS if name in given}
-    is_skipped, found = _look_again(group, capsule, mini_batch, int(capsule.facts["token_budget"]), arguments)
+    is_skipped, found = _look_again(workers, capsule, mini_batch, int(capsule.facts["token_budget"]), arguments)
     return Outcome(is_skipped, found, tuple(_lines(found)))
 
 
 def _look_again(
-    group: WorkerGroup, capsule: Capsule, mini_batch: TokenBatch, token_budget: int, arguments: Mapping[str, Any]
+    workers: Workers, capsule: Capsule, mini_batch: TokenBatch, token_budget: int, arguments: Mapping[str, Any]
 ) -> tuple[bool, dict[str, Any]]:
-    role = capsule.role
-    call = group.scatter(f"{role}.look_again", mini_batch, token_budget=token_budget, **arguments)
-    is_skipped = bool(call.result().is_skipped)
-    findings = [of_rank[-1] for of_rank in group.broadcast(f"{role}.take_skips").result()]
-    layout = group.layouts[pool_of_role(list(group.layouts), role)]
+    worker: TrainedProxy
+    if isinstance(mini_batch, ValueMiniBatch):
+        worker, call = workers.critic, workers.critic.look_again(mini_batch, token_budget)
+    else:
+        assert isinstance(mini_batch, MiniBatch)
+        worker, call = workers.actor, workers.actor.look_again(mini_batch, token_budget, **arguments)
+    is_skipped = call.result().is_skipped
+    findings = [of_rank[-1] for of_rank in worker.take_skips().result()]
+    layout = worker.layout
     plans = plan_call(mini_batch, layout, token_budget)
     return is_skipped, {"layout": str(layout), **seen(capsule.samples, layout, plans, findings)}
 
 
-def _batch_again(group: WorkerGroup, config: RunConfig, capsule: Capsule) -> Outcome:
+def _batch_again(workers: Workers, config: RunConfig, capsule: Capsule) -> Outcome:
     """A step that was not trained on: what made each of its bad columns, as far as it is here."""
     batch = capsule.samples
     columns = {column.name: column for column in bad_columns(batch)}
@@ -96,12 +102,12 @@ def _batch_again(group: WorkerGroup, config: RunConfig, capsule: Capsule) -> Out
         if capsule.role == "critic":
             mini_batch, arguments = _value_batch(tokens), {}
             budget = config.critic.ppo_max_token_len_per_gpu or budget
-        _, found = _look_again(group, capsule, mini_batch, budget, arguments)
+        _, found = _look_again(workers, capsule, mini_batch, budget, arguments)
         verdicts[own_column] = bool(found["num_bad_tokens"])
         lines += _lines(found)
     if "ref_log_probs" in columns:
         budget = config.reference.max_token_len_per_gpu or config.actor.ppo_max_token_len_per_gpu
-        again = group.scatter("reference.log_probs", tokens, token_budget=budget, temperature=temperature).result()
+        again = workers.reference.log_probs(tokens, budget, temperature=temperature).result()
         verdicts["ref_log_probs"] = not bool(again.log_probs[batch.response_mask].isfinite().all())
     made = [name for name in ("advantages", "returns") if name in columns]
     if made and not [name for name in columns if name not in ("advantages", "returns", "rollout_log_probs")]:

@@ -11,11 +11,11 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from rlhf_megatron.checkpoint.aside import fsync
 from rlhf_megatron.checkpoint.manifest import FileRecord, SaveResult, record_of
@@ -27,7 +27,7 @@ from rlhf_megatron.data import codec
 from rlhf_megatron.data.stream import PromptCursor
 from rlhf_megatron.observe.run_facts import versions
 from rlhf_megatron.recovery.desync import check_replicas
-from rlhf_megatron.runtime.worker_group import WorkerGroup
+from rlhf_megatron.runtime.proxies import CriticProxy, HostProxy, Workers
 from rlhf_megatron.sync.colocation import NoTurns, Turns
 
 
@@ -53,6 +53,7 @@ RUN_STATE, CONFIG, REFERENCE, RNG = "run_state.batch", "config.yaml", "reference
 PACKAGES = ("torch", "megatron-core", "rlhf-megatron")
 SPARE_SHARE = 0.05  # of the estimated size, that must be free beside it
 POLL_S = 0.05
+Result = TypeVar("Result")
 SETTLE_S = 90.0  # over the 60 s that NFS may show an old listing of a directory
 
 
@@ -80,7 +81,7 @@ class Checkpointer:
     def __init__(
         self,
         config: RunConfig,
-        group: WorkerGroup,
+        workers: Workers,
         run_dir: Path,
         note: Callable[[str], None],
         turns: Turns | None = None,
@@ -88,10 +89,10 @@ class Checkpointer:
         self.store = CheckpointStore(run_dir / CHECKPOINTS, SETTLE_S if config.trainer.nnodes > 1 else 0.0)
         self.on_commit: Callable[[int], None] = lambda step: None
         self._config = config
-        self._group = group
+        self._workers = workers
         self._note = note
         self._turns = turns or NoTurns()
-        self._roles = ("actor", "critic") if has_critic(config) else ("actor",)
+        self._learning = workers.learning(has_critic(config))
         self._in_flight: _InFlight | None = None
         self._last: Found | None = None  # committed or restored here
         self._num_bytes: int | None = None  # that the hosts will write, about
@@ -110,7 +111,7 @@ class Checkpointer:
             return
         self._turns.to_trainer()
         if self._config.trainer.desync_freq:
-            check_replicas(self._group, self._roles)
+            check_replicas(self._learning)
         began = time.monotonic()
         try:
             self._require_space()
@@ -120,7 +121,7 @@ class Checkpointer:
             self._failed(state.step, str(error))
             return
         self._in_flight = _InFlight(state.step, state.policy_version, tuple(files), began)
-        self._on_roles("begin_save", lambda role: {"directory": directory / role})
+        _results(worker.begin_save(directory=directory / worker.role) for worker in self._learning)
         if not self._config.trainer.async_save:
             self.wait()
 
@@ -155,16 +156,16 @@ class Checkpointer:
                 f"{found.path} has no reference policy, but a KL term needs the one after the warm-up; restore the"
                 " settings of the KL terms that the run began with, or give reference.path."
             )
-        for role in self._roles:
-            if not (found.path / role).is_dir():
-                raise ValueError(f"{found.path} has no {role}; restore the settings that the run began with.")
-        self._on_roles("load", lambda role: {"directory": found.path / role})
+        for worker in self._learning:
+            if not (found.path / worker.role).is_dir():
+                raise ValueError(f"{found.path} has no {worker.role}; restore the settings that the run began with.")
+        _results(worker.load(directory=found.path / worker.role) for worker in self._learning)
         if self._has_own_reference(state):
-            self._group.broadcast("host.load_reference", directory=found.path / REFERENCE).result()
-        for pool, role in self._rng_roles():
-            layout = str(self._group.layouts[pool])
+            self._workers.host.load_reference(directory=found.path / REFERENCE).result()
+        for pool, keeper in self._rng_workers().items():
+            layout = str(keeper.layout)
             if found.manifest.layouts.get(pool) == layout:
-                self._group.broadcast(f"{role}.load_rng", directory=found.path / RNG).result()
+                keeper.load_rng(directory=found.path / RNG).result()
             else:
                 self._note(
                     f"{pool}: {found.manifest.layouts.get(pool)} is now {layout}; random states begin anew, and sums"
@@ -185,25 +186,25 @@ class Checkpointer:
     def _host_files(self, directory: Path, state: RunState) -> list[FileRecord]:
         """What the hosts write at once."""
         files: list[FileRecord] = []
-        for _, role in self._rng_roles():
-            files += _files_of(self._group.broadcast(f"{role}.save_rng", directory=directory / RNG).result())
+        for keeper in self._rng_workers().values():
+            files += _files_of(keeper.save_rng(directory=directory / RNG).result())
         if not self._has_own_reference(state):
             return files
         if self._last is not None and (self._last.path / REFERENCE).is_dir():
             return [*files, *_linked(self._last, directory)]
-        saved = self._group.broadcast("host.save_reference", directory=directory / REFERENCE).result()
+        saved = self._workers.host.save_reference(directory=directory / REFERENCE).result()
         return [*files, *_files_of(saved)]
 
     def _is_written(self) -> bool:
-        return all(all(done) for done in self._on_roles("is_save_done"))
+        return all(all(done) for done in _results(worker.is_save_done() for worker in self._learning))
 
     def _finish(self, timeout_s: float) -> None:
         assert self._in_flight is not None
         save, self._in_flight = self._in_flight, None
-        results = self._on_roles("finish_save", lambda role: {"timeout_s": timeout_s})
+        results = _results(worker.finish_save(timeout_s=timeout_s) for worker in self._learning)
         try:
             files = [*save.files, *(record for of_role in results for record in _files_of(of_role))]
-            layouts = {pool: str(layout) for pool, layout in self._group.layouts.items()}
+            layouts = {pool: str(layout) for pool, layout in self._workers.group.layouts.items()}
             found = self.store.commit(save.step, save.policy_version, layouts, versions(PACKAGES), files)
         except (OSError, ValueError) as error:
             self._failed(save.step, str(error))
@@ -234,7 +235,7 @@ class Checkpointer:
     def _require_space(self) -> None:
         """Raises OSError when the file system has less room than the hosts will need."""
         if self._num_bytes is None:
-            self._num_bytes = sum(sum(of_ranks) for of_ranks in self._on_roles("num_save_bytes"))
+            self._num_bytes = sum(map(sum, _results(worker.num_save_bytes() for worker in self._learning)))
         needed = int(self._num_bytes * (1 + SPARE_SHARE))
         self.store.directory.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(self.store.directory).free
@@ -248,18 +249,17 @@ class Checkpointer:
         """Whether the reference is a policy that no path gives: the one after the warm-up."""
         return needs_reference(self._config) and self._config.reference.path is None and state.num_warmup_steps > 0
 
-    def _rng_roles(self) -> list[tuple[str, str]]:
-        """(pool, the role that stands for its ranks)."""
-        return [(pool, "host" if pool == "actor" else pool) for pool in self._group.layouts]
+    def _rng_workers(self) -> dict[str, HostProxy | CriticProxy]:
+        """By pool: the role that stands for its ranks."""
+        return {
+            pool: self._workers.critic if pool == "critic" else self._workers.host
+            for pool in self._workers.group.layouts
+        }
 
-    def _on_roles(
-        self, method: str, arguments: Callable[[str], dict[str, Any]] = lambda role: {}
-    ) -> list[Sequence[Any]]:
-        """One result a rank of each role; roles on different ranks work at the same time."""
-        calls: list[Future[list[Any]]] = [
-            self._group.broadcast(f"{role}.{method}", **arguments(role)) for role in self._roles
-        ]
-        return [call.result() for call in calls]
+
+def _results(calls: Iterable[Future[Result]]) -> list[Result]:
+    """The results of calls that are all made before the first is awaited: different ranks work at the same time."""
+    return [call.result() for call in list(calls)]
 
 
 def read_state(found: Found) -> RunState:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from rlhf_megatron.runtime.worker_group import WorkerGroup
+from rlhf_megatron.runtime.proxies import TrainedProxy
 from rlhf_megatron.workers.findings import ReplicaReport
 
 NUM_SHOWN = 20  # findings in a message
@@ -18,13 +18,13 @@ class ReplicasDiffer(ValueError):
     """Ranks disagree on what they hold alike, or parameters are not finite. The run must not go on with them."""
 
 
-def check_replicas(group: WorkerGroup, roles: Sequence[str]) -> dict[str, float]:
-    """Metrics of a check of `roles` ("actor", "critic"), at the same time where they have pools of their own.
+def check_replicas(workers: Sequence[TrainedProxy]) -> dict[str, float]:
+    """Metrics of a check of `workers`, at the same time where they have pools of their own.
 
     Raises ReplicasDiffer naming each tensor and the ranks that differ from the majority.
     """
     start = time.monotonic()
-    calls = {role: group.broadcast(f"{role}.check_replicas") for role in roles}
+    calls = {worker.role: worker.check_replicas() for worker in workers}
     reports: dict[str, list[ReplicaReport]] = {role: call.result() for role, call in calls.items()}
     differences = [
         f"[{role}] {difference}"

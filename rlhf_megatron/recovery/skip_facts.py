@@ -15,8 +15,7 @@ from rlhf_megatron.data.plan import NO_OP, NO_OP_LENGTH, ReplicaPlan
 from rlhf_megatron.observe.metrics.finite import BadColumn, describe, sample_name
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.runtime.dispatch import plan_call
-from rlhf_megatron.runtime.pool import pool_of_role
-from rlhf_megatron.runtime.worker_group import WorkerGroup
+from rlhf_megatron.runtime.proxies import TrainedProxy
 from rlhf_megatron.workers.findings import Findings
 
 NUM_SHOWN = 4  # of each list in a summary
@@ -26,7 +25,7 @@ NUM_SHOWN = 4  # of each list in a summary
 class RoleSkips:
     """Of one role in one step of the loop. The first one is the one that a capsule is made of."""
 
-    role: str
+    worker: TrainedProxy
     token_budget: int
     arguments: dict[str, object]  # of its update
     place: Path | None  # where its hosts write; None: no capsule
@@ -34,12 +33,14 @@ class RoleSkips:
     first_number: int = 0  # of the mini-batch, counted over the step
     first: TokenBatch | None = None
 
+    @property
+    def role(self) -> str:
+        return self.worker.role
 
-def of_update(
-    group: WorkerGroup, step: int, skips: RoleSkips, samples: TrainBatch, findings: Sequence[Findings]
-) -> dict[str, Any]:
+
+def of_update(step: int, skips: RoleSkips, samples: TrainBatch, findings: Sequence[Findings]) -> dict[str, Any]:
     """Of a mini-batch that was skipped. `findings`: of all ranks of the role's pool, in rank order."""
-    layout = _layout(group, skips.role)
+    layout = skips.worker.layout
     plans = plan_call(samples, layout, skips.token_budget)
     errors = sorted({found.error for found in findings if found.error})
     return {
@@ -58,14 +59,14 @@ def of_update(
 
 
 def of_batch(
-    group: WorkerGroup, step: int, role: str, batch: TrainBatch, columns: Sequence[BadColumn], errors: Sequence[str]
+    step: int, worker: TrainedProxy, batch: TrainBatch, columns: Sequence[BadColumn], errors: Sequence[str]
 ) -> dict[str, Any]:
     """Of a whole step that was not trained on."""
     return {
         "kind": "batch",
         "step": step,
-        "role": role,
-        "layout": str(_layout(group, role)),
+        "role": worker.role,
+        "layout": str(worker.layout),
         "columns": [
             {"name": column.name, "num_tokens": column.num_tokens, "samples": _ids(batch, column.samples)}
             for column in columns
@@ -138,10 +139,6 @@ def _first(layout: Layout, findings: Sequence[Findings]) -> str:
             is_gradient, stage = found.first.startswith("gradient"), layout.coordinates(rank).pp
             seen_first.append((is_gradient, -stage if is_gradient else stage, rank, f"[{found.where}] {found.first}"))
     return min(seen_first)[3] if seen_first else ""
-
-
-def _layout(group: WorkerGroup, role: str) -> Layout:
-    return group.layouts[pool_of_role(list(group.layouts), role)]
 
 
 def _with_tp(findings: Sequence[Findings], layout: Layout) -> list[tuple[Findings, int]]:

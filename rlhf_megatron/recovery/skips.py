@@ -15,7 +15,7 @@ from rlhf_megatron.data.batch import TokenBatch, TrainBatch
 from rlhf_megatron.observe.metrics.finite import BadColumn, describe
 from rlhf_megatron.recovery.capsule import Capsules
 from rlhf_megatron.recovery.skip_facts import RoleSkips, of_batch, of_update, summary
-from rlhf_megatron.runtime.worker_group import WorkerGroup
+from rlhf_megatron.runtime.proxies import TrainedProxy, Workers
 from rlhf_megatron.workers.contract import UpdateResult
 from rlhf_megatron.workers.findings import Findings
 
@@ -52,10 +52,10 @@ class Skips:
         """The limit is reached; `settle` will raise."""
         return self.num_consecutive >= self.trainer.max_consecutive_skips
 
-    def begin(self, step: int, role: str, token_budget: int, arguments: dict[str, object]) -> RoleSkips:
+    def begin(self, step: int, worker: TrainedProxy, token_budget: int, arguments: dict[str, object]) -> RoleSkips:
         """Before the updates of a role in a step."""
-        place = self.capsules.place(step, role) if self.capsules is not None else None
-        return RoleSkips(role, token_budget, arguments, place)
+        place = self.capsules.place(step, worker.role) if self.capsules is not None else None
+        return RoleSkips(worker, token_budget, arguments, place)
 
     def count(self, role: str, is_skipped: bool) -> None:
         """The outcome of one more optimizer step."""
@@ -75,9 +75,7 @@ class Skips:
         if of_role.first is None:
             of_role.first, of_role.first_number = mini_batch, number
 
-    def settle(
-        self, group: WorkerGroup, step: int, skips: Sequence[tuple[RoleSkips, Callable[[int], TrainBatch]]]
-    ) -> None:
+    def settle(self, step: int, skips: Sequence[tuple[RoleSkips, Callable[[int], TrainBatch]]]) -> None:
         """After the updates of a step: say what was skipped, complete capsules, end the run at the limit.
 
         `skips`: of each role, with its samples by number of the mini-batch. Raises NonFiniteNumbers.
@@ -87,10 +85,10 @@ class Skips:
             if of_role.first is None:
                 continue
             findings: list[Findings] = []
-            for of_rank in group.broadcast(f"{of_role.role}.take_skips").result():
+            for of_rank in of_role.worker.take_skips().result():
                 findings.append(of_rank[-of_role.count])
             samples = samples_of(of_role.first_number)
-            facts = of_update(group, step, of_role, samples, findings)
+            facts = of_update(step, of_role, samples, findings)
             said.append(f"{of_role.role}: {summary(facts)}")
             if of_role.place is not None:
                 self._keep(of_role.place, facts, samples, of_role.first)
@@ -98,16 +96,17 @@ class Skips:
         self._end_at_limit(step, said)
 
     def leave_out(
-        self, group: WorkerGroup, step: int, roles: Sequence[str], batch: TrainBatch, columns: Sequence[BadColumn]
+        self, workers: Workers, step: int, roles: Sequence[str], batch: TrainBatch, columns: Sequence[BadColumn]
     ) -> None:
         """A whole step is not trained on: one skip for each of `roles`. Raises NonFiniteNumbers at the limit."""
         text = f"not finite: {describe(columns, batch)}"
         self.note(f"step {step} is not trained on: {text}")
-        role = "critic" if all(column.name in ("values", "returns") for column in columns) else "actor"
-        place = self.capsules.place(step, role) if self.capsules is not None else None
+        is_of_critic = all(column.name in ("values", "returns") for column in columns)
+        worker = workers.critic if is_of_critic else workers.actor
+        place = self.capsules.place(step, worker.role) if self.capsules is not None else None
         if place is not None:
-            errors = [error for error in group.broadcast(f"{role}.save_weights", directory=place).result() if error]
-            self._keep(place, of_batch(group, step, role, batch, columns, errors), batch, None)
+            errors = [error for error in worker.save_weights(directory=place).result() if error]
+            self._keep(place, of_batch(step, worker, batch, columns, errors), batch, None)
         for each in roles:
             self.count(each, is_skipped=True)
         self._end_at_limit(step, [text])

@@ -30,7 +30,9 @@ from rlhf_megatron.rollout.delivery.process_group import Groups
 from rlhf_megatron.rollout.engine import EngineAddress, WeightTransport
 from rlhf_megatron.runtime.host import BuildRoles
 from rlhf_megatron.runtime.pool import ACTOR, CRITIC, Pool, pool_of_role, pools_of
+from rlhf_megatron.runtime.proxies import CriticWorker, HostWorker
 from rlhf_megatron.workers.actor import MegatronActor
+from rlhf_megatron.workers.contract import ForwardWorker, TrainWorker
 from rlhf_megatron.workers.correction import moving_correction
 from rlhf_megatron.workers.critic import MegatronCritic
 from rlhf_megatron.workers.reference import MegatronReference
@@ -230,11 +232,14 @@ def _actor_roles(config: RunConfig, world: World) -> dict[str, object]:
     correction = moving_correction(config.algorithm.rollout_correction)
     actor = MegatronActor(hf_config, weights, world, dtype, config.actor, training_phases(config), correction)
     reference = _reference(config, config.actor, hf_config, weights, world, dtype)
-    roles: dict[str, object] = {"actor": actor, "host": HostRole(world, actor, reference, path)}
-    return roles if reference is None else {**roles, "reference": reference}
+    trains: TrainWorker = actor  # mypy compares what stands here with what the proxies call
+    host: HostWorker = HostRole(world, actor, reference, path)
+    scores: ForwardWorker | None = reference
+    roles: dict[str, object] = {"actor": trains, "host": host}
+    return roles if scores is None else {**roles, "reference": scores}
 
 
-def _critic(config: RunConfig, pool: Pool, world: World) -> CriticRole:
+def _critic(config: RunConfig, pool: Pool, world: World) -> CriticWorker:
     """From critic.path, else as the policy starts: the same weights, loaded or random."""
     critic, seed = config.critic, config.model.init_seed
     path = Path(critic.path or config.model.path)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-from typing import Any
-
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.data.batch import AnnotatedBatch, ScoredBatch, TokenBatch, gain
-from rlhf_megatron.runtime.worker_group import WorkerGroup
+from rlhf_megatron.runtime.proxies import Workers
 from rlhf_megatron.scheduler.parts import Plugins
 
 
 def annotate(
-    group: WorkerGroup, config: RunConfig, plugins: Plugins, scored: ScoredBatch, has_actor: bool = True
+    workers: Workers, config: RunConfig, plugins: Plugins, scored: ScoredBatch, has_actor: bool = True
 ) -> AnnotatedBatch:
     """Columns of the actor (without `has_actor` none) and, where estimator and loss need them, of the critic and the
     reference.
@@ -21,24 +18,16 @@ def annotate(
     run in the order actor, critic, reference.
     """
     tokens = TokenBatch(scored.offsets, scored.token_ids, scored.response_mask)
-    budget = config.actor.ppo_max_token_len_per_gpu
-
-    def log_probs(role: str, token_budget: int, **wanted: bool) -> Future[Any]:
-        return group.scatter(
-            f"{role}.log_probs",
-            tokens,
-            token_budget=token_budget,
-            temperature=config.rollout.temperature,
-            **wanted,
-        )
-
+    budget, temperature = config.actor.ppo_max_token_len_per_gpu, config.rollout.temperature
     asked = {"with_sum_squares": True} if plugins.needs_sum_squares else {}
-    actor = log_probs("actor", budget, with_entropy=True, **asked) if has_actor else None
-    critic = reference = None
+    actor = critic = reference = None
+    if has_actor:
+        actor = workers.actor.log_probs(tokens, budget, temperature=temperature, with_entropy=True, **asked)
     if plugins.needs_values:
-        critic = group.scatter("critic.values", tokens, token_budget=config.critic.ppo_max_token_len_per_gpu or budget)
+        critic = workers.critic.values(tokens, config.critic.ppo_max_token_len_per_gpu or budget)
     if plugins.needs_reference:
-        reference = log_probs("reference", config.reference.max_token_len_per_gpu or budget, with_entropy=False)
+        reference_budget = config.reference.max_token_len_per_gpu or budget
+        reference = workers.reference.log_probs(tokens, reference_budget, temperature=temperature, with_entropy=False)
     by_actor = actor.result() if actor else None
     return gain(
         AnnotatedBatch,

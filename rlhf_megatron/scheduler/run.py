@@ -48,6 +48,7 @@ from rlhf_megatron.rollout.fleet.start import (
     transfer_bytes,
     transfer_parent,
 )
+from rlhf_megatron.runtime.proxies import Workers
 from rlhf_megatron.runtime.worker_group import WorkerGroup
 from rlhf_megatron.scheduler.loop import LoopPlan, run
 from rlhf_megatron.scheduler.parts import load_plugins
@@ -92,6 +93,7 @@ def train(
         hosts = _hosts(stack, config, connect_group, tracker) if config.rollout.colocated else None
         fleet, transfer_dir = _engines(stack, config, run_dir, tracker, stop, place)
         group = hosts or _hosts(stack, config, connect_group, tracker)
+        workers = Workers(group)
         watchdog.look_at(group, fleet.calls)
         turns = make_turns(config, group, fleet)
         scorer = stack.enter_context(make_scorer(config.reward, run_dir / REWARD_LOG))
@@ -115,10 +117,10 @@ def train(
         journal = Journal(journals, digest) if trainer.save_freq and is_foreground else None
         groups = GroupJournal(journals, digest) if trainer.save_freq and not is_foreground else None
         skips = Skips(trainer, Capsules(run_dir, config, tracker.note), tracker.note)
-        policies = ["actor", "reference"] if plugins.needs_reference else ["actor"]
+        policies = (workers.actor, workers.reference) if plugins.needs_reference else (workers.actor,)
         stages = Stages(
             config,
-            group,
+            workers,
             fleet,
             data,
             plugins,
@@ -129,10 +131,10 @@ def train(
             on_regained=tracker.clock.add,
             skips=skips,
             turns=turns,
-            heads=HeadWatch(group, policies, tracker.note),
-            memory=MemoryWatch(group),
+            heads=HeadWatch(policies, tracker.note),
+            memory=MemoryWatch(workers),
         )
-        checkpointer = Checkpointer(config, group, run_dir, tracker.note, turns)
+        checkpointer = Checkpointer(config, workers, run_dir, tracker.note, turns)
         state = (
             _resumed(start, stages, checkpointer, tracker) if start else _warmed_up(config, stages, tracker, sets, stop)
         )

@@ -1,4 +1,4 @@
-"""What each line of the loop does, in terms of the two things the controller talks to: a WorkerGroup and a fleet."""
+"""What each line of the loop does, in terms of the two things the controller talks to: the workers and a fleet."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
 from rlhf_megatron.rollout.engine import GeneratedSample, SamplingParams
 from rlhf_megatron.rollout.fleet.fleet import EngineFleet
 from rlhf_megatron.rollout.requests import build_requests, collect
-from rlhf_megatron.runtime.worker_group import WorkerGroup
+from rlhf_megatron.runtime.proxies import Workers
 from rlhf_megatron.scheduler.advantages import AdvantageStage
 from rlhf_megatron.scheduler.annotate import annotate
 from rlhf_megatron.scheduler.filter_groups import filtered, teaches_nothing
@@ -61,7 +61,7 @@ class Stages:
     def __init__(
         self,
         config: RunConfig,
-        group: WorkerGroup,
+        workers: Workers,
         fleet: EngineFleet | None,
         data: RunData,
         plugins: Plugins,
@@ -80,7 +80,7 @@ class Stages:
         `turns`: of trainer and engines, where they share devices.
         """
         self.config = config
-        self.group = group
+        self.workers = workers
         self.fleet = fleet
         self.data = data
         self.plugins = plugins
@@ -208,7 +208,7 @@ class Stages:
         """
         self.turns.to_trainer()
         has_actor = self.plugins.needs_log_probs or step == self.mismatch.first_step
-        return annotate(self.group, self.config, self.plugins, scored, has_actor)
+        return annotate(self.workers, self.config, self.plugins, scored, has_actor)
 
     def advantages(self, step: int, batch: AnnotatedBatch) -> TrainBatch:
         if isinstance(batch, TrainBatch):
@@ -230,19 +230,19 @@ class Stages:
         self._is_policy_new = step > self.config.trainer.critic_warmup
         drawn, metrics = resampled(batch, self.config.algorithm.pf_ppo, self.config.trainer.seed, step)
         self._step_metrics |= metrics
-        updates = {}
+        updates = []
         if self._is_filtered and teaches_nothing(batch, self.config.algorithm.filter_groups):
             self._is_policy_new = False
         elif drawn.values is not None:
-            updates["critic.update"] = critic_update(self.config, step, drawn)
+            updates.append(critic_update(self.workers, self.config, step, drawn))
         if self._is_policy_new:
-            updates["actor.update"] = actor_update(self.config, step, drawn)
+            updates.append(actor_update(self.workers, self.config, step, drawn))
         self.trained_version = self.version
         if columns := bad_columns(batch):
             self._is_policy_new = False
-            self._step_metrics |= leave_out(self.group, updates, step, self.skips, batch, columns)
+            self._step_metrics |= leave_out(self.workers, updates, step, self.skips, batch, columns)
         else:
-            self._step_metrics |= run_updates(self.group, updates, step, self.skips)
+            self._step_metrics |= run_updates(updates, step, self.skips)
         self._step_metrics |= self._check_replicas(step)
         self._step_metrics |= self.heads.metrics() if self.heads is not None else {}
         self._step_metrics |= self.memory.metrics() if self.memory is not None else {}
@@ -289,15 +289,15 @@ class Stages:
     def save_hf(self, run_dir: Path) -> None:
         """Trained weights in Hugging Face layout: the policy's, and the critic's where there is one."""
         self.turns.to_trainer()
-        self.group.broadcast("host.save_hf", directory=run_dir / "hf").result()
+        self.workers.host.save_hf(directory=run_dir / "hf").result()
         if self.plugins.needs_values:
-            self.group.broadcast("critic.save_hf", directory=run_dir / "hf_critic").result()
+            self.workers.critic.save_hf(directory=run_dir / "hf_critic").result()
 
     def _check_replicas(self, step: int) -> dict[str, float]:
         freq = self.config.trainer.desync_freq
         if not freq or step % freq:
             return {}
-        return check_replicas(self.group, ["actor", "critic"] if self.plugins.needs_values else ["actor"])
+        return check_replicas(self.workers.learning(self.plugins.needs_values))
 
     def _journalled(self, step: int) -> ScoredBatch | None:
         """What a former process had of this step, after the controller was brought to where that one had left it."""

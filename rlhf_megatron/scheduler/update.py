@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, zip_longest
-from typing import Any
 
 from rlhf_megatron import faults
 from rlhf_megatron.config.correction_presets import is_bypass
@@ -17,7 +17,7 @@ from rlhf_megatron.data.batch import MiniBatch, TokenBatch, TrainBatch
 from rlhf_megatron.observe.metrics.finite import BadColumn
 from rlhf_megatron.recovery.skip_facts import RoleSkips
 from rlhf_megatron.recovery.skips import Skips
-from rlhf_megatron.runtime.worker_group import WorkerGroup
+from rlhf_megatron.runtime.proxies import TrainedProxy, Workers
 from rlhf_megatron.scheduler.mini_batches import parts, picked, weighed, weighed_values
 from rlhf_megatron.workers.contract import UpdateResult
 
@@ -26,16 +26,17 @@ CALLS_IN_FLIGHT = 2  # of a role: one that runs and one that waits, so that a po
 
 @dataclass(frozen=True)
 class RoleUpdate:
-    """What one role trains on in a step."""
+    """What one role trains on in a step. `send` still takes mini-batch, token budget and capsule."""
 
+    worker: TrainedProxy
+    send: partial[Future[UpdateResult]]
     num_epochs: int
     token_budget: int
-    arguments: dict[str, Any]  # of its `update`, beside batch and plan
     mini_batches: Iterator[TokenBatch]  # of all epochs
     samples_of: Callable[[int], TrainBatch]  # number of a mini-batch -> its samples
 
 
-def actor_update(config: RunConfig, step: int, batch: TrainBatch) -> RoleUpdate:
+def actor_update(workers: Workers, config: RunConfig, step: int, batch: TrainBatch) -> RoleUpdate:
     actor = config.actor
     order = (actor.mini_batch_size, actor.shuffle, config.trainer.seed, step)
     has_engine_log_probs = is_bypass(config.algorithm.rollout_correction)
@@ -46,9 +47,10 @@ def actor_update(config: RunConfig, step: int, batch: TrainBatch) -> RoleUpdate:
             yield weighed(part, actor.loss_agg_mode, loss_scale_factor(config), is_picked, has_engine_log_probs)
 
     return RoleUpdate(
+        workers.actor,
+        partial(workers.actor.update, temperature=config.rollout.temperature, loss="policy"),
         actor.ppo_epochs,
         actor.ppo_max_token_len_per_gpu,
-        {"temperature": config.rollout.temperature, "loss": "policy"},
         mini_batches(),
         lambda number: next(islice(parts(batch, actor.ppo_epochs, *order), number, None)),
     )
@@ -60,66 +62,62 @@ def loss_scale_factor(config: RunConfig) -> float:
     return config.data.max_response_length if factor is None else factor
 
 
-def critic_update(config: RunConfig, step: int, batch: TrainBatch) -> RoleUpdate:
+def critic_update(workers: Workers, config: RunConfig, step: int, batch: TrainBatch) -> RoleUpdate:
     """What `critic` leaves null is as in `actor`, the order of samples always."""
     actor, critic = config.actor, config.critic
     num_epochs = critic.ppo_epochs or actor.ppo_epochs
     size, mode = critic.mini_batch_size or actor.mini_batch_size, critic.loss_agg_mode or actor.loss_agg_mode
     order = (size, actor.shuffle, config.trainer.seed, step)
     return RoleUpdate(
+        workers.critic,
+        partial(workers.critic.update),
         num_epochs,
         critic.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu,
-        {},
         (weighed_values(part, mode, loss_scale_factor(config)) for part in parts(batch, num_epochs, *order)),
         lambda number: next(islice(parts(batch, num_epochs, *order), number, None)),
     )
 
 
-def run_updates(
-    group: WorkerGroup, updates: Mapping[str, RoleUpdate], step: int = 0, skips: Skips | None = None
-) -> dict[str, float]:
-    """Trains each role, `updates` by method ("actor.update"). Returns metrics averaged over its optimizer steps.
+def run_updates(updates: Sequence[RoleUpdate], step: int = 0, skips: Skips | None = None) -> dict[str, float]:
+    """Train each role. Returns metrics averaged over its optimizer steps.
 
     Roles take turns, one mini-batch each, as long as they have any: that is the order in which one pool runs them.
     Pools of their own work at the same time. A role's next mini-batch goes out when its last but one is done.
     `skips` sees each outcome; once it has had enough nothing is sent any more, and NonFiniteNumbers raised.
     """
-    runs = {method: _RoleRun(group, method, update, step, skips) for method, update in updates.items()}
-    for turn in zip_longest(*(update.mini_batches for update in updates.values())):
-        for run, mini_batch in zip(runs.values(), turn, strict=True):
+    runs = [_RoleRun(update, step, skips) for update in updates]
+    for turn in zip_longest(*(update.mini_batches for update in updates)):
+        for run, mini_batch in zip(runs, turn, strict=True):
             if mini_batch is not None and not (skips is not None and skips.is_over):
                 run.send(mini_batch)
     metrics = {"actor/num_epochs": 0.0, "actor/num_optimizer_steps": 0.0, "actor/num_skipped_steps": 0.0}
-    for run in runs.values():
+    for run in runs:
         run.finish()
     if skips is not None:
-        skips.settle(group, step, [(run.skips, run.update.samples_of) for run in runs.values() if run.skips])
-    for method, run in runs.items():
-        metrics |= update_metrics(method.partition(".")[0], run.update.num_epochs, run.results)
+        skips.settle(step, [(run.skips, run.update.samples_of) for run in runs if run.skips])
+    for run in runs:
+        metrics |= update_metrics(run.update.worker.role, run.update.num_epochs, run.results)
     return metrics
 
 
 class _RoleRun:
     """The calls of one role in a step."""
 
-    def __init__(self, group: WorkerGroup, method: str, update: RoleUpdate, step: int, skips: Skips | None) -> None:
+    def __init__(self, update: RoleUpdate, step: int, skips: Skips | None) -> None:
         self.update = update
         self.results: list[UpdateResult] = []
-        self._group = group
-        self._method = method
+        self._send = update.send
         self._waiting: deque[tuple[Future[UpdateResult], TokenBatch]] = deque()
         self._all_skips = skips
         self.skips: RoleSkips | None = None
-        self._arguments = dict(update.arguments)
         if skips is not None:
-            self.skips = skips.begin(step, method.partition(".")[0], update.token_budget, update.arguments)
-            self._arguments["capsule"] = self.skips.place
+            self.skips = skips.begin(step, update.worker, update.token_budget, dict(update.send.keywords))
+            self._send = partial(update.send, capsule=self.skips.place)
 
     def send(self, mini_batch: TokenBatch) -> None:
         if len(self._waiting) == CALLS_IN_FLIGHT:
             self._take()
-        call = self._group.scatter(self._method, mini_batch, token_budget=self.update.token_budget, **self._arguments)
-        self._waiting.append((call, mini_batch))
+        self._waiting.append((self._send(mini_batch, self.update.token_budget), mini_batch))
 
     def finish(self) -> None:
         while self._waiting:
@@ -131,21 +129,21 @@ class _RoleRun:
         if self._all_skips is not None and self.skips is not None:
             self._all_skips.seen(self.skips, len(self.results), mini_batch, result)
         self.results.append(result)
-        if self._method == "actor.update":
+        if self.update.worker.role == "actor":
             faults.reach("update.after_mini_batch")
 
 
 def leave_out(
-    group: WorkerGroup,
-    updates: Mapping[str, RoleUpdate],
+    workers: Workers,
+    updates: Sequence[RoleUpdate],
     step: int,
     skips: Skips,
     batch: TrainBatch,
     columns: Sequence[BadColumn],
 ) -> dict[str, float]:
     """In place of `run_updates`, for a batch with `columns` that are not finite: metrics of steps that were skipped."""
-    roles = {method.partition(".")[0]: update for method, update in updates.items()}
-    skips.leave_out(group, step, list(roles), batch, columns)
+    roles = {update.worker.role: update for update in updates}
+    skips.leave_out(workers, step, list(roles), batch, columns)
     metrics = {"actor/num_epochs": 0.0, "actor/num_optimizer_steps": 0.0, "actor/num_skipped_steps": 0.0}
     for role, update in roles.items():
         count = float(sum(1 for _ in update.mini_batches))

@@ -15,7 +15,7 @@ from rlhf_megatron.data.prompts import PromptSets
 from rlhf_megatron.data.seeds import derive_seed
 from rlhf_megatron.evaluation.evaluation import EvaluationResult
 from rlhf_megatron.observe.tracker import Tracker
-from rlhf_megatron.runtime.worker_group import WorkerGroup
+from rlhf_megatron.runtime.proxies import ActorProxy
 from rlhf_megatron.scheduler.mini_batches import supervised_mini_batch
 from rlhf_megatron.scheduler.stages import Stages
 from rlhf_megatron.stop import StopRequest
@@ -29,7 +29,7 @@ class WarmupResult:
 
 def warm_up(
     config: WarmupConfig,
-    group: WorkerGroup,
+    actor: ActorProxy,
     tracker: Tracker,
     num_items: int,
     make_batch: Callable[[list[int]], TokenBatch],
@@ -52,13 +52,8 @@ def warm_up(
     for step in range(1, last_step + 1):
         should_stop()
         items = random.Random(derive_seed(seed, step, 3)).choices(range(num_items), k=config.batch_size)
-        update = group.scatter(
-            "actor.update",
-            supervised_mini_batch(make_batch(items)),
-            token_budget=token_budget,
-            temperature=1.0,
-            loss="sft",
-        ).result()
+        mini_batch = supervised_mini_batch(make_batch(items))
+        update = actor.update(mini_batch, token_budget, temperature=1.0, loss="sft").result()
         count(update.is_skipped)
         metrics = {"warmup/loss": update.sums["actor/sft_loss"], "warmup/grad_norm": update.grad_norm}
         if not isinstance(accuracy, int) and (step % config.test_freq == 0 or step == last_step):
@@ -69,7 +64,7 @@ def warm_up(
                 break
         else:
             tracker.write(step, "warmup", metrics)
-    group.broadcast("actor.reset_optimizer", phase="rl").result()
+    actor.reset_optimizer(phase="rl").result()
     return WarmupResult(step, result)
 
 
@@ -102,7 +97,7 @@ def warm_up_policy(
     with tracker.productive():
         result = warm_up(
             config.warmup,
-            stages.group,
+            stages.workers.actor,
             tracker,
             len(items),
             make_batch,
@@ -113,7 +108,7 @@ def warm_up_policy(
             stages.skips.count_warmup,
         )
     if stages.plugins.needs_reference and config.reference.path is None:
-        stages.group.broadcast("host.refresh_reference").result()
+        stages.workers.host.refresh_reference().result()
     _hand_on(config, stages, tracker.run_dir / "warm_model", is_kept=config.warmup.save_hf and num_steps is None)
     return result
 
@@ -125,8 +120,8 @@ def _hand_on(config: RunConfig, stages: Stages, directory: Path, is_kept: bool) 
     """
     is_critics_start = stages.plugins.needs_values and config.critic.path is None
     if is_kept or is_critics_start:
-        stages.group.broadcast("host.save_hf", directory=directory).result()
+        stages.workers.host.save_hf(directory=directory).result()
     if is_critics_start:
-        stages.group.broadcast("critic.load_hf", directory=directory).result()
+        stages.workers.critic.load_hf(directory=directory).result()
         if not is_kept:
             shutil.rmtree(directory)

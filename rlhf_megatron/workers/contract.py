@@ -1,4 +1,5 @@
-"""What every trainer backend offers on one rank. Those on Megatron are the first; another backend is other files.
+"""The methods that every trainer backend offers on one rank. The controller's proxies (`runtime.proxies`) are made
+from these signatures, and mypy compares the Megatron classes with them.
 
 All methods are called on every rank of the pool at once (plain SPMD). Batches arrive already broadcast to all ranks of
 a replica; results are returned on the leader (last pipeline stage, cp 0, tp 0) and are None elsewhere.
@@ -48,17 +49,17 @@ class Worker(Protocol):
 class TrainedWorker(Worker, Protocol):
     """A model that learns."""
 
-    def offload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
+    def offload(self, *, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
         """Free the device's memory of these parts; parts that are in host memory already stay there.
 
         Gradients are let go. What needs a part that is not on the device raises RuntimeError until `onload`.
         """
 
-    def onload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS, is_read_only: bool = False) -> None:
+    def onload(self, *, parts: Sequence[TrainerPart] = TRAINER_PARTS, is_read_only: bool = False) -> None:
         """Undo `offload`, bit for bit; gradients are zero. `is_read_only`: nothing will change before the next
         `offload`, which then copies nothing."""
 
-    def reset_optimizer(self, phase: str) -> None:
+    def reset_optimizer(self, *, phase: str) -> None:
         """Fresh optimizer and schedules: phase "warmup" or "rl"."""
 
     def take_skips(self) -> list[Findings]:
@@ -67,16 +68,16 @@ class TrainedWorker(Worker, Protocol):
     def check_replicas(self) -> ReplicaReport:
         """Compare what this rank holds alike with others; parameters are looked at for numbers that are not finite."""
 
-    def save_weights(self, directory: Path) -> str:
+    def save_weights(self, *, directory: Path) -> str:
         """The model, without its optimizer, and the random states, for a capsule; "" or why it could not be written."""
 
-    def load_weights(self, directory: Path) -> None:
+    def load_weights(self, *, directory: Path) -> None:
         """The model out of such a directory, under any layout. Raises ValueError where it does not fit."""
 
     def num_save_bytes(self) -> int:
         """What this rank will about write in a save, summed over ranks all of it."""
 
-    def begin_save(self, directory: Path) -> None:
+    def begin_save(self, *, directory: Path) -> None:
         """Save sharded model, optimizer and schedules under `directory`, to be loaded under any layout.
 
         Returns when they are copied to host memory: they may change from now on, while a thread writes. One at a time.
@@ -85,16 +86,16 @@ class TrainedWorker(Worker, Protocol):
     def is_save_done(self) -> bool:
         """This rank writes nothing any more; `finish_save` will not wait for it."""
 
-    def finish_save(self, timeout_s: float) -> SaveResult:
+    def finish_save(self, *, timeout_s: float) -> SaveResult:
         """End what `begin_save` began; a rank that has not written its files `timeout_s` from now has failed.
 
         What keeps a rank from writing is an error in the result, on all ranks, and no exception.
         """
 
-    def save(self, directory: Path) -> None:
+    def save(self, *, directory: Path) -> None:
         """`begin_save` and `finish_save`. Raises OSError on all ranks when one cannot write."""
 
-    def load(self, directory: Path) -> None:
+    def load(self, *, directory: Path) -> None:
         """Become what was saved. Raises ValueError naming the tensor that is missing or has another shape."""
 
 
@@ -102,7 +103,7 @@ class ForwardWorker(Worker, Protocol):
     """A frozen policy: the reference."""
 
     def log_probs(
-        self, batch: TokenBatch, plan: ReplicaPlan, temperature: float, with_entropy: bool = False
+        self, batch: TokenBatch, plan: ReplicaPlan, *, temperature: float, with_entropy: bool = False
     ) -> LogProbs | None:
         """log p(token | before) at `response_mask`, of the distribution softmax(logits / temperature)."""
 
@@ -117,6 +118,7 @@ class TrainWorker(ForwardWorker, TrainedWorker, Protocol):
         self,
         batch: TokenBatch,
         plan: ReplicaPlan,
+        *,
         temperature: float,
         with_entropy: bool = False,
         with_sum_squares: bool = False,
@@ -124,7 +126,13 @@ class TrainWorker(ForwardWorker, TrainedWorker, Protocol):
         """As the reference's; on demand also the sum of the squared probabilities of the vocabulary."""
 
     def update(
-        self, batch: MiniBatch, plan: ReplicaPlan, temperature: float, loss: str = "policy", capsule: Path | None = None
+        self,
+        batch: MiniBatch,
+        plan: ReplicaPlan,
+        *,
+        temperature: float,
+        loss: str = "policy",
+        capsule: Path | None = None,
     ) -> UpdateResult | None:
         """Forward and backward over the micro-batches and one optimizer step. `loss`: "policy" or "sft".
 
@@ -132,7 +140,7 @@ class TrainWorker(ForwardWorker, TrainedWorker, Protocol):
         """
 
     def look_again(
-        self, batch: MiniBatch, plan: ReplicaPlan, temperature: float, loss: str = "policy"
+        self, batch: MiniBatch, plan: ReplicaPlan, *, temperature: float, loss: str = "policy"
     ) -> UpdateResult | None:
         """`update` without the optimizer step; `take_skips` tells what was seen, finite or not, and what came first."""
 
@@ -143,13 +151,13 @@ class ValueWorker(TrainedWorker, Protocol):
     def values(self, batch: TokenBatch, plan: ReplicaPlan) -> Values | None:
         """The value of the state before each token at `response_mask`, from the same rows as log-probs."""
 
-    def update(self, batch: ValueMiniBatch, plan: ReplicaPlan, capsule: Path | None = None) -> UpdateResult | None:
+    def update(self, batch: ValueMiniBatch, plan: ReplicaPlan, *, capsule: Path | None = None) -> UpdateResult | None:
         """As `TrainWorker.update`, with the value loss. Sums: critic/vf_loss, critic/vf_clipfrac, critic/vpred_mean."""
 
     def look_again(self, batch: ValueMiniBatch, plan: ReplicaPlan) -> UpdateResult | None:
         """As `TrainWorker.look_again`."""
 
-    def load_hf(self, directory: Path) -> None:
+    def load_hf(self, *, directory: Path) -> None:
         """Become the model of a Hugging Face directory of the same architecture, with a fresh optimizer.
 
         Its value head is taken over; where it has none, the head gets its first weights again. Raises ValueError.

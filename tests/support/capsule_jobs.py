@@ -20,6 +20,7 @@ from rlhf_megatron.parallel.world import World
 from rlhf_megatron.proof.replay_capsule import Outcome, replay_capsule
 from rlhf_megatron.recovery.capsule import Capsules
 from rlhf_megatron.recovery.skips import NonFiniteNumbers, Skips
+from rlhf_megatron.runtime.proxies import Workers
 from rlhf_megatron.scheduler.advantages import correction_columns
 from rlhf_megatron.scheduler.update import actor_update, critic_update, leave_out, run_updates
 from rlhf_megatron.workers.correction import correction_params
@@ -73,7 +74,7 @@ def skipped_updates(world: World, config: RunConfig, run_dir: Path) -> Skipped:
     with hosts(config) as (group, _):
         try:
             for step in (1, 2, 3):
-                metrics.append(run_updates(group, {"actor.update": actor_update(config, step, bad)}, step, skips))
+                metrics.append(run_updates([actor_update(Workers(group), config, step, bad)], step, skips))
         except NonFiniteNumbers as over:
             error = str(over)
     path = run_dir / "capsules" / "step_000001_actor"
@@ -107,8 +108,9 @@ def left_out(world: World, config: RunConfig, run_dir: Path) -> Skipped:
         parameters["decoder.layers.1.mlp.linear_fc2.weight"].data[0, 0] = torch.inf
         found = group.scatter("actor.log_probs", batch, token_budget=1000, temperature=1.0, with_entropy=False).result()
         batch = replace(batch, old_log_probs=found.log_probs)
-        updates = {"critic.update": critic_update(config, 7, batch), "actor.update": actor_update(config, 7, batch)}
-        metrics = leave_out(group, updates, 7, skips, batch, bad_columns(batch))
+        workers = Workers(group)
+        updates = [critic_update(workers, config, 7, batch), actor_update(workers, config, 7, batch)]
+        metrics = leave_out(workers, updates, 7, skips, batch, bad_columns(batch))
     return Skipped([metrics], notes, "", {"it": replay(config, run_dir, run_dir / "capsules" / "step_000007_actor")})
 
 

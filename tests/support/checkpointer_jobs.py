@@ -22,6 +22,7 @@ from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.parallel.world import World, create_world, destroy_world
 from rlhf_megatron.recovery.checkpointer import Checkpointer, RunState, SaveFailed
 from rlhf_megatron.runtime.inline import InlineGroup
+from rlhf_megatron.runtime.proxies import Workers
 
 
 @dataclass
@@ -48,7 +49,7 @@ def hosts(config: RunConfig) -> Iterator[tuple[InlineGroup, dict[str, Any]]]:
 
 def make(config: RunConfig, group: InlineGroup, run_dir: Path) -> tuple[Checkpointer, Notes]:
     notes = Notes()
-    saver = Checkpointer(config, group, run_dir, notes.lines.append)
+    saver = Checkpointer(config, Workers(group), run_dir, notes.lines.append)
     saver.on_commit = notes.commits.append
     return saver, notes
 

@@ -6,6 +6,7 @@ import json
 import math
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from rlhf_megatron.recovery.capsule import Capsules, read_capsule
 from rlhf_megatron.recovery.desync import ReplicasDiffer, check_replicas
 from rlhf_megatron.recovery.skip_facts import seen, summary
 from rlhf_megatron.recovery.skips import NonFiniteNumbers, Skips
+from rlhf_megatron.runtime.proxies import Workers
 from rlhf_megatron.scheduler.advantages import AdvantageStage
 from rlhf_megatron.scheduler.parts import Plugins
 from rlhf_megatron.scheduler.update import RoleUpdate, run_updates
@@ -114,7 +116,7 @@ def done(value: Any) -> Future[Any]:
     return future
 
 
-def updates_of(count: int) -> dict[str, RoleUpdate]:
+def updates_of(group: Any, count: int) -> list[RoleUpdate]:
     """Mini-batch i is sample i."""
     batch = train_batch()
 
@@ -127,22 +129,24 @@ def updates_of(count: int) -> dict[str, RoleUpdate]:
 
         return select(batch, [number])
 
-    return {"actor.update": RoleUpdate(1, 100, {}, iter([mini_batch(i) for i in range(count)]), samples_of)}
+    actor = Workers(group).actor
+    mini_batches = iter([mini_batch(i) for i in range(count)])
+    return [RoleUpdate(actor, partial(actor.update, loss="policy"), 1, 100, mini_batches, samples_of)]
 
 
 def test_skips_are_counted_over_steps_and_a_step_that_is_made_ends_the_row() -> None:
     skips = Skips(TrainerConfig(max_consecutive_skips=3))
-    metrics = run_updates(Group(False, True, True), updates_of(3), 1, skips)
+    metrics = run_updates(updates_of(Group(False, True, True), 3), 1, skips)
     assert (metrics["actor/num_skipped_steps"], metrics["actor/grad_norm"], skips.num_consecutive) == (2, 2.0, 2)
-    run_updates(Group(False), updates_of(1), 2, skips)
+    run_updates(updates_of(Group(False), 1), 2, skips)
     assert skips.num_consecutive == 0
-    metrics = run_updates(Group(True, True), updates_of(2), 3, skips)
+    metrics = run_updates(updates_of(Group(True, True), 2), 3, skips)
     assert metrics["actor/num_skipped_steps"] == 2 and math.isnan(metrics["actor/loss"])
     resumed = Skips(TrainerConfig(max_consecutive_skips=3))
     resumed.restore(skips.num_consecutive)
     assert resumed.num_consecutive == 2
     with pytest.raises(NonFiniteNumbers, match=r"3 skips in a row \(trainer.max_consecutive_skips = 3\).*step 4"):
-        run_updates(Group(True), updates_of(1), 4, resumed)
+        run_updates(updates_of(Group(True), 1), 4, resumed)
 
 
 def test_a_role_that_makes_steps_does_not_hide_one_that_does_not() -> None:
@@ -161,9 +165,9 @@ def test_nothing_is_sent_past_the_limit_and_the_capsule_has_the_first_mini_batch
     group = Group(False, *[True] * 7)
     path = tmp_path / "capsules" / "step_000012_actor"
     with pytest.raises(NonFiniteNumbers, match=rf"(?s)a.weight \(1 NaN of 8\).*--replay {path}$"):
-        run_updates(group, updates_of(8), 12, skips)
-    partial = tmp_path / "capsules" / ".step_000012_actor.partial"
-    assert group.sent == [partial] * 5 and not partial.exists()
+        run_updates(updates_of(group, 8), 12, skips)
+    unfinished = tmp_path / "capsules" / ".step_000012_actor.partial"
+    assert group.sent == [unfinished] * 5 and not unfinished.exists()
     capsule = read_capsule(path)
     assert capsule.mini_batch is not None and capsule.mini_batch.token_ids.tolist() == [1, 1]
     assert capsule.samples.sample_ids.tolist() == [1]
@@ -191,7 +195,7 @@ def test_a_disk_that_refuses_costs_the_capsule_only(tmp_path: Path) -> None:
     notes: list[str] = []
     (tmp_path / "capsules").write_text("not a directory")
     skips = Skips(CONFIG.trainer, Capsules(tmp_path, CONFIG, notes.append), notes.append)
-    metrics = run_updates(Group(True, False), updates_of(2), 1, skips)
+    metrics = run_updates(updates_of(Group(True, False), 2), 1, skips)
     assert metrics["actor/num_skipped_steps"] == 1
     assert notes[0].startswith("no capsule of step 1: ") and len(notes) == 2
 
@@ -249,12 +253,12 @@ def report(*differences: Difference, bad: tuple[BadTensor, ...] = ()) -> Replica
 
 
 def test_replicas_that_differ_end_the_run_with_tensor_and_rank() -> None:
-    assert list(check_replicas(Group(reports=[report(), report()]), ["actor"])) == ["timing_s/desync"]
+    assert list(check_replicas([Workers(Group(reports=[report(), report()])).actor])) == ["timing_s/desync"]
     difference = Difference("a.weight", "data parallel", ("dp2 pp0 tp0",), 3, 1e-3)
     with pytest.raises(ReplicasDiffer, match=r"\[actor\] a.weight: dp2 pp0 tp0 differs from the other 2 .*0.001"):
-        check_replicas(Group(reports=[report(difference), report()]), ["actor"])
+        check_replicas([Workers(Group(reports=[report(difference), report()])).actor])
     with pytest.raises(ReplicasDiffer, match=r"\[actor dp0 pp0 tp0\] a.weight \(1 Inf of 4\)"):
-        check_replicas(Group(reports=[report(bad=(BadTensor("a.weight", 0, 1, 4),))]), ["actor"])
+        check_replicas([Workers(Group(reports=[report(bad=(BadTensor("a.weight", 0, 1, 4),))])).actor])
 
 
 @pytest.mark.dist

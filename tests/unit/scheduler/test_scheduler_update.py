@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from math import nan
 from typing import Any
 
@@ -21,6 +22,7 @@ from rlhf_megatron.data.batch import AnnotatedBatch, LogProbs, TokenBatch, Train
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.proof.replay import ReplayStages
+from rlhf_megatron.runtime.proxies import ActorProxy, CriticProxy, Workers
 from rlhf_megatron.scheduler.advantages import AdvantageStage
 from rlhf_megatron.scheduler.annotate import annotate
 from rlhf_megatron.scheduler.parts import Plugins
@@ -115,21 +117,23 @@ def with_values(batch: TrainBatch) -> TrainBatch:
     return replace(batch, values=torch.zeros(batch.num_tokens), returns=torch.ones(batch.num_tokens))
 
 
-def numbered(count: int) -> RoleUpdate:
+def numbered(worker: ActorProxy | CriticProxy, count: int) -> RoleUpdate:
     def batches() -> Iterator[TokenBatch]:
         for _ in range(count):
             yield TokenBatch(torch.tensor([0, 1]), torch.tensor([1]), torch.tensor([False]))
 
-    return RoleUpdate(1, 100, {}, batches(), lambda number: train_batch())
+    send = partial(worker.update)
+    return RoleUpdate(worker, send, 1, 100, batches(), lambda number: train_batch())
 
 
 def stages_of(config: RunConfig, group: FakeGroup) -> ReplayStages:
-    return ReplayStages(config, group, plugins_of("gae"), None, load_tokenizer(MODEL), NoSync(version=4))
+    return ReplayStages(config, Workers(group), plugins_of("gae"), None, load_tokenizer(MODEL), NoSync(version=4))
 
 
 def test_roles_take_turns_and_two_calls_of_each_are_under_way() -> None:
     group = FakeGroup()
-    metrics = run_updates(group, {"critic.update": numbered(2), "actor.update": numbered(4)})
+    workers = Workers(group)
+    metrics = run_updates([numbered(workers.critic, 2), numbered(workers.actor, 4)])
     assert group.sent == ["critic.update", "actor.update"] * 2 + ["actor.update"] * 2
     assert metrics["critic/x"] == 1.0 and metrics["actor/x"] == pytest.approx(8 / 3), "the second one was skipped"
     assert group.events[:4] == [f"send {name} {i}" for i in (1, 2) for name in ("critic.update", "actor.update")]
@@ -195,7 +199,7 @@ def test_annotation_asks_everybody_before_it_waits() -> None:
         rollout={"temperature": 0.5},
     )
     group = FakeGroup()
-    batch = annotate(group, config, plugins_of("gae", needs_reference=True), scored())
+    batch = annotate(Workers(group), config, plugins_of("gae", needs_reference=True), scored())
     names = ["actor.log_probs", "critic.values", "reference.log_probs"]
     assert group.sent == names and [call.token_budget for call in group.calls] == [300, 400, 500]
     assert group.events == [f"{what} {name} 1" for what in ("send", "wait") for name in names]
@@ -207,7 +211,7 @@ def test_annotation_asks_everybody_before_it_waits() -> None:
 
 def test_annotation_asks_nobody_whom_the_run_has_not() -> None:
     group = FakeGroup()
-    batch = annotate(group, RunConfig(), plugins_of("grpo"), scored())
+    batch = annotate(Workers(group), RunConfig(), plugins_of("grpo"), scored())
     assert group.sent == ["actor.log_probs"] and batch.values is None and batch.ref_log_probs is None
 
 

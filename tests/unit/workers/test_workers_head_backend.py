@@ -19,6 +19,7 @@ from rlhf_megatron.data.batch import MiniBatch
 from rlhf_megatron.kernels.self_check import SelfCheck
 from rlhf_megatron.kernels.tile_ops import TorchTileOps
 from rlhf_megatron.observe.watches import HeadWatch
+from rlhf_megatron.runtime.proxies import Workers
 from rlhf_megatron.workers import head_backend
 from rlhf_megatron.workers.findings import HeadReport
 from rlhf_megatron.workers.head_backend import CheckedBackend, HeadChoice, choose_backend
@@ -201,7 +202,7 @@ def test_the_controller_tells_the_choice_once_and_each_fall_back() -> None:
         }
     )
     notes: list[str] = []
-    watch = HeadWatch(group, ["actor", "reference"], notes.append)
+    watch = HeadWatch([Workers(group).actor, Workers(group).reference], notes.append)
     assert watch.metrics() == {"perf/num_head_fallbacks": 0.0}
     assert notes == [f"head of the actor: {choice}", f"head of the reference: {choice}"]
     assert watch.metrics() == watch.metrics() == {"perf/num_head_fallbacks": 1.0}
