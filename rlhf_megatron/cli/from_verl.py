@@ -13,11 +13,9 @@ from rlhf_megatron.config.errors import ConfigError, Problem
 from rlhf_megatron.config.load import display, read_text
 from rlhf_megatron.config.source import MAX_CHARACTERS
 from rlhf_megatron.rewards.scorers import REWARDS
-from rlhf_megatron.verl.draft import Parts, Told
-from rlhf_megatron.verl.read import add_overrides, read
-from rlhf_megatron.verl.setting import Written
+from rlhf_megatron.verl.draft import Parts, Told, line_of
+from rlhf_megatron.verl.read import Written, add_overrides, read
 from rlhf_megatron.verl.translate import Translation, translate
-from rlhf_megatron.verl.write import line_of
 
 INCOMPLETE = 1
 

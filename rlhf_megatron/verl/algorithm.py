@@ -1,6 +1,6 @@
-"""What is learnt: estimator, policy loss, KL terms, entropy. Names and parameters are those that are registered.
+"""Translates what decides what is learnt: estimator, policy loss, KL terms, entropy, rollout correction.
 
-Also: Section algorithm.rollout_correction: modes, importance weights, rejection filters.
+Names and parameters of estimators and losses are those that are registered.
 """
 
 from __future__ import annotations
@@ -221,8 +221,7 @@ def correction(draft: Draft) -> None:
         _weights(draft)
     if "rollout_rs" in wanted:
         _filters(draft)
-    if g.get(veto) is not None:
-        draft.put(veto, g.number(veto), (veto,))
+    draft.take(veto, as_ours=lambda _: g.number(veto))
 
 
 def _bypass(draft: Draft) -> None:
@@ -246,8 +245,7 @@ def _weights(draft: Draft) -> None:
     value = g.look(bound) if g.look(bound) is not None else 2.0
     draft.put(bound, str(value), (bound,), "" if g.has(bound) else "verl's default")
     norm = f"{SECTION}.rollout_is_batch_normalize"
-    if g.look(norm) is not None:
-        draft.put(norm, g.flag(norm), (norm,))
+    draft.take(norm, as_ours=lambda _: g.flag(norm))
 
 
 def _filters(draft: Draft) -> None:

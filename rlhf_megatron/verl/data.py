@@ -1,7 +1,4 @@
-"""Section data: files, prompts, lengths, batch.
-
-Also: Section reward: a user's function, the penalty for length; verl's choice by data_source must be told.
-"""
+"""Translates the sections model, data and reward of verl. verl's choice of a scorer by data_source must be told."""
 
 from __future__ import annotations
 
@@ -13,11 +10,7 @@ from rlhf_megatron.verl.draft import Draft
 def data(draft: Draft) -> None:
     g = draft.given
     for name in ("train_files", "val_files"):
-        key = f"data.{name}"
-        if g.get(key) is not None:
-            value = g.get(key)
-            files = value if isinstance(value, list) else [value]
-            draft.put(key, [at_home(draft, file) for file in files], (key,))
+        draft.take(f"data.{name}", as_ours=lambda value: [at_home(draft, file) for file in _listed(value)])
     draft.copy("data.prompt_key")
     note = "where verl's rows have the answer; a key with points is looked up in nested objects"
     draft.put("data.label_key", "reward_model.ground_truth", (), note)
@@ -28,6 +21,10 @@ def data(draft: Draft) -> None:
         g.ignore("data.gen_batch_size")
 
 
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
 def at_home(draft: Draft, path: Any) -> Any:
     """A path without its leading ~, which is the shell's."""
     is_short = isinstance(path, str) and (path == "~" or path.startswith("~/"))
@@ -35,20 +32,13 @@ def at_home(draft: Draft, path: Any) -> Any:
 
 
 def model(draft: Draft) -> None:
-    g = draft.given
-    for key, source in (("model.path", "model.path"), ("model.tokenizer_path", "model.tokenizer_path")):
-        if g.get(source) is not None:
-            note = "must be a directory: fetch the model first" if key == "model.path" and is_hub_name(g, key) else ""
-            draft.put(key, at_home(draft, g.get(source)), (source,), note)
-    if g.get("actor.megatron.dtype") is not None:
-        draft.put("model.dtype", dtype(g.get("actor.megatron.dtype")), ("actor.megatron.dtype",))
-    if g.get("rollout.dtype") is not None:
-        draft.put("rollout.dtype", dtype(g.get("rollout.dtype")), ("rollout.dtype",))
-
-
-def is_hub_name(given: Any, key: str) -> bool:
-    path = given.look(key)
-    return isinstance(path, str) and path.count("/") == 1 and not path.startswith((".", "/", "~"))
+    path = draft.given.look("model.path")
+    is_hub_name = isinstance(path, str) and path.count("/") == 1 and not path.startswith((".", "/", "~"))
+    note = "must be a directory: fetch the model first" if is_hub_name else ""
+    draft.take("model.path", as_ours=lambda value: at_home(draft, value), note=note)
+    draft.take("model.tokenizer_path", as_ours=lambda value: at_home(draft, value))
+    draft.take("actor.megatron.dtype", "model.dtype", dtype)
+    draft.take("rollout.dtype", as_ours=dtype)
 
 
 def dtype(value: Any) -> Any:
@@ -76,9 +66,7 @@ def reward(draft: Draft) -> None:
         draft.leave(f"{MANAGER}.name", "a reward is a function of one sample: reward.name function", learns=True)
     g.ignore(f"{MANAGER}.*")
     _overlong(draft)
-    if g.get("reward.num_workers") is not None:
-        note = "processes for rewards that run in processes of their own, of all the run"
-        draft.put("reward.num_workers", g.get("reward.num_workers"), ("reward.num_workers",), note)
+    draft.take("reward.num_workers", note="processes for rewards that run in processes of their own, of all the run")
 
 
 def _function(draft: Draft, path: str) -> None:
@@ -90,8 +78,7 @@ def _function(draft: Draft, path: str) -> None:
     )
     draft.put("reward.name", "function", (f"{FUNCTION}.path",), note)
     draft.put("reward.params.path", f"{path.removeprefix('file://')}:{name}", (f"{FUNCTION}.path", f"{FUNCTION}.name"))
-    kwargs = g.below(f"{FUNCTION}.reward_kwargs")
-    for key, value in kwargs.items():
+    for key, value in g.below(f"{FUNCTION}.reward_kwargs").items():
         draft.put(f"reward.params.kwargs.{key}", value, (f"{FUNCTION}.reward_kwargs.{key}",))
 
 

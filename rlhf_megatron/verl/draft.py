@@ -1,22 +1,20 @@
-"""The configuration of ours as it grows, and what could not be taken over.
-
-Also: What no rule has dealt with: settings of the same name here, and those without counterpart, with the reason.
-"""
+"""Holds our configuration as it grows, and what of verl's could not be taken over; writes both as commented YAML."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlhf_megatron.config.keys import leaf_keys, value_of
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.secrets import REDACTED, secrets_in
+from rlhf_megatron.config.show import as_text
 from rlhf_megatron.config.verl_names import VERL_NAMES, VerlName, entry_of
 from rlhf_megatron.registry import Registry
-from rlhf_megatron.verl.defaults import DEFAULTS
-from rlhf_megatron.verl.given import Given
+from rlhf_megatron.verl.given import DEFAULTS, Given
 
 
 @dataclass(frozen=True)
@@ -83,6 +81,14 @@ class Draft:
             return
         if value is not None or self.given.has(source):
             self.put(key, value, (source,), note)
+
+    def take(
+        self, source: str, key: str = "", as_ours: Callable[[Any], Any] = lambda value: value, note: str = ""
+    ) -> None:
+        """Put the setting `source`, where verl has a value for it, as ours of the name `key` (or of the same name)."""
+        value = self.given.get(source)
+        if value is not None:
+            self.put(key or source, as_ours(value), (source,), note)
 
     def leave(self, source: str, reason: str, learns: bool = False) -> None:
         value = self.given.get(source)
@@ -192,3 +198,76 @@ def near(key: str) -> str:
     found = difflib.get_close_matches(name, siblings, n=1, cutoff=0.7)
     best = [siblings[found[0]]] if found else difflib.get_close_matches(key, known, n=1, cutoff=0.85)
     return f"did you mean {best[0]}?" if best else ""
+
+
+WIDTH = 116
+COLUMN = 58  # where comments beside a value begin, as far as values let them
+
+
+def as_yaml(
+    values: dict[str, Value],
+    left: Sequence[Left],
+    dropped: Sequence[tuple[str, str]],
+    notes: Sequence[str],
+    source: str,
+) -> str:
+    """`dropped`: (our setting, why) that would have no effect. The text loads as a configuration of ours."""
+    lines = [
+        *_comment(
+            f"From {source} by `rlhf-megatron config from-verl`. Beside a value: the setting of verl that it is made"
+            " of; (default): the file is silent, and verl does this."
+        )
+    ]
+    for section, tree in tree_of(values).items():
+        lines += ["", *_section(section, tree, 0)]
+    for title, items in (
+        ("Without counterpart, and it changes what is learnt:", [line_of(one) for one in left if one.learns]),
+        ("Without counterpart:", [line_of(one) for one in left if not one.learns]),
+        ("Left out, as it would have no effect here:", [f"{key}: {why}" for key, why in dropped]),
+        ("Notes:", notes),
+    ):
+        if items:
+            lines += ["", *_comment(title)]
+            for item in items:
+                lines += _comment(item, "- ")
+    return "\n".join(lines) + "\n"
+
+
+def line_of(left: Left) -> str:
+    return f"{left.name}={shown(left.value)}: {left.reason}" if left.name else left.reason
+
+
+def shown(value: Any) -> str:
+    """In at most 80 characters, on one line."""
+    text = as_text(value).replace("\n", " ")
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _section(name: str, node: Any, depth: int) -> Iterator[str]:
+    indent = "  " * depth
+    if isinstance(node, Value):
+        yield from _comment(node.note, "", indent) if node.note else ()
+        line = f"{indent}{as_text(name)}: {as_text(node.value)}"
+        origin = ", ".join(node.sources) + (" (default)" if node.is_default else "")
+        yield f"{line:<{COLUMN}}  # {_plain(origin)}" if node.sources else line
+        return
+    yield f"{indent}{as_text(name)}:"
+    for child, below in node.items():
+        yield from _section(child, below, depth + 1)
+
+
+def _comment(text: str, bullet: str = "", indent: str = "") -> list[str]:
+    start = f"{indent}# {bullet}"
+    return textwrap.wrap(
+        _plain(text),
+        WIDTH,
+        initial_indent=start,
+        subsequent_indent=f"{indent}# {' ' * len(bullet)}",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _plain(text: str) -> str:
+    """Without what would end a comment, or what YAML forbids in one."""
+    return "".join(char if char.isprintable() else " " if char.isspace() else "?" for char in text)

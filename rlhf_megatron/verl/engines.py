@@ -1,7 +1,6 @@
-"""Section rollout: engines, sampling, evaluation's sampling.
+"""Translates parallel layouts, the section rollout (engines, sampling) and the order of work.
 
-Also: Parallel layouts: that of the actor, and which others can be its own. Who works when: verl's fully asynchronous
-recipe (section async_training), its modes of trainer.v1, one step off.
+The order of work is that of verl's fully asynchronous recipe (section async_training), of trainer.v1, or one step off.
 """
 
 from __future__ import annotations
@@ -269,16 +268,14 @@ def engines(draft: Draft) -> None:
     _servers(draft)
     sources = (("gpu_memory_utilization", "mem_fraction_static"), ("max_num_seqs", "max_running_requests"))
     for source, argument in sources:
-        if g.has(f"rollout.{source}") and g.get(f"rollout.{source}") is not None:
-            draft.put(f"{ARGS}.{argument}", g.get(f"rollout.{source}"), (f"rollout.{source}",))
+        if g.has(f"rollout.{source}"):
+            draft.take(f"rollout.{source}", f"{ARGS}.{argument}")
     if g.has("rollout.enforce_eager") and g.flag("rollout.enforce_eager"):
         draft.put(f"{ARGS}.disable_cuda_graph", True, ("rollout.enforce_eager",))
-    for argument, value in g.below("rollout.engine_kwargs.sglang").items():
-        if value is not None:
-            draft.put(f"{ARGS}.{argument}", value, (f"rollout.engine_kwargs.sglang.{argument}",))
-    bucket = "rollout.checkpoint_engine.update_weights_bucket_megabytes"
-    if g.get(bucket) is not None:
-        draft.put("rollout.update_weights_bucket_megabytes", g.get(bucket), (bucket,))
+    for argument in g.below("rollout.engine_kwargs.sglang"):
+        draft.take(f"rollout.engine_kwargs.sglang.{argument}", f"{ARGS}.{argument}")
+    name = "update_weights_bucket_megabytes"
+    draft.take(f"rollout.checkpoint_engine.{name}", f"rollout.{name}")
 
 
 def _servers(draft: Draft) -> None:

@@ -1,16 +1,165 @@
-"""verl's settings under one name each, whichever layout they were written in; which have been dealt with."""
+"""Holds the settings of verl under one name each, whatever layout they were written in; knows which are dealt with.
+
+OmegaConf's `${...}` in values is resolved here: another key, `${.neighbour}`, `${oc.select:key,default}`,
+`${oc.env:NAME}`. OmegaConf itself refuses a whole file for one malformed value, reads the real environment only, and
+lets values that name each other grow without bound. What a file does not say is verl's default."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from math import isfinite
 from typing import Any
 
 from rlhf_megatron.config.verl_names import RENAMED_SECTIONS, current_path
-from rlhf_megatron.verl.defaults import DEFAULTS
-from rlhf_megatron.verl.interpolate import MISSING, resolve
-from rlhf_megatron.verl.setting import Setting, Written
+from rlhf_megatron.verl.read import Setting, Written, hydra_value
+
+_OPTIM: dict[str, Any] = {
+    "optimizer": "adam",
+    "weight_decay": 0.01,
+    "betas": [0.9, 0.999],
+    "clip_grad": 1.0,
+    "lr_warmup_steps": -1,
+    "lr_warmup_steps_ratio": 0.0,
+    "lr_decay_style": "constant",
+    "min_lr": 0.0,
+}
+_MEGATRON: dict[str, Any] = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "sequence_parallel": True,
+    "use_distributed_optimizer": True,
+}
+DEFAULTS: dict[str, Any] = {
+    "data.train_batch_size": 1024,
+    "data.max_prompt_length": 512,
+    "data.max_response_length": 512,
+    "data.prompt_key": "prompt",
+    "data.shuffle": True,
+    "actor.ppo_mini_batch_size": 256,
+    "actor.ppo_epochs": 1,
+    "actor.use_dynamic_bsz": False,
+    "actor.ppo_max_token_len_per_gpu": 16384,
+    "actor.shuffle": False,
+    "actor.policy_loss.loss_mode": "vanilla",
+    "actor.clip_ratio": 0.2,
+    "actor.clip_ratio_low": 0.2,
+    "actor.clip_ratio_high": 0.2,
+    "actor.clip_ratio_c": 3.0,
+    "actor.tau_pos": 1.0,
+    "actor.tau_neg": 1.05,
+    "actor.policy_loss.clip_cov_ratio": 0.0002,
+    "actor.policy_loss.clip_cov_lb": 1.0,
+    "actor.policy_loss.clip_cov_ub": 5.0,
+    "actor.policy_loss.kl_cov_ratio": 0.0002,
+    "actor.policy_loss.ppo_kl_coef": 0.1,
+    "actor.loss_agg_mode": "token-mean",
+    "actor.entropy_coeff": 0.0,
+    "actor.use_kl_loss": False,
+    "actor.kl_loss_coef": 0.001,
+    "actor.kl_loss_type": "low_var_kl",
+    "actor.optim.lr": 1e-6,
+    "critic.optim.lr": 1e-5,
+    **{f"{role}.optim.{name}": value for role in ("actor", "critic") for name, value in _OPTIM.items()},
+    **{f"{role}.megatron.{name}": value for role in ("actor", "critic") for name, value in _MEGATRON.items()},
+    "critic.ppo_max_token_len_per_gpu": 32768,
+    "critic.cliprange_value": 0.5,
+    "rollout.n": 1,
+    "rollout.temperature": 1.0,
+    "rollout.tensor_model_parallel_size": 2,
+    "rollout.data_parallel_size": 1,
+    "rollout.pipeline_model_parallel_size": 1,
+    "rollout.gpu_memory_utilization": 0.5,
+    "rollout.val_kwargs.do_sample": False,
+    "rollout.val_kwargs.temperature": 0.0,
+    "rollout.val_kwargs.n": 1,
+    "algorithm.adv_estimator": "gae",
+    "algorithm.gamma": 1.0,
+    "algorithm.lam": 1.0,
+    "algorithm.norm_adv_by_std_in_grpo": True,
+    "algorithm.use_kl_in_reward": False,
+    "algorithm.kl_penalty": "kl",
+    "algorithm.kl_ctrl.type": "fixed",
+    "algorithm.kl_ctrl.kl_coef": 0.001,
+    "algorithm.kl_ctrl.target_kl": 0.1,
+    "algorithm.kl_ctrl.horizon": 10000,
+    "trainer.total_epochs": 30,
+    "trainer.nnodes": 1,
+    "trainer.n_gpus_per_node": 8,
+    "trainer.save_freq": -1,
+    "trainer.test_freq": -1,
+    "trainer.val_before_train": True,
+    "trainer.critic_warmup": 0,
+    "trainer.resume_mode": "auto",
+}
+
+
+MISSING: Any = object()
+MAX_DEPTH = 16  # of values that point to values
+MAX_TEXT = 100_000
+_WHOLE = re.compile(r"\$\{([^${}]*(?:\{\})?)\}\s*\Z", re.DOTALL)
+_PART = re.compile(r"\$\{([^${}]*)\}")
+
+
+def resolve(settings: Mapping[str, Setting], name: str, environment: Mapping[str, str]) -> Any:
+    """The value of the setting `name`; MISSING where it points to what is not there (or in a circle)."""
+    return _resolved(settings, name, settings[name].value, environment, 0)
+
+
+def _resolved(
+    settings: Mapping[str, Setting], name: str, value: Any, environment: Mapping[str, str], depth: int
+) -> Any:
+    if depth > MAX_DEPTH:
+        return MISSING
+    if isinstance(value, list):
+        items = [_resolved(settings, name, item, environment, depth + 1) for item in value]
+        return MISSING if any(item is MISSING for item in items) else items
+    if not isinstance(value, str) or "${" not in value:
+        return value
+    if whole := _WHOLE.match(value):
+        return _target(settings, name, whole[1], environment, depth)
+    text = value
+    while part := _PART.search(text):
+        found = _target(settings, name, part[1], environment, depth)
+        if found is MISSING or isinstance(found, dict | list) or len(text) > MAX_TEXT:
+            return MISSING
+        text = text[: part.start()] + str(found) + text[part.end() :]
+    return text
+
+
+def _target(settings: Mapping[str, Setting], name: str, inner: str, environment: Mapping[str, str], depth: int) -> Any:
+    kind, colon, arguments = inner.partition(":")
+    default: Any = MISSING
+    if colon and kind.strip() in ("oc.select", "oc.env"):
+        inner, comma, text = arguments.partition(",")
+        default = hydra_value(text, "") if comma else None
+        if kind.strip() == "oc.env":
+            return environment.get(inner.strip(), default)
+    elif colon:
+        return MISSING
+    key = _absolute(name, inner.strip())
+    if key in settings:
+        return _resolved(settings, key, settings[key].value, environment, depth + 1)
+    below = {other[len(key) + 1 :]: other for other in settings if other.startswith(key + ".")}
+    if below:
+        found = {
+            short: _resolved(settings, full, settings[full].value, environment, depth + 1)
+            for short, full in below.items()
+        }
+        return {short: value for short, value in found.items() if value is not MISSING}
+    return default
+
+
+def _absolute(name: str, path: str) -> str:
+    """`.x` is beside the key `name`, `..x` one section above."""
+    num_points = len(path) - len(path.lstrip("."))
+    if not num_points:
+        return path
+    parts = name.split(".")[:-num_points]
+    return ".".join([*parts, path[num_points:]])
+
 
 ALIASES = (
     ("actor_rollout_ref.hybrid_engine", "hybrid_engine"),

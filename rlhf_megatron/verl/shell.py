@@ -1,4 +1,6 @@
-"""The arguments of a command in a shell script, its variables filled in. Nothing is run.
+"""Reads the arguments of a command in a shell script and fills in its variables. Nothing is run.
+
+bashlex refuses 36 of 160 scripts of verl: it knows neither arrays nor `$((...))`.
 
 What is understood: comments, continued lines, quotes, assignments (also of arrays), $name, ${name}, ${name:-default},
 "${name[@]}" and $((sums of whole numbers)). What depends on a command, on a branch or on an argument of the script is

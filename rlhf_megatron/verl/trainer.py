@@ -1,7 +1,6 @@
-"""Section trainer: how long, where, how often saved and tested, what is written.
+"""Translates the section trainer of verl, mini-batches (prompts there, samples here), token budgets and optimizers.
 
-Also: Mini-batches (prompts there, samples here), passes, and token budgets made of micro-batch sizes. Optimizers and
-schedules. verl's schedules move once a step of the loop, ours at each optimizer step.
+verl's learning-rate schedules move once a step of the loop, ours at each optimizer step.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ def trainer(draft: Draft) -> None:
         if g.get(key) is not None:
             sizes = [g.whole(f"trainer.max_{role}_ckpt_to_keep", low=0) or 0 for role in ("actor", "critic")]
             draft.put("trainer.max_ckpt_to_keep", max(sizes), (key,), "one checkpoint holds actor and critic")
-    if g.get("actor.megatron.seed") is not None:
-        draft.put("trainer.seed", g.get("actor.megatron.seed"), ("actor.megatron.seed",))
+    draft.take("actor.megatron.seed", "trainer.seed")
     g.ignore("critic.megatron.seed", "reference.megatron.seed")
     _names(draft)
     _loggers(draft)
@@ -91,8 +89,7 @@ def _names(draft: Draft) -> None:
         plain = name.strip("/").replace("/", "_")
         note = "a directory name: / became _" if plain != name else ""
         draft.put("trainer.experiment_name", plain, ("trainer.experiment_name",), note)
-    if g.get("trainer.project_name") is not None:
-        draft.put("trainer.project_name", g.text("trainer.project_name"), ("trainer.project_name",))
+    draft.take("trainer.project_name", as_ours=lambda _: g.text("trainer.project_name"))
     parent = g.text("trainer.default_local_dir") if g.get("trainer.default_local_dir") is not None else None
     if parent is not None:
         note = "experiment_name is put below it"
@@ -118,13 +115,12 @@ def _loggers(draft: Draft) -> None:
 
 
 def _checkpoints(draft: Draft) -> None:
-    g = draft.given
+    g, is_async = draft.given, "actor.checkpoint.async_save"
+    draft.take(is_async, "trainer.async_save", lambda _: g.flag(is_async))
     for role in ("actor", "critic"):
         contents = f"{role}.checkpoint.save_contents"
         if role == "actor" and isinstance(g.look(contents), list) and "hf_model" in g.look(contents):
             draft.put("trainer.save_hf", True, (contents,), "at the end of the run; checkpoints are always whole")
-        if role == "actor" and g.get(f"{role}.checkpoint.async_save") is not None:
-            draft.put("trainer.async_save", g.flag("actor.checkpoint.async_save"), ("actor.checkpoint.async_save",))
         g.ignore(f"{role}.checkpoint.*")
 
 

@@ -1,4 +1,4 @@
-"""A configuration of verl as one of ours: read, mapped, checked, written."""
+"""Turns a configuration of verl into one of ours: maps it section by section, checks the result, writes it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from rlhf_megatron.verl import data as of_reward
 from rlhf_megatron.verl import engines as of_engines
 from rlhf_megatron.verl import engines as of_layout
 from rlhf_megatron.verl.algorithm import estimator, group_filter, has_critic, kl_in_reward, policy_loss, resampling
-from rlhf_megatron.verl.draft import Draft, Left, Parts, Told, Value, rest
+from rlhf_megatron.verl.draft import Draft, Left, Parts, Told, Value, as_yaml, rest
 from rlhf_megatron.verl.engines import as_steps, schedule
 from rlhf_megatron.verl.given import Given
-from rlhf_megatron.verl.setting import Written
+from rlhf_megatron.verl.read import Written
 from rlhf_megatron.verl.trainer import actor_batches, critic_batches, optim, reference_batches, trainer
-from rlhf_megatron.verl.write import as_yaml
 
 
 @dataclass(frozen=True)
@@ -114,9 +113,7 @@ def _critic(draft: Draft) -> None:
         g.ignore("critic.*", "trainer.critic_warmup")
         draft.num_off += before - len(g.rest())
         return
-    path = "critic.model.path"
-    if g.get(path) is not None:
-        draft.put("critic.path", of_data.at_home(draft, g.get(path)), (path,))
+    draft.take("critic.model.path", "critic.path", lambda value: of_data.at_home(draft, value))
     draft.copy("critic.cliprange_value", value=g.number("critic.cliprange_value"))
     draft.copy("trainer.critic_warmup")
     critic_batches(draft)

@@ -15,7 +15,7 @@ from rlhf_megatron.config.verl_names import VERL_NAMES, entry_of, suggest
 from rlhf_megatron.rewards.scorers import REWARDS
 from rlhf_megatron.verl.draft import Parts, Told
 from rlhf_megatron.verl.given import one_name
-from rlhf_megatron.verl.setting import Setting, Written
+from rlhf_megatron.verl.read import Setting, Written
 from rlhf_megatron.verl.translate import translate
 
 OPTIM = """lr lr_warmup_steps lr_warmup_steps_ratio lr_decay_style min_lr weight_decay betas optimizer clip_grad
