@@ -22,7 +22,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help install engine-conformance test-sglang quickstart quickstart-ppo quickstart-seeds smollm2 smollm2-ppo test check format test-dist parity split-invariance replay-layouts test-long chaos soak bench bench-kernels gpu-check sglang-cpu sglang-smoke clean
+.PHONY: help install engine-conformance test-sglang quickstart quickstart-ppo quickstart-seeds smollm2 smollm2-ppo test check map format test-dist parity split-invariance replay-layouts test-long chaos soak bench bench-kernels gpu-check sglang-cpu sglang-smoke clean
 
 help:
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 20
@@ -61,6 +61,9 @@ check: $(VENV)/.installed  ## format, lint, types, layering, fast tests: before 
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests -q -m "not dist and not gpu and not smollm2 and not sglang and not chaos and not long" $(ARGS)
+
+map:  ## every module of the package with its purpose
+	@$(PYTHON) -m tools.file_map
 
 format: $(VENV)/.installed  ## format and sort imports
 	$(BIN)/ruff format .

@@ -15,7 +15,7 @@ from typing import Literal
 
 Reduction = Literal["mean", "sum", "max", "min", "std", "quantile", "share", "ratio", "last", "count", "verdict"]
 
-# What is reduced, in the words that docs/metrics.md shows.
+# What is reduced, in the words that the reference shows.
 OPTIMIZER_STEPS = "response tokens of a mini-batch, then optimizer steps"
 TOKENS = "response tokens of a step"
 VALID_TOKENS = "response tokens of samples whose reward counts"

@@ -1,8 +1,7 @@
 """Every metric that algorithms/ hands out. Names are the field's own where one exists.
 
 To add one: a line `"area/name": Metric(unit, meaning, reduction, over, better)`, see algorithms/metric.py (`better`
-only where there is a direction), in the block of what hands it out. Then
-`python -m rlhf_megatron.observe.metrics.reference --write docs/metrics.md`, and commit both: a test compares them.
+only where there is a direction), in the block of what hands it out.
 """
 
 from __future__ import annotations

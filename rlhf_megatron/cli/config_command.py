@@ -37,8 +37,4 @@ def check(args: argparse.Namespace) -> None:
 
 
 def reference(args: argparse.Namespace) -> None:
-    text = config_reference.reference()
-    if args.write is None:
-        sys.stdout.write(text)
-    else:
-        args.write.write_text(text, encoding="utf-8")
+    sys.stdout.write(config_reference.reference(args.section))

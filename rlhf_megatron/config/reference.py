@@ -1,4 +1,4 @@
-"""The reference of all settings as Markdown, made from the schema (docs/config.md)."""
+"""The reference of all settings as Markdown, made from the schema."""
 
 from __future__ import annotations
 
@@ -14,31 +14,21 @@ from rlhf_megatron.config.show import as_text
 from rlhf_megatron.config.verl_names import RENAMED_SECTIONS, VERL_NAMES
 
 HEAD = """\
-# Configuration
+# Settings
 
-Made by `rlhf-megatron config reference --write docs/config.md` from `rlhf_megatron/config/schema`; do not edit.
-
-A run is one YAML file and, where wanted, overrides:
-
-    rlhf-megatron config check configs/quickstart.yaml                         # find everything that is wrong
-    rlhf-megatron config show  configs/quickstart.yaml actor.optim.lr=1e-5     # each value and where it came from
-    rlhf-megatron train        configs/quickstart.yaml actor.optim.lr=1e-5
-
-- `extends: base.yaml` (or a list) at the top of a file takes over another file, found relative to this one. Later wins:
-  defaults, then the bases in order, then the file, then the command line.
-- Sections and the free mappings (`params`, `task_params`, `args`, `env`) merge key by key; lists are replaced. An empty
-  mapping (`params: {}`) clears what a base has set.
-- The value of an override is YAML: `data.train_files=[a.jsonl,b.jsonl]`, `trainer.seed=7`, `rollout.dtype=null`.
-- Scalars follow YAML 1.2: `1e-4` is a number; `yes` and `on` are text, write `true`.
-- An unknown key, a wrong type, a contradiction and a setting that would be ignored are errors, all listed at once,
-  before anything is started (exit code 2). What a later layer switched off may stay configured in an earlier one.
-- Paths are relative to the working directory, that of `extends` to its file.
+A key of a YAML file is section.key; `docs/config.md` says how files and overrides become settings.
 """
 
 
-def reference() -> str:
-    """The whole document."""
-    return HEAD + "".join(_sections()) + "".join(_entries()) + "".join(_verl())
+def reference(section: str = "") -> str:
+    """Return the document, or only the sections whose titles contain `section`. Raises ValueError where none does."""
+    text = HEAD + "".join(_sections()) + "".join(_entries()) + "".join(_verl())
+    if not section:
+        return text
+    found = [part for part in text.split("\n## ")[1:] if section in part.partition("\n")[0]]
+    if not found:
+        raise ValueError(f"no section is called {section}; `rlhf-megatron config reference` prints all.")
+    return "\n".join(f"## {part}" for part in found)
 
 
 def _sections() -> Iterator[str]:

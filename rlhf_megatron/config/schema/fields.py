@@ -39,7 +39,7 @@ BELOW_ONE = Interval(0, 1, is_high_open=True)
 
 
 def doc(text: str, default: Any = ..., bounds: Interval = NOT_NEGATIVE, factory: Any = None) -> Any:
-    """A dataclass field. `text` is shown by `config show` and in docs/config.md; every number must lie in `bounds`."""
+    """A dataclass field. `text` is shown by `config show` and `config reference`; every number must lie in `bounds`."""
     metadata = {"doc": text, "bounds": bounds}
     if factory is not None:
         return field(default_factory=factory, metadata=metadata)

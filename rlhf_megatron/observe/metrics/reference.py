@@ -1,12 +1,10 @@
-"""docs/metrics.md from the catalogue: `python -m rlhf_megatron.observe.metrics.reference --write docs/metrics.md`."""
+"""Prints the catalogue of metrics: `python -m rlhf_megatron.observe.metrics.reference`."""
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 from rlhf_megatron.algorithms.metric import PLACEHOLDERS, Metric
 from rlhf_megatron.algorithms.metric_names import METRICS as ALGORITHM_METRICS
@@ -14,7 +12,6 @@ from rlhf_megatron.observe.metrics import names as of_steps
 from rlhf_megatron.observe.metrics import system_names as of_system
 from rlhf_megatron.observe.metrics.names import CATALOGUE
 
-COMMAND = "python -m rlhf_megatron.observe.metrics.reference --write docs/metrics.md"
 SECTIONS: tuple[tuple[str, Mapping[str, Metric]], ...] = (
     ("Rewards", of_steps.REWARDS),
     ("Advantages, values, returns", of_steps.SIGNALS),
@@ -60,20 +57,11 @@ VERL_NAMES: Mapping[str, tuple[str, str]] = {  # verl's name -> (ours, what diff
     "agent_loop/num_preempted/mean": ("rollout/num_retractions", "a sum"),
     "filter_groups/<option>": ("reward/uniform_groups", "the share before any group is left out"),
 }
-HEAD = f"""# Metrics
-
-Made by `{COMMAND}` from the catalogue in
-[algorithms](../rlhf_megatron/algorithms/metric_names.py) and
-[scheduler](../rlhf_megatron/observe/metrics/names.py); do not edit.
-
-Every number that a run writes to `metrics.jsonl`, TensorBoard or Weights & Biases is one of these; a metric that does
-not apply to a run is left out. *Reduction* says how many numbers became one, and of what; ▲ and ▼ tell the better
-direction, where there is one. How to look at them: [monitoring](monitoring.md).
-"""
+HEAD = "# Metrics\n"
 
 
 def reference() -> str:
-    """The document."""
+    """Return the catalogue as Markdown."""
     parts = [HEAD, _table(("in a name", "stands for"), [(f"`<{k}>`", what) for k, (_, what) in _used().items()])]
     heads = ("metric", "unit", "meaning", "reduction")
     for title, metrics in SECTIONS:
@@ -99,15 +87,5 @@ def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", metavar="FILE", type=Path, help="to this file instead of standard output")
-    path = parser.parse_args().write
-    if path is None:
-        sys.stdout.write(reference())
-    else:
-        path.write_text(reference(), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    sys.stdout.write(reference())

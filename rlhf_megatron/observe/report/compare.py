@@ -14,6 +14,7 @@ from itertools import takewhile
 from rlhf_megatron.config.keys import leaves, value_of
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.show import as_text
+from rlhf_megatron.evaluation.intervals import t95
 from rlhf_megatron.observe.report import html
 from rlhf_megatron.observe.report.catalogue import SECTIONS, Spec
 from rlhf_megatron.observe.report.charts import Chart, Series, keys_of, make_chart, matching, rows_of
@@ -91,8 +92,6 @@ def difference(values: Sequence[float], base: Sequence[float]) -> Estimate | Non
     """Mean of `values` minus mean of `base`, runs of two configurations. Interval: Welch 1947. None for no value."""
     if not values or not base:
         return None
-    from rlhf_megatron.evaluation.intervals import t95
-
     mean = statistics.fmean(values) - statistics.fmean(base)
     if len(values) < 2 or len(base) < 2:
         return Estimate(mean)

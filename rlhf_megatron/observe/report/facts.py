@@ -10,8 +10,8 @@ from typing import Any
 from rlhf_megatron.config.keys import leaves, value_of
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.show import as_text
+from rlhf_megatron.evaluation.intervals import Z95
 from rlhf_megatron.observe.report.charts import MASKED, NUM_SAMPLES, REWARD_STD
-from rlhf_megatron.observe.report.numbers import Z95
 from rlhf_megatron.observe.report.records import Row, RunFiles
 from rlhf_megatron.parallel.layout import Layout
 

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-Z95 = statistics.NormalDist().inv_cdf(0.975)
+from rlhf_megatron.evaluation.intervals import Z95, t95
 
 
 def sample_interval(mean: float, std: float, count: float) -> tuple[float, float]:
@@ -17,8 +17,6 @@ def sample_interval(mean: float, std: float, count: float) -> tuple[float, float
 
 def seed_interval(values: Sequence[float]) -> tuple[float, float] | None:
     """95 % interval of the mean over few runs (Student's t). None for a single one."""
-    from rlhf_megatron.evaluation.intervals import t95  # with numpy: the page of one run does without
-
     if len(values) < 2:
         return None
     mean, half = statistics.fmean(values), t95(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
