@@ -34,7 +34,8 @@ Written by `python -m benchmarks.performance_page --write` from the files in `be
 
 A value in `x` is ours over the baseline of the same run: below 1 is faster, or smaller. CPU figures are CPU seconds of
 one thread unless they say wall time. What each case does is told at the top of its file: `benchmarks/kernels/` for
-C1 to C11, `benchmarks/gpu/` for G1 to G11, [benchmarks/README.md](../benchmarks/README.md) for the rest.
+C1 to C11, `benchmarks/gpu/` for G1 to G11, [benchmarks/README.md](../benchmarks/README.md) for the rest. Of a case that
+has bars only the figures with one are shown; the files have all.
 """
 
 
@@ -99,7 +100,8 @@ def case_text(name: str, case: Mapping[str, Any]) -> str:
         text += "; ".join(f"{label}: {shape}" for label, shape in shapes.items()) + ".\n\n"
     elif _has_shape(case.get("details")):
         text += f"{case['details']['shape']}.\n\n"
-    figures = figures_of(case)
+    every = figures_of(case)
+    figures = [figure for figure in every if figure.bar is not None] or every
     rows = [_figure_cells(figure) for figure in figures] if len(figures) <= MOST_FIGURES else worst_of_each(figures)
     text += table(("what", "value", "bar", "", "beside"), rows)
     text += f"\nNot complete: {why}.\n" if why else ""
