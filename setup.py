@@ -10,6 +10,7 @@ REQUIRES = [
     "megatron-core>=0.16.1,<0.20",
     "psutil>=5.9",  # an undeclared need of megatron-core's checkpoint writer
     "triton>=3; python_version >= '3.12' and sys_platform == 'linux'",  # likewise of 0.18 and newer
+    "msgspec>=0.19",  # headers of messages
     "packaging>=24.2",
     "numpy>=1.26",
     "pyyaml>=6",

@@ -1,4 +1,4 @@
-"""Objects as bytes, for the control channel, recorded steps and the broadcast inside a replica. Never a pickle.
+"""Turns objects into bytes for the control channel, recorded steps and the broadcast inside a replica. Never a pickle.
 
 A message is a small JSON header and raw buffers:
 
@@ -18,8 +18,9 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -37,6 +38,13 @@ _PLAIN = {type(None), bool, int, str}  # what JSON keeps as it is; floats too, w
 _PLAIN_NODES = _PLAIN | {float}
 _REGISTERED: dict[str, type] = {}
 
+
+class _Header(msgspec.Struct, forbid_unknown_fields=True):
+    tree: Any
+    sizes: list[Annotated[int, msgspec.Meta(ge=0)]]  # of the buffers, bytes
+
+
+_READER = msgspec.json.Decoder(_Header)
 Class = TypeVar("Class", bound=type)
 Buffer = bytes | bytearray | memoryview
 
@@ -68,11 +76,10 @@ def encode_parts(obj: Any) -> list[Buffer]:
     """`encode` without the last copy: the pieces to write one after the other."""
     buffers: list[Buffer] = []
     try:
-        tree = _pack(obj, buffers)
-        header = json.dumps({"tree": tree, "sizes": [len(b) for b in buffers]}, separators=(",", ":"), allow_nan=False)
+        header = _written(_Header(_pack(obj, buffers), list(map(len, buffers))))
     except RecursionError:
         raise ValueError("cannot encode an object that is nested too deeply or contains itself.") from None
-    parts: list[Buffer] = [MAGIC + len(header).to_bytes(4, "little") + header.encode("ascii")]
+    parts: list[Buffer] = [MAGIC + len(header).to_bytes(4, "little") + header]
     position = len(parts[0])
     for buffer in buffers:
         padding = -position % ALIGNMENT
@@ -95,12 +102,10 @@ def decode(data: Buffer) -> Any:
     if end > len(view):
         raise ValueError(f"malformed message: a header of {end - 8} bytes is announced, {len(view) - 8} bytes follow.")
     try:
-        header = json.loads(str(view[8:end], "ascii"), parse_constant=_reject_constant)
-        if type(header) is not dict or set(header) != {"tree", "sizes"}:
-            raise ValueError("the header must hold tree and sizes")
-        buffers = _slices(view, end, header["sizes"])
-        obj = _unpack(header["tree"], buffers)
-    except (ValueError, RecursionError) as error:
+        header = _read(view[8:end])
+        buffers = _slices(view, end, header.sizes)
+        obj = _unpack(header.tree, buffers)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ValueError(f"malformed message: {error}.") from error
     if next(buffers, None) is not None:
         raise ValueError("malformed message: it has more buffers than its tree uses.")
@@ -143,6 +148,22 @@ def read_file(path: Path) -> Any:
         return decode(memoryview(data)[:count])
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def _written(header: _Header) -> bytes:
+    try:
+        return msgspec.json.encode(header)
+    except UnicodeEncodeError:  # text with half of a surrogate pair: JSON can have it, UTF-8 cannot
+        return json.dumps(msgspec.structs.asdict(header)).encode("ascii")
+
+
+def _read(header: memoryview) -> _Header:
+    try:
+        return _READER.decode(header)
+    except msgspec.DecodeError:
+        if b"\\ud" not in bytes(header).lower():
+            raise
+        return msgspec.convert(json.loads(bytes(header)), _Header)
 
 
 def _pack(obj: Any, buffers: list[Buffer]) -> Any:
@@ -240,10 +261,8 @@ def _unpack_dataclass(value: Any, buffers: Iterator[memoryview]) -> Any:
         raise ValueError(f"{name} refuses its fields ({error})") from error
 
 
-def _slices(view: memoryview, position: int, sizes: Any) -> Iterator[memoryview]:
+def _slices(view: memoryview, position: int, sizes: list[int]) -> Iterator[memoryview]:
     """The buffers, after checking that they fill `view` from `position` to its end exactly."""
-    if type(sizes) is not list or any(type(size) is not int or size < 0 for size in sizes):
-        raise ValueError("sizes must be a list of byte counts")
     starts = []
     for size in sizes:
         position += -position % ALIGNMENT
@@ -259,7 +278,3 @@ def _take(buffers: Iterator[memoryview], size: int) -> memoryview:
     if buffer is None or len(buffer) != size:
         raise ValueError(f"a buffer of {size} bytes is missing")
     return buffer
-
-
-def _reject_constant(text: str) -> Any:
-    raise ValueError(f"{text} is not a number here")

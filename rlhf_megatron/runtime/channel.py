@@ -52,7 +52,7 @@ class Channel:
         _detect_dead_peers(sock)
 
     def send(self, message: Any, lock_timeout_s: float = SEND_TIMEOUT_S) -> None:
-        """Raises ConnectionError when the peer is gone or takes nothing, ValueError for what cannot be encoded."""
+        """Raises ConnectionError when the peer is gone or stopped reading, ValueError for what cannot be encoded."""
         parts = codec.encode_parts(message)
         size = sum(len(part) for part in parts)
         if size > self.max_frame_bytes:
@@ -60,13 +60,13 @@ class Channel:
                 f"a message of {size} bytes is over the limit of {self.max_frame_bytes}; send less at once."
             )
         if not self._send_lock.acquire(timeout=lock_timeout_s):
-            raise ConnectionError("the peer takes no data.")
+            raise ConnectionError("the peer stopped reading.")
         try:
             self._socket.sendall(_HEADER.pack(size))
             for part in parts:
                 self._socket.sendall(part)
         except BlockingIOError as error:
-            raise ConnectionError(f"the peer took no data for {SEND_TIMEOUT_S} s.") from error
+            raise ConnectionError(f"the peer stopped reading for {SEND_TIMEOUT_S} s.") from error
         except OSError as error:
             raise ConnectionError(f"the connection broke: {error}") from error
         finally:
@@ -171,7 +171,7 @@ def _receive_exactly(sock: socket.socket, size: int) -> bytearray:
 
 
 def _detect_dead_peers(sock: socket.socket) -> None:
-    """A machine that vanished is noticed within about a minute; a peer that takes no data, by the send timeout."""
+    """A machine that vanished is noticed within about a minute; a peer that stopped reading, by the send timeout."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_TIMEOUT_S, 0))
     if sock.family in (socket.AF_INET, socket.AF_INET6):

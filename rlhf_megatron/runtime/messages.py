@@ -1,4 +1,4 @@
-"""What controller and hosts say to each other: frozen dataclasses in the encoding of `data.codec`, never a pickle."""
+"""The messages between controller and hosts: frozen dataclasses in the encoding of `data.codec`, never a pickle."""
 
 from __future__ import annotations
 

@@ -183,8 +183,9 @@ def message(tree: Any, sizes: Any = (), body: bytes = b"", **more: Any) -> bytes
         (b"\x80\x04K\x01.....", "do not start"),
         (codec.MAGIC + b"\xff\xff\xff\x7f{}", "a header of 2147483647 bytes is announced, 2 bytes follow"),
         (codec.MAGIC + b"\x02\0\0\0{{", "malformed message"),
-        (codec.MAGIC + b"\x02\0\0\0[]", "must hold tree and sizes"),
-        (message(1, extra=1), "must hold tree and sizes"),
+        (codec.MAGIC + b"\x02\0\0\0[]", "Expected `object`, got `array`"),
+        (message(1, extra=1), "unknown field `extra`"),
+        (codec.MAGIC + b'\x0a\0\0\0{"tree":1}', "missing required field `sizes`"),
         (message({"data": ["os.system", {}]}), "'os.system' is not registered here"),
         (message({"data": ["Leaf", {"name": "x"}]}), "written with other fields .differing: values."),
         (message({"data": ["Leaf", {"y": 1}]}), "written with other fields .differing: values, y."),
@@ -206,7 +207,7 @@ def message(tree: Any, sizes: Any = (), body: bytes = b"", **more: Any) -> bytes
         (message(1, [4], bytes(4)), "more buffers than its tree uses"),
         (message({"bytes": 4}, [4], bytes(3)), "bytes are announced"),
         (message({"bytes": 4}, [4], bytes(5)), "bytes are announced"),
-        (message({"bytes": 4}, [-4], bytes(4)), "list of byte counts"),
+        (message({"bytes": 4}, [-4], bytes(4)), "Expected `int` >= 0"),
         (message({"bytes": 10**30}, [10**30], bytes(4)), "bytes are announced"),
         (message(1).replace(b'"tree": 1', b'"tree":NaN'), "malformed message"),
     ],
@@ -214,6 +215,10 @@ def message(tree: Any, sizes: Any = (), body: bytes = b"", **more: Any) -> bytes
 def test_malformed_messages(data: bytes, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         codec.decode(data)
+
+
+def test_half_of_a_surrogate_pair_travels() -> None:
+    assert round_trip({"label": "\ud83d", "\udc00": ["a"]}) == {"label": "\ud83d", "\udc00": ["a"]}
 
 
 def test_deep_nesting_is_an_error() -> None:
