@@ -15,7 +15,7 @@ from benchmarks.parity.run import Case, DistPool, make_case, run_cell
 from benchmarks.parity.sharded import run_on_rank
 from benchmarks.split_correction import SCALES
 from benchmarks.split_pure import PARAMS, token_budget
-from rlhf_megatron.algorithms.aggregate import LOSS_AGG_MODES
+from rlhf_megatron.algorithms.aggregate import AGGREGATIONS
 from rlhf_megatron.algorithms.losses import POLICY_LOSSES
 from rlhf_megatron.config.schema import PolicyLossConfig, RolloutCorrectionConfig
 from rlhf_megatron.data.batch import token_index
@@ -106,7 +106,7 @@ def run_layout(
     pool: DistPool,
     case: Case,
     axes: Axes,
-    modes: Sequence[str] = LOSS_AGG_MODES,
+    modes: Sequence[str] = AGGREGATIONS,
     parts: Sequence[int] = PARTS,
     is_shuffled: bool = False,
     job: Callable[..., Any] = run_on_rank,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks import split_correction
 from benchmarks.parity.sharded import train_batch
-from rlhf_megatron.algorithms.aggregate import LOSS_AGG_MODES
+from rlhf_megatron.algorithms.aggregate import AGGREGATIONS
 from rlhf_megatron.algorithms.losses import POLICY_LOSSES
 from rlhf_megatron.algorithms.losses.kl import KLType
 from rlhf_megatron.algorithms.sequences import Sequences
@@ -104,7 +104,7 @@ def loss_cases() -> Iterator[LossCase]:
 
     Those terms are added to any loss in one place (algorithms/losses/compose.py), so one loss shows them.
     """
-    for mode in LOSS_AGG_MODES:
+    for mode in AGGREGATIONS:
         base = ActorConfig(loss_agg_mode=mode, loss_scale_factor=LONGEST)
         yield LossCase("sft", "sft", base)
         for name in POLICY_LOSSES:
@@ -120,7 +120,7 @@ def corrected_cases() -> Iterator[LossCase]:
     """Every mode of the correction with every loss that it may stand with and every aggregation; and with KL and
     entropy terms, of which what is rejected has no share, either.
     """
-    for mode in LOSS_AGG_MODES:
+    for mode in AGGREGATIONS:
         plain = ActorConfig(loss_agg_mode=mode, loss_scale_factor=LONGEST)
         with_terms = replace(plain, entropy_coeff=0.03, use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3")
         for correction in split_correction.modes():

@@ -1,17 +1,30 @@
-"""A named table of interchangeable parts (estimators, losses, rewards, model families, tasks).
+"""Named tables of interchangeable parts: estimators, losses, aggregations, rewards, model families, engines, and so on.
 
-A part declares, beside its function, the dataclass of its parameters and the batch fields it needs, so that a
-configuration can be checked against it before any process is started.
+A part declares, beside its function, the dataclass of its parameters and what it needs, so that a configuration can be
+checked against it before any process is started. Ours lie in the package of their kind, a user's in a plugin.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 T = TypeVar("T")
+Scope = Literal["sample", "group", "step"]
+
+PACKAGES = {
+    "advantage estimator": "rlhf_megatron.algorithms.advantages",
+    "policy loss": "rlhf_megatron.algorithms.losses",
+    "aggregation": "rlhf_megatron.algorithms.aggregate",
+    "reward": "rlhf_megatron.rewards.scorers",
+    "schedule": "rlhf_megatron.scheduler.schedules",
+    "task": "rlhf_megatron.data.tasks",
+}
+"""Kind of part -> what must be imported for those of ours to be registered; none of it imports torch."""
 
 
 @dataclass(frozen=True)
@@ -22,22 +35,35 @@ class Entry(Generic[T]):
     build: T
     params: type | None
     needs: tuple[str, ...]  # names of the batch columns that the part reads
+    scope: Scope  # of an estimator: whose rewards the baseline is made of; "group" needs several samples a prompt
+    aggregation: str | None  # of a policy loss: the one that it is defined with; None: any
 
 
 class Registry(Generic[T]):
     """Maps a name to an `Entry`. `kind` is the word used in error messages, e.g. "policy loss"."""
 
+    by_kind: ClassVar[dict[str, Registry[Any]]] = {}
+
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._entries: dict[str, Entry[T]] = {}
+        Registry.by_kind[kind] = self
 
-    def register(self, name: str, params: type | None = None, needs: tuple[str, ...] = ()) -> Callable[[T], T]:
+    def register(
+        self,
+        name: str,
+        params: type | None = None,
+        needs: tuple[str, ...] = (),
+        *,
+        scope: Scope = "step",
+        aggregation: str | None = None,
+    ) -> Callable[[T], T]:
         """Decorator. Raises ValueError when `name` is taken by another part."""
 
         def add(build: T) -> T:
             if name in self._entries and self._entries[name].build is not build:
                 raise ValueError(f"{self.kind} {name!r} is registered already; choose another name.")
-            self._entries[name] = Entry(name, build, params, needs)
+            self._entries[name] = Entry(name, build, params, needs, scope, aggregation)
             return build
 
         return add
@@ -51,8 +77,23 @@ class Registry(Generic[T]):
             raise ValueError(f"unknown {self.kind} {name!r}.{hint} Known: {known}.")
         return self._entries[name]
 
+    def find(self, name: str) -> Entry[T] | None:
+        return self._entries.get(name)
+
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._entries))
+
+
+def parts_of(kind: str) -> Registry[Any]:
+    """The registry of a kind, with all parts of ours: for whoever may not import them by name."""
+    importlib.import_module(PACKAGES[kind])
+    return Registry.by_kind[kind]
+
+
+def import_modules(package: str, path: Iterable[str]) -> None:
+    """Imports every module of a package, so that each registers itself."""
+    for module in pkgutil.iter_modules(path):
+        importlib.import_module(f"{package}.{module.name}")

@@ -28,7 +28,7 @@ from rlhf_megatron.observe.metrics.batch import batch_metrics, valid_samples, va
 from rlhf_megatron.observe.metrics.rates import Workload, balance, throughput, time_per_token, utilisation
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.scheduler.advantages import AdvantageStage, correction_columns
-from rlhf_megatron.scheduler.parts import Plugins
+from rlhf_megatron.scheduler.parts import Parts as RunParts
 from rlhf_megatron.workers.correction import correction_params
 
 SHAPES, QUICK_SHAPES = ((2048, 2048), (16384, 2048)), ((64, 64),)  # samples, tokens of a sample at most
@@ -99,7 +99,7 @@ def parts_of(batch: TrainBatch, work: Workload) -> dict[str, Callable[[], object
         return lambda: correction_columns(columns, is_valid, params, is_bypass=False)
 
     def estimated(name: str, use_kl: bool = False) -> Callable[[], object]:
-        stage = AdvantageStage(AlgorithmConfig(use_kl_in_reward=use_kl, kl_penalty="k3"), plugins_of(name, use_kl))
+        stage = AdvantageStage(AlgorithmConfig(use_kl_in_reward=use_kl, kl_penalty="k3"), parts_of(name, use_kl))
         return lambda: stage.estimate(columns, is_valid)
 
     return {
@@ -111,9 +111,9 @@ def parts_of(batch: TrainBatch, work: Workload) -> dict[str, Callable[[], object
     }
 
 
-def plugins_of(name: str, use_kl: bool) -> Plugins:
+def run_parts(name: str, use_kl: bool) -> RunParts:
     entry = ADV_ESTIMATORS.get(name)
-    return Plugins(
+    return RunParts(
         entry.build,
         None if entry.params is None else entry.params(),
         needs_reference=use_kl,

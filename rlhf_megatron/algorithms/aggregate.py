@@ -20,17 +20,59 @@ weights with what it keeps.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rlhf_megatron.lazy import Tensor, torch
+from rlhf_megatron.registry import Registry
 
 BLOCK = 131072  # tokens
-LOSS_AGG_MODES = (
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-sum-norm",
-    "seq-mean-token-mean",
-)
+
+
+@dataclass(frozen=True)
+class AggregationInputs:
+    """A mini-batch, or a part of it with the counts of the whole."""
+
+    mask_T: Tensor  # float64, 1 on response tokens, else 0
+    offsets: Tensor  # [B + 1] int64; sequence i owns tokens offsets[i] : offsets[i + 1]
+    num_response_tokens: int  # N, over all replicas, at least 1
+    num_sequences: int  # S, likewise
+    scale_factor: float | None  # actor.loss_scale_factor in tokens, for one that needs "scale_factor"
+
+
+Aggregation = Callable[[AggregationInputs], Tensor]  # [T] float64 weights, 0 where the mask is
+AGGREGATIONS: Registry[Aggregation] = Registry("aggregation")
+
+
+@AGGREGATIONS.register("token-mean")
+def token_mean(inputs: AggregationInputs) -> Tensor:
+    return inputs.mask_T / inputs.num_response_tokens
+
+
+@AGGREGATIONS.register("token-sum")
+def token_sum(inputs: AggregationInputs) -> Tensor:
+    return inputs.mask_T
+
+
+@AGGREGATIONS.register("seq-mean-token-sum")
+def seq_mean_token_sum(inputs: AggregationInputs) -> Tensor:
+    return inputs.mask_T / inputs.num_sequences
+
+
+@AGGREGATIONS.register("seq-mean-token-sum-norm", needs=("scale_factor",))
+def seq_mean_token_sum_norm(inputs: AggregationInputs) -> Tensor:
+    if inputs.scale_factor is None or not inputs.scale_factor > 0:
+        raise ValueError(
+            f"loss_scale_factor ({inputs.scale_factor}) must be positive for seq-mean-token-sum-norm; use the longest"
+            " response, in tokens."
+        )
+    return inputs.mask_T / (inputs.num_sequences * inputs.scale_factor)
+
+
+@AGGREGATIONS.register("seq-mean-token-mean")
+def seq_mean_token_mean(inputs: AggregationInputs) -> Tensor:
+    counts_B = sequence_sums(inputs.mask_T, inputs.offsets).clamp(min=1)
+    return inputs.mask_T / (inputs.num_sequences * counts_B.repeat_interleave(inputs.offsets.diff()))
 
 
 def loss_weights(
@@ -41,14 +83,7 @@ def loss_weights(
     num_sequences: int,
     scale_factor: float | None = None,
 ) -> Tensor:
-    """[T] float32 weights, 0 outside of `response_mask_T`.
-
-    Args:
-        mode: one of LOSS_AGG_MODES.
-        offsets: [B + 1] int64; sequence i owns tokens offsets[i] : offsets[i + 1]. May be a part of the mini-batch.
-        num_response_tokens: N, of the whole mini-batch over all replicas.
-        num_sequences: S, likewise.
-        scale_factor: of seq-mean-token-sum-norm, in tokens.
+    """[T] float32 weights, 0 outside of `response_mask_T`. `mode`: a registered aggregation; others: AggregationInputs.
 
     Raises ValueError for an unknown mode, a scale factor that it lacks, and a global count below that in this part.
     """
@@ -58,26 +93,9 @@ def loss_weights(
             f"global counts ({num_response_tokens} response tokens, {num_sequences} sequences) must cover this part"
             f" ({num_here} tokens, {offsets.numel() - 1} sequences); count the whole mini-batch, before any rejection."
         )
+    counts = max(num_response_tokens, 1), max(num_sequences, 1)
     mask_T = response_mask_T.to(torch.float64)
-    if mode == "token-mean":
-        weights_T = mask_T / max(num_response_tokens, 1)
-    elif mode == "token-sum":
-        weights_T = mask_T
-    elif mode == "seq-mean-token-sum":
-        weights_T = mask_T / max(num_sequences, 1)
-    elif mode == "seq-mean-token-sum-norm":
-        if scale_factor is None or not scale_factor > 0:
-            raise ValueError(
-                f"loss_scale_factor ({scale_factor}) must be positive for seq-mean-token-sum-norm; use the longest"
-                " response, in tokens."
-            )
-        weights_T = mask_T / (max(num_sequences, 1) * scale_factor)
-    elif mode == "seq-mean-token-mean":
-        counts_B = sequence_sums(mask_T, offsets).clamp(min=1)
-        weights_T = mask_T / (max(num_sequences, 1) * counts_B.repeat_interleave(offsets.diff()))
-    else:
-        raise ValueError(f"unknown loss_agg_mode {mode!r}; known: {', '.join(LOSS_AGG_MODES)}.")
-    return weights_T.to(torch.float32)
+    return AGGREGATIONS.get(mode).build(AggregationInputs(mask_T, offsets, *counts, scale_factor)).to(torch.float32)
 
 
 def metric_weights(response_mask_T: Tensor, num_response_tokens: int) -> Tensor:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+from rlhf_megatron.lazy import Tensor, torch
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+from rlhf_megatron.lazy import Tensor, torch
 
 
 def _same(sums: Tensor) -> Tensor:

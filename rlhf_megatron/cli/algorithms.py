@@ -18,11 +18,10 @@ from rlhf_megatron.algorithms.losses import POLICY_LOSSES, kl
 from rlhf_megatron.config.correction_presets import PRESETS
 from rlhf_megatron.config.keys import field_types
 from rlhf_megatron.config.reference import type_name
-from rlhf_megatron.config.rules.run import VALUE_ESTIMATORS
+from rlhf_megatron.config.rules.parts import ESTIMATOR, LOSS, OF_ESTIMATORS, OF_LOSSES
 from rlhf_megatron.config.show import as_text
 from rlhf_megatron.registry import Entry, Registry
 from rlhf_megatron.rewards.scorers import OWN_PROCESS, REWARDS
-from rlhf_megatron.scheduler.parts import ESTIMATOR_PROVIDED, PROVIDED
 from rlhf_megatron.scheduler.schedules import SCHEDULES
 
 WIDTH, INDENT = 118, 24
@@ -80,11 +79,9 @@ def algorithms(args: argparse.Namespace) -> None:
 
 def parts() -> Iterator[Part]:
     """By kind, in the order of their names."""
-    # An estimator that needs values brings a critic, a loss that needs the reference brings that.
-    of_estimators = {*ESTIMATOR_PROVIDED, "values"} if VALUE_ESTIMATORS else {*ESTIMATOR_PROVIDED}
-    yield from _registered(ADV_ESTIMATORS, "algorithm.adv_estimator", of_estimators)
-    yield from _registered(POLICY_LOSSES, "actor.policy_loss.loss_mode", {*PROVIDED, "ref_log_probs"})
-    for name in aggregate.LOSS_AGG_MODES:
+    yield from _registered(ADV_ESTIMATORS, ESTIMATOR, OF_ESTIMATORS)
+    yield from _registered(POLICY_LOSSES, LOSS, {*OF_LOSSES, "ref_log_probs"})
+    for name in aggregate.AGGREGATIONS:
         yield Part(name, "aggregation", "actor.loss_agg_mode", _line_of(aggregate.__doc__, name))
     for name in kl.KL_TYPES:
         base = name.removesuffix(kl.STRAIGHT)

@@ -75,9 +75,9 @@ def _models(loaded: Loaded) -> Models:
 
 def _check_parts(config: RunConfig) -> None:
     """Names and parameters of the registered parts. Raises ConfigError."""
-    from rlhf_megatron.scheduler.parts import load_plugins
+    from rlhf_megatron.scheduler.parts import load_parts
 
-    load_plugins(config)
+    load_parts(config)
 
 
 def _layout(config: RunConfig) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import suppress
 
 from rlhf_megatron.config import reference as config_reference
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import load_run_config, read_run_config
+from rlhf_megatron.config.rules.parts import unchecked
 from rlhf_megatron.config.rules.validate import problems_of, problems_of_files
 from rlhf_megatron.config.show import as_yaml, table
 
@@ -25,8 +27,14 @@ def show(args: argparse.Namespace) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises ConfigError with everything that is wrong."""
-    loaded = load_run_config(args.config, args.overrides, with_files=not args.no_files)
+    """Says which files it runs, then runs them. Raises ConfigError with everything that is wrong."""
+    with suppress(ConfigError):  # told below, with everything else
+        plugins = read_run_config(args.config, args.overrides).config.plugins
+        sys.stdout.write(f"runs {', '.join(plugins)}\n" if plugins and not args.no_plugins else "")
+        sys.stdout.flush()
+    loaded = load_run_config(args.config, args.overrides, not args.no_files, with_plugins=not args.no_plugins)
+    for one in unchecked(loaded.config):
+        sys.stdout.write(f"not checked: {one.kind} {one.name!r} ({one.key}), which a plugin may have\n")
     c = loaded.config
     megatron = c.actor.megatron
     sys.stdout.write(

@@ -19,6 +19,7 @@ from rlhf_megatron.config.rules.validate import check_world_size
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.secrets import redacted, revealed
 from rlhf_megatron.config.show import as_text, as_yaml
+from rlhf_megatron.plugins import load_plugins
 from rlhf_megatron.stop import STOPPED_EXIT_CODE, RunStopped, StopRequest
 
 if TYPE_CHECKING:
@@ -259,6 +260,7 @@ def _build_roles(config: RunConfig, pool):  # type: ignore[no-untyped-def]
     from rlhf_megatron.parallel.prepare import make_deterministic
     from rlhf_megatron.runtime.roles import role_builder
 
+    load_plugins(config.plugins)  # an actor of Ray has not read the file
     if config.trainer.deterministic:
         make_deterministic()
     return role_builder(config)(pool)

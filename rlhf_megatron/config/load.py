@@ -29,6 +29,7 @@ from rlhf_megatron.config.source import (
 )
 from rlhf_megatron.config.typed import BROKEN, Converter
 from rlhf_megatron.config.verl_names import has_known_below, suggest
+from rlhf_megatron.plugins import is_file, load_plugins
 
 SOURCE = "command line"
 _KEY = re.compile(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*\Z")
@@ -68,13 +69,18 @@ def parse_overrides(overrides: Sequence[str], layer: int) -> list[MappingNode]:
 EXTENDS = "extends"
 
 
-def load_run_config(path: str | Path, overrides: Sequence[str] = (), with_files: bool = True) -> Loaded:
-    """The configuration of a run, fully checked; nothing but files is touched.
+def load_run_config(
+    path: str | Path, overrides: Sequence[str] = (), with_files: bool = True, with_plugins: bool = True
+) -> Loaded:
+    """The configuration of a run, fully checked; nothing but files is touched, and its plugins are run.
 
     `with_files`: also check what the configuration points to (model, tokenizer, data). Without, a file may name a model
-    that is made later. Raises ConfigError with every problem: syntax, unknown keys, types, contradictions, the model.
+    that is made later. `with_plugins`: without, and where the text has problems, what plugins may have is not checked.
+    Raises ConfigError with every problem: syntax, unknown keys, types, contradictions, the model.
     """
     loaded, problems, broken = _read(path, overrides)
+    if with_plugins and not problems:
+        load_plugins(loaded.config.plugins, str(loaded.origin("plugins")))
     rules = problems_of(loaded) + (problems_of_files(loaded) if with_files else [])
     # A rule that looks at a value which could not be read would only repeat the first message in other words.
     problems += [p for p in rules if not any(_overlap(key, b) for key in p.keys for b in broken)]
@@ -111,7 +117,10 @@ def _read(path: str | Path, overrides: Sequence[str]) -> tuple[Loaded, list[Prob
     assert config is not BROKEN
     if files.problems:  # what an unreadable file would have set is unknown: no rule can be trusted
         raise ConfigError([*files.problems, *converter.problems])
-    return Loaded(config, converter.provenance), converter.problems, converter.broken
+    loaded = Loaded(config, converter.provenance)
+    directory = Path(loaded.origin("plugins").source).parent if loaded.origin("plugins").line else Path()
+    paths = [str((directory / p).absolute()) if is_file(p) else p for p in config.plugins]
+    return replace(loaded, config=replace(config, plugins=tuple(paths))), converter.problems, converter.broken
 
 
 class _Files:

@@ -16,7 +16,7 @@ from rlhf_megatron.recovery.capsule import read_capsule
 from rlhf_megatron.recovery.recorder import Recorder
 from rlhf_megatron.rewards.service.scorer import check_reward, check_sources
 from rlhf_megatron.rollout.fleet.start import check_engines
-from rlhf_megatron.scheduler.parts import load_plugins
+from rlhf_megatron.scheduler.parts import load_parts
 from rlhf_megatron.scheduler.run_data import load_data, run_data
 
 
@@ -29,7 +29,7 @@ def check_run(
     needs no data either.
     """
     checks: list[Callable[[], object]] = [
-        lambda: load_plugins(config),
+        lambda: load_parts(config),
         lambda: check_reward(config.reward),
         lambda: _check_data(config),
         lambda: _check_weights(config),
@@ -37,7 +37,7 @@ def check_run(
         lambda: check_loggers(config.trainer.logger),
     ]
     if capsule is not None:
-        checks = [lambda: load_plugins(config), lambda: _check_weights(config), lambda: _check_output(config)]
+        checks = [lambda: load_parts(config), lambda: _check_weights(config), lambda: _check_output(config)]
         checks.append(lambda: read_capsule(capsule))
     elif replay_from is not None and last_step is not None:
         checks.append(lambda: Recorder(replay_from / "record").read(last_step))
@@ -57,7 +57,7 @@ def check_run(
 
 def _check_data(config: RunConfig) -> None:
     """Raises ValueError where prompts, tokenizer, stop strings and vocabulary do not go together."""
-    load_plugins(config)  # a wrong task is told once, in its words
+    load_parts(config)  # a wrong task is told once, in its words
     sets, tokenizer = load_data(config)
     run_data(config, sets, tokenizer)
     check_sources(config.reward, {item.source for item in (*sets.train, *sets.held_out)})
@@ -71,14 +71,14 @@ def _check_data(config: RunConfig) -> None:
 
 def _check_weights(config: RunConfig) -> None:
     """Reads the headers of the weight files. Raises ValueError naming the tensors that are missing or mis-shaped."""
-    plugins = load_plugins(config)
+    parts = load_parts(config)
     paths = [config.model.path] if config.model.init_seed is None else []
-    if plugins.needs_reference and config.reference.path is not None:
+    if parts.needs_reference and config.reference.path is not None:
         paths.append(config.reference.path)
     for path in map(Path, paths):
         table = table_for(read_hf_config(path), config.actor.megatron.tensor_model_parallel_size)
         HFReader(path).check(table)
-    if plugins.needs_values and config.critic.path is not None:
+    if parts.needs_values and config.critic.path is not None:
         critic = Path(config.critic.path)
         read_value_model(critic, read_hf_config(critic))
 

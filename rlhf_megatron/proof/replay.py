@@ -22,7 +22,7 @@ from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
 from rlhf_megatron.runtime.proxies import Workers
 from rlhf_megatron.runtime.worker_group import WorkerGroup
 from rlhf_megatron.scheduler.loop import LoopPlan, run
-from rlhf_megatron.scheduler.parts import Plugins, load_plugins
+from rlhf_megatron.scheduler.parts import Parts, load_parts
 from rlhf_megatron.scheduler.run_data import load_data
 from rlhf_megatron.scheduler.stages import RunData, Stages
 from rlhf_megatron.scheduler.supply.foreground import Foreground
@@ -43,7 +43,7 @@ def replay(
 
     A warm-up is done again, with as many steps as were made then.
     """
-    plugins = load_plugins(config)
+    parts = load_parts(config)
     recorder = Recorder(source / "record")
     start = recorder.read_start()
     sets, tokenizer = load_data(config)
@@ -54,7 +54,7 @@ def replay(
         tracker.note(f"replay of steps 1 .. {last} of {source}")
         group = TracedGroup(connect_group(), tracker.trace)
         stack.callback(group.close)
-        stages = ReplayStages(config, Workers(group), plugins, recorder, tokenizer, NoSync(start.policy_version))
+        stages = ReplayStages(config, Workers(group), parts, recorder, tokenizer, NoSync(start.policy_version))
         guard = StageGuard(tracker, stop)
         warm_up_policy(config, stages, tracker, sets, guard.stop, num_steps=start.num_warmup_steps)
         run(stages, Foreground(stages), tracker, guard, Keeper(), LoopPlan(last))
@@ -77,13 +77,13 @@ class ReplayStages(Stages):
         self,
         config: RunConfig,
         workers: Workers,
-        plugins: Plugins,
+        parts: Parts,
         recorder: Recorder,
         tokenizer: Tokenizer,
         weight_sync: Sync,
     ) -> None:
         data = RunData(None, (), tokenizer, ())
-        super().__init__(config, workers, None, data, plugins, weight_sync, None, _no_scorer)
+        super().__init__(config, workers, None, data, parts, weight_sync, None, _no_scorer)
         self.source = recorder
 
     def next_prompts(self, step: int) -> PromptBatch:

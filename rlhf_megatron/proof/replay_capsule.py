@@ -21,7 +21,7 @@ from rlhf_megatron.runtime.proxies import TrainedProxy, Workers
 from rlhf_megatron.runtime.worker_group import WorkerGroup
 from rlhf_megatron.scheduler.advantages import AdvantageStage
 from rlhf_megatron.scheduler.mini_batches import supervised_mini_batch, weigh
-from rlhf_megatron.scheduler.parts import load_plugins
+from rlhf_megatron.scheduler.parts import load_parts
 
 NOT_REPRODUCED_EXIT_CODE = 3
 ARGUMENTS = ("temperature", "loss")  # of an update
@@ -111,7 +111,7 @@ def _batch_again(workers: Workers, config: RunConfig, capsule: Capsule) -> Outco
         verdicts["ref_log_probs"] = not bool(again.log_probs[batch.response_mask].isfinite().all())
     made = [name for name in ("advantages", "returns") if name in columns]
     if made and not [name for name in columns if name not in ("advantages", "returns", "rollout_log_probs")]:
-        train, _ = AdvantageStage(config.algorithm, load_plugins(config))(batch)
+        train, _ = AdvantageStage(config.algorithm, load_parts(config))(batch)
         verdicts |= {name: name in [column.name for column in bad_columns(train)] for name in made}
     lines += [_column_line(column, batch, verdicts.get(name)) for name, column in columns.items()]
     return Outcome(any(verdicts.values()), {**found, "columns": verdicts}, tuple(lines))

@@ -10,7 +10,7 @@ from typing import Any
 from rlhf_megatron.checkpoint.hf_reader import read_hf_config
 from rlhf_megatron.checkpoint.run_checkpoint import CheckpointStore, Found
 from rlhf_megatron.config.changes import OF_DATA_ORDER, Changes, compare, flat
-from rlhf_megatron.config.rules.schedule import SYNCHRONOUS
+from rlhf_megatron.config.rules.schedule import takes_turns
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.show import as_yaml
 from rlhf_megatron.data.stream import PromptStream
@@ -132,14 +132,14 @@ def _check_steps(config: RunConfig, state: RunState, checkpoint: Path, is_same_r
 
 def check_schedule(config: RunConfig, state: RunState) -> None:
     """A synchronous run has no groups in flight. Without a filter its steps' prompts have places of their own."""
-    if config.schedule.name != SYNCHRONOUS or state.cursor is None:
+    if not takes_turns(config.schedule) or state.cursor is None:
         return
     expected = state.step * state.cursor.batch_size
     if state.untrained or not (config.algorithm.filter_groups.enable or state.cursor.num_drawn == expected):
         raise ValueError(
-            f"schedule.name ({SYNCHRONOUS}) cannot go on from this checkpoint: {state.cursor.num_drawn} prompts had"
-            f" been started and {len(state.untrained)} of them not been trained, where {expected} prompts of whole"
-            " steps are needed; restore the schedule that the run began with."
+            f"schedule.name ({config.schedule.name}) cannot go on from this checkpoint: {state.cursor.num_drawn}"
+            f" prompts had been started and {len(state.untrained)} of them not been trained, where {expected} prompts"
+            " of whole steps are needed; restore the schedule that the run began with."
         )
 
 

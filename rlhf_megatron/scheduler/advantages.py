@@ -18,7 +18,7 @@ from rlhf_megatron.algorithms.rollout_correction.step import correct_step
 from rlhf_megatron.config.schema import AlgorithmConfig
 from rlhf_megatron.data.batch import AnnotatedBatch, TrainBatch, gain
 from rlhf_megatron.observe.metrics.batch import valid_samples
-from rlhf_megatron.scheduler.parts import Plugins
+from rlhf_megatron.scheduler.parts import Parts
 from rlhf_megatron.scheduler.samples import greedy_reward_metrics
 
 
@@ -53,9 +53,9 @@ class AdvantageStage:
     steps before it.
     """
 
-    def __init__(self, config: AlgorithmConfig, plugins: Plugins) -> None:
+    def __init__(self, config: AlgorithmConfig, parts: Parts) -> None:
         control = config.kl_ctrl
-        self.plugins = plugins
+        self.parts = parts
         self.kl_penalty = config.kl_penalty
         self.kl: KLController | None = None
         if config.use_kl_in_reward:
@@ -64,7 +64,7 @@ class AdvantageStage:
     def __call__(self, batch: AnnotatedBatch) -> tuple[TrainBatch, dict[str, float]]:
         is_valid = valid_samples(batch)
         outputs, metrics = self.estimate(batch, is_valid)
-        columns, corrected = correction_columns(batch, is_valid, self.plugins.correction, self.plugins.is_bypass)
+        columns, corrected = correction_columns(batch, is_valid, self.parts.correction, self.parts.is_bypass)
         train = gain(TrainBatch, batch, advantages=outputs.advantages_T, returns=outputs.returns_T, **columns)
         return train, metrics | outputs.metrics | corrected
 
@@ -79,7 +79,7 @@ class AdvantageStage:
             if math.isfinite(mean.per_response):  # else the step is left out, and the weight stays as it is
                 self.kl.update(mean.per_response, mean.num_samples)
             metrics = {"actor/reward_kl_penalty": mean.per_token, "actor/reward_kl_penalty_coeff": kl_coef}
-        if self.plugins.needs_greedy_rewards:
+        if self.parts.needs_greedy_rewards:
             if batch.greedy_rewards is None:
                 raise ValueError(
                     "algorithm.adv_estimator needs the rewards of greedy samples, and this step was recorded without"
@@ -87,9 +87,9 @@ class AdvantageStage:
                 )
             metrics |= greedy_reward_metrics(batch)
         rewards = None
-        if kl is not None or self.plugins.needs_token_rewards:
+        if kl is not None or self.parts.needs_token_rewards:
             rewards = token_rewards(batch.rewards, is_valid, batch.response_mask, batch.offsets, kl, kl_coef)
-        outputs = self.plugins.estimator(
+        outputs = self.parts.estimator(
             AdvantageInputs(
                 rewards_B=batch.rewards,
                 group_ids_B=batch.group_ids,
@@ -104,7 +104,7 @@ class AdvantageStage:
                 rollout_log_probs_T=batch.rollout_log_probs,
                 sum_squares_T=batch.sum_squares,
             ),
-            self.plugins.estimator_params,
+            self.parts.estimator_params,
         )
         return outputs, metrics
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from rlhf_megatron.config.changes import flat, settings_digest
-from rlhf_megatron.config.rules.schedule import SYNCHRONOUS
+from rlhf_megatron.config.rules.schedule import takes_turns
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.show import as_yaml
 from rlhf_megatron.data.prompts import PromptSets
@@ -51,7 +51,7 @@ from rlhf_megatron.rollout.fleet.start import (
 from rlhf_megatron.runtime.proxies import Workers
 from rlhf_megatron.runtime.worker_group import WorkerGroup
 from rlhf_megatron.scheduler.loop import LoopPlan, run
-from rlhf_megatron.scheduler.parts import load_plugins
+from rlhf_megatron.scheduler.parts import load_parts
 from rlhf_megatron.scheduler.run_data import load_data, run_data
 from rlhf_megatron.scheduler.stages import Stages
 from rlhf_megatron.scheduler.supply.base import Supply
@@ -78,7 +78,7 @@ def train(
     `connect_group` waits for the hosts; `since`: when this process was launched, unix seconds; `place`: where servers
     run. Raises RunStopped where `stop` asks for it, after the state was saved if the run has checkpoints.
     """
-    plugins = load_plugins(config)
+    parts = load_parts(config)
     sets, tokenizer = load_data(config)
     data = run_data(config, sets, tokenizer)
     start = find_start(config, run_dir, data.stream)
@@ -112,18 +112,18 @@ def train(
             turns=turns,
         )
         recorder = Recorder(run_dir / "record") if is_recorded else None
-        is_foreground = config.schedule.name == SYNCHRONOUS
+        is_foreground = takes_turns(config.schedule)
         digest, journals = settings_digest(flat(as_yaml(config))), run_dir / "journal"
         journal = Journal(journals, digest) if trainer.save_freq and is_foreground else None
         groups = GroupJournal(journals, digest) if trainer.save_freq and not is_foreground else None
         skips = Skips(trainer, Capsules(run_dir, config, tracker.note), tracker.note)
-        policies = (workers.actor, workers.reference) if plugins.needs_reference else (workers.actor,)
+        policies = (workers.actor, workers.reference) if parts.needs_reference else (workers.actor,)
         stages = Stages(
             config,
             workers,
             fleet,
             data,
-            plugins,
+            parts,
             weight_sync,
             recorder,
             scorer,

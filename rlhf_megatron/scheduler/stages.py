@@ -35,7 +35,7 @@ from rlhf_megatron.runtime.proxies import Workers
 from rlhf_megatron.scheduler.advantages import AdvantageStage
 from rlhf_megatron.scheduler.annotate import annotate
 from rlhf_megatron.scheduler.filter_groups import filtered, teaches_nothing
-from rlhf_megatron.scheduler.parts import Plugins
+from rlhf_megatron.scheduler.parts import Parts
 from rlhf_megatron.scheduler.samples import greedy_length_metrics, of_groups, resampled, reward_samples, to_scored
 from rlhf_megatron.scheduler.update import actor_update, critic_update, leave_out, run_updates
 from rlhf_megatron.sync.colocation import NoTurns, Turns
@@ -64,7 +64,7 @@ class Stages:
         workers: Workers,
         fleet: EngineFleet | None,
         data: RunData,
-        plugins: Plugins,
+        parts: Parts,
         weight_sync: Sync,
         recorder: Recorder | None,
         scorer: Callable[[Sequence[RewardSample]], list[RewardResult]],
@@ -83,14 +83,14 @@ class Stages:
         self.workers = workers
         self.fleet = fleet
         self.data = data
-        self.plugins = plugins
+        self.parts = parts
         self.weight_sync = weight_sync
         self.recorder = recorder
         self.scorer = scorer
         self.journal = journal
         self.on_regained = on_regained
         self.mismatch = MismatchCheck(config.checks, config.model.dtype, config.rollout.dtype)
-        self.advantage_stage = AdvantageStage(config.algorithm, plugins)
+        self.advantage_stage = AdvantageStage(config.algorithm, parts)
         self.skips = skips or Skips(config.trainer)
         self.turns = turns or NoTurns()
         self.heads = heads
@@ -140,7 +140,7 @@ class Stages:
         params = self.sampling(SamplingConfig(rollout.temperature))
         seed = self.config.trainer.seed
         requests = build_requests(prompts, rollout.n, params, seed, step)
-        if self.plugins.needs_greedy_rewards:
+        if self.parts.needs_greedy_rewards:
             requests += build_requests(prompts, 1, self.sampling(SamplingConfig(temperature=0.0)), seed, step)
         begin = batch_number * len(requests)
         known = {i - begin: group for i, group in self._known.items() if begin <= i < begin + len(requests)}
@@ -207,8 +207,8 @@ class Stages:
         step only: no run begins without a comparison of engine and trainer.
         """
         self.turns.to_trainer()
-        has_actor = self.plugins.needs_log_probs or step == self.mismatch.first_step
-        return annotate(self.workers, self.config, self.plugins, scored, has_actor)
+        has_actor = self.parts.needs_log_probs or step == self.mismatch.first_step
+        return annotate(self.workers, self.config, self.parts, scored, has_actor)
 
     def advantages(self, step: int, batch: AnnotatedBatch) -> TrainBatch:
         if isinstance(batch, TrainBatch):
@@ -290,14 +290,14 @@ class Stages:
         """Trained weights in Hugging Face layout: the policy's, and the critic's where there is one."""
         self.turns.to_trainer()
         self.workers.host.save_hf(directory=run_dir / "hf").result()
-        if self.plugins.needs_values:
+        if self.parts.needs_values:
             self.workers.critic.save_hf(directory=run_dir / "hf_critic").result()
 
     def _check_replicas(self, step: int) -> dict[str, float]:
         freq = self.config.trainer.desync_freq
         if not freq or step % freq:
             return {}
-        return check_replicas(self.workers.learning(self.plugins.needs_values))
+        return check_replicas(self.workers.learning(self.parts.needs_values))
 
     def _journalled(self, step: int) -> ScoredBatch | None:
         """What a former process had of this step, after the controller was brought to where that one had left it."""

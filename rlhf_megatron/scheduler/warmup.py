@@ -107,7 +107,7 @@ def warm_up_policy(
             stop.check,
             stages.skips.count_warmup,
         )
-    if stages.plugins.needs_reference and config.reference.path is None:
+    if stages.parts.needs_reference and config.reference.path is None:
         stages.workers.host.refresh_reference().result()
     _hand_on(config, stages, tracker.run_dir / "warm_model", is_kept=config.warmup.save_hf and num_steps is None)
     return result
@@ -118,7 +118,7 @@ def _hand_on(config: RunConfig, stages: Stages, directory: Path, is_kept: bool) 
 
     Through files because the critic may stand on other ranks in another layout.
     """
-    is_critics_start = stages.plugins.needs_values and config.critic.path is None
+    is_critics_start = stages.parts.needs_values and config.critic.path is None
     if is_kept or is_critics_start:
         stages.workers.host.save_hf(directory=directory).result()
     if is_critics_start:

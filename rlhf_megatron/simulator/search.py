@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rlhf_megatron.config.rules.schedule import SYNCHRONOUS
+from rlhf_megatron.config.rules.schedule import takes_turns
 from rlhf_megatron.config.schema import RunConfig, ScheduleConfig
 from rlhf_megatron.scheduler.schedules import load_schedule
 from rlhf_megatron.simulator.durations import Durations
@@ -79,7 +79,7 @@ class Study:
 
     def case(self, schedule: ScheduleConfig, split: Split) -> Case:
         """Raises ConfigError."""
-        if split.is_colocated and schedule.name != SYNCHRONOUS:
+        if split.is_colocated and not takes_turns(schedule):
             return Case(schedule, split, None, "trainer and engines take turns with the same GPUs")
         try:
             history = self.history(schedule, split)
@@ -97,7 +97,7 @@ class Study:
         coarse = splits(self.config, self.durations, gpus, max(2, most - most // 3))
         cases: dict[Split, Case] = {}
         for split in coarse:
-            if not split.is_colocated or schedule.name == SYNCHRONOUS:
+            if not split.is_colocated or takes_turns(schedule):
                 cases[split] = self.case(schedule, split)
         apart = [split for split in every if not split.is_colocated]
         while apart and len(cases) < most:

@@ -11,9 +11,9 @@ from dataclasses import fields
 from typing import Any, get_args
 
 from rlhf_megatron.config.keys import field_types, has_default, leaf_keys
-from rlhf_megatron.config.rules.algorithm import OWN_MODES
+from rlhf_megatron.config.rules.parts import entry_of
 from rlhf_megatron.config.schema import ActorConfig, AlgorithmConfig, RunConfig
-from rlhf_megatron.registry import Registry
+from rlhf_megatron.registry import Registry, parts_of
 from rlhf_megatron.verl.draft import Draft
 
 LOSSES = {"vanilla": "ppo_clip"}
@@ -139,11 +139,12 @@ def _clip_ratio(draft: Draft, known: list[str]) -> None:
 
 def _aggregation(draft: Draft, loss: str) -> None:
     source, key = "actor.loss_agg_mode", "actor.loss_agg_mode"
-    if loss in OWN_MODES:
+    own = entry.aggregation if (entry := entry_of("policy loss", str(loss))) is not None else None
+    if own is not None:
         note = f"{loss} averages in this way, in verl whatever loss_agg_mode says"
-        draft.put(key, OWN_MODES[loss], (source, "actor.policy_loss.loss_mode"), note)
+        draft.put(key, own, (source, "actor.policy_loss.loss_mode"), note)
         return
-    choices = get_args(field_types(ActorConfig)["loss_agg_mode"])
+    choices = list(parts_of("aggregation"))
     if draft.given.look(source) in choices:
         draft.copy(source)
     else:

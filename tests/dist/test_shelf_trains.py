@@ -20,7 +20,7 @@ from rlhf_megatron.config.load import read_run_config
 from rlhf_megatron.config.rules.validate import validate
 from rlhf_megatron.config.schema import PolicyLossConfig, RunConfig
 from rlhf_megatron.recovery.recorder import RecordedStart, Recorder
-from rlhf_megatron.scheduler.parts import load_plugins
+from rlhf_megatron.scheduler.parts import load_parts
 
 STEPS = 3
 SETTINGS = [
@@ -54,7 +54,7 @@ def config_of(estimator: str = "grpo", loss: str = "ppo_clip", *more: str) -> Ru
         algorithm=replace(algorithm, adv_estimator=estimator, params=ESTIMATOR_PARAMS.get(estimator, {})),
     )
     assert validate(replace(loaded, config=config)) == []
-    load_plugins(config)
+    load_parts(config)
     return config
 
 

@@ -33,7 +33,7 @@ from rlhf_megatron.proof.replay import ReplayStages
 from rlhf_megatron.recovery.recorder import Recorder
 from rlhf_megatron.runtime.inline import InlineGroup
 from rlhf_megatron.runtime.proxies import Workers
-from rlhf_megatron.scheduler.parts import load_plugins
+from rlhf_megatron.scheduler.parts import load_parts
 from rlhf_megatron.sync.weight_sync import NoSync
 
 GROUPS, GROUP_SIZE, PROMPT, NUM_STEPS = 4, 4, 6, 3
@@ -105,7 +105,7 @@ def three_steps(world: World, cases: dict[str, tuple[dict[str, Any], str]], dire
 
 def _steps(config: RunConfig, group: InlineGroup, recorder: Recorder) -> list[dict[str, Any]]:
     stages = ReplayStages(
-        config, Workers(group), load_plugins(config), recorder, load_tokenizer(MODEL), NoSync(version=1)
+        config, Workers(group), load_parts(config), recorder, load_tokenizer(MODEL), NoSync(version=1)
     )
     steps = []
     for step in range(1, NUM_STEPS + 1):

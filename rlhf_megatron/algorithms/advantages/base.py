@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from rlhf_megatron.algorithms.aggregate import sequence_sums
+from rlhf_megatron.lazy import Tensor, torch
 from rlhf_megatron.registry import Registry
 
 
@@ -46,6 +45,15 @@ class AdvantageOutputs:
     advantages_T: Tensor  # float32, 0 outside of response_mask_T
     returns_T: Tensor | None = None  # float32, what a critic learns; None where the estimator has none
     metrics: dict[str, float] = field(default_factory=dict)  # keys of algorithms/metric_names.py
+
+
+@dataclass(frozen=True)
+class RewardKeys:
+    """The property `reward_keys` of the parameters of an estimator that needs "reward_parts" in place of rewards."""
+
+    setting: str  # the parameter with the names
+    names: tuple[str, ...]  # parts of the reward that it reads
+    weights: str  # the parameter that would weigh them; "" where it is given
 
 
 AdvantageEstimator = Callable[[AdvantageInputs, Any], AdvantageOutputs]

@@ -24,12 +24,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from rlhf_megatron.algorithms.advantages.base import ADV_ESTIMATORS, AdvantageInputs, AdvantageOutputs, places
 from rlhf_megatron.algorithms.advantages.scan import discounted_sums_
 from rlhf_megatron.algorithms.advantages.whitening import WHITEN_EPSILON, Moments
+from rlhf_megatron.lazy import Tensor, torch
 
 PART = 131072  # tokens of a part, about
 
@@ -71,7 +69,7 @@ class _Part:
             column_T[self.tokens].scatter_(0, self.kept_N, column_N.to(column_T.dtype))
 
 
-@ADV_ESTIMATORS.register("gae", GAEParams, needs=("token_rewards", "values"))
+@ADV_ESTIMATORS.register("gae", GAEParams, needs=("token_rewards", "values"), scope="sample")
 def gae(inputs: AdvantageInputs, params: GAEParams) -> AdvantageOutputs:
     """Advantages (whitened over the step where `params.whiten`) and returns, both 0 outside of the response mask.
 

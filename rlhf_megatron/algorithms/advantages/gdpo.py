@@ -13,18 +13,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import isfinite
 
-import torch
-from torch import Tensor
-
 from rlhf_megatron.algorithms.advantages.base import (
     ADV_ESTIMATORS,
     AdvantageInputs,
     AdvantageOutputs,
+    RewardKeys,
     response_lengths,
     spread,
 )
 from rlhf_megatron.algorithms.advantages.whitening import whitened_samples
 from rlhf_megatron.algorithms.groups import Groups, group_advantages
+from rlhf_megatron.lazy import Tensor, torch
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,13 @@ class GDPOParams:
         if self.epsilon < 0:
             raise ValueError(f"epsilon ({self.epsilon}) must not be negative; 1e-6 is usual.")
 
+    @property
+    def reward_keys(self) -> RewardKeys:
+        weights = "" if self.gdpo_reward_weights else "gdpo_reward_weights"
+        return RewardKeys("gdpo_reward_keys", self.gdpo_reward_keys, weights)
 
-@ADV_ESTIMATORS.register("gdpo", GDPOParams, needs=("reward_parts", "group_ids"))
+
+@ADV_ESTIMATORS.register("gdpo", GDPOParams, needs=("reward_parts", "group_ids"), scope="group")
 def gdpo(inputs: AdvantageInputs, params: GDPOParams) -> AdvantageOutputs:
     """One advantage a sample, on all its response tokens.
 

@@ -33,7 +33,7 @@ class GPGParams:
             raise ValueError(f"f_norm ({self.f_norm}) must be above 0: it divides the advantages; 1.0 is usual.")
 
 
-@ADV_ESTIMATORS.register("gpg", GPGParams, needs=("rewards", "group_ids"))
+@ADV_ESTIMATORS.register("gpg", GPGParams, needs=("rewards", "group_ids"), scope="group")
 def gpg(inputs: AdvantageInputs, params: GPGParams) -> AdvantageOutputs:
     """One advantage a sample, on all its response tokens.
 

@@ -31,7 +31,7 @@ class GRPOParams:
             raise ValueError(f"epsilon ({self.epsilon}) must not be negative; 1e-6 is usual.")
 
 
-@ADV_ESTIMATORS.register("grpo", GRPOParams, needs=("rewards", "group_ids"))
+@ADV_ESTIMATORS.register("grpo", GRPOParams, needs=("rewards", "group_ids"), scope="group")
 def grpo(inputs: AdvantageInputs, params: GRPOParams) -> AdvantageOutputs:
     """One advantage a sample, on all its response tokens.
 

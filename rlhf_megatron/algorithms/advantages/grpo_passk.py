@@ -34,7 +34,7 @@ class GRPOPassKParams:
             raise ValueError(f"epsilon ({self.epsilon}) must not be negative; 1e-6 is usual.")
 
 
-@ADV_ESTIMATORS.register("grpo_passk", GRPOPassKParams, needs=("rewards", "group_ids"))
+@ADV_ESTIMATORS.register("grpo_passk", GRPOPassKParams, needs=("rewards", "group_ids"), scope="group")
 def grpo_passk(inputs: AdvantageInputs, params: GRPOPassKParams) -> AdvantageOutputs:
     """One advantage a sample, on all its response tokens.
 

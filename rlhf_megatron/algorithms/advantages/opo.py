@@ -21,7 +21,7 @@ from rlhf_megatron.algorithms.advantages.base import (
 from rlhf_megatron.algorithms.groups import Groups, group_advantages
 
 
-@ADV_ESTIMATORS.register("opo", needs=("rewards", "group_ids"))
+@ADV_ESTIMATORS.register("opo", needs=("rewards", "group_ids"), scope="group")
 def opo(inputs: AdvantageInputs, params: None) -> AdvantageOutputs:
     """One advantage a sample, on all its response tokens.
 

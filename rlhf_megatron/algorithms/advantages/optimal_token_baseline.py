@@ -23,13 +23,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from rlhf_megatron.algorithms.advantages.base import ADV_ESTIMATORS, AdvantageInputs, AdvantageOutputs
 from rlhf_megatron.algorithms.advantages.response_tokens import ResponseTokens
 from rlhf_megatron.algorithms.groups import Groups
 from rlhf_megatron.algorithms.losses.kl import MAX_LOG_RATIO
+from rlhf_megatron.lazy import Tensor, torch
 
 PART = 131072  # tokens of a part, about
 NEEDS = ("token_rewards", "group_ids", "log_probs", "sum_squares", "rollout_log_probs")
@@ -48,7 +46,7 @@ class OptimalTokenBaselineParams:
             )
 
 
-@ADV_ESTIMATORS.register("optimal_token_baseline", OptimalTokenBaselineParams, needs=NEEDS)
+@ADV_ESTIMATORS.register("optimal_token_baseline", OptimalTokenBaselineParams, needs=NEEDS, scope="group")
 def optimal_token_baseline(inputs: AdvantageInputs, params: OptimalTokenBaselineParams) -> AdvantageOutputs:
     """One advantage a token. 0 in a group with less than two valid samples that have response tokens."""
     return by_groups(inputs, lambda part: _of_part(part, params))
@@ -172,7 +170,7 @@ def _ends(tokens: ResponseTokens) -> tuple[Tensor, Tensor]:
     return places[ends_B - tokens.lengths_B], places[ends_B - 1]
 
 
-@ADV_ESTIMATORS.register("tir_optimal_token_baseline", OptimalTokenBaselineParams, needs=NEEDS)
+@ADV_ESTIMATORS.register("tir_optimal_token_baseline", OptimalTokenBaselineParams, needs=NEEDS, scope="group")
 def tir_optimal_token_baseline(inputs: AdvantageInputs, params: OptimalTokenBaselineParams) -> AdvantageOutputs:
     """One advantage a token. 0 in a group with less than two valid samples that have response tokens."""
     return by_groups(inputs, lambda part: _of_sampled_tokens(part, params))

@@ -37,7 +37,7 @@ class ReinforcePlusPlusParams:
             raise ValueError(f"gamma ({self.gamma}) must be at least 0 and at most 1; 1.0 is usual.")
 
 
-@ADV_ESTIMATORS.register("reinforce_plus_plus", ReinforcePlusPlusParams, needs=("token_rewards",))
+@ADV_ESTIMATORS.register("reinforce_plus_plus", ReinforcePlusPlusParams, needs=("token_rewards",), scope="step")
 def reinforce_plus_plus(inputs: AdvantageInputs, params: ReinforcePlusPlusParams) -> AdvantageOutputs:
     """One advantage a token. A token inside a response that the policy did not sample is no time step."""
     assert inputs.token_rewards_T is not None, "reinforce_plus_plus needs token_rewards"
@@ -45,7 +45,7 @@ def reinforce_plus_plus(inputs: AdvantageInputs, params: ReinforcePlusPlusParams
     return AdvantageOutputs(tokens.put(whiten_(tokens.sums_to_go(inputs.token_rewards_T, params.gamma))))
 
 
-@ADV_ESTIMATORS.register("reinforce_plus_plus_baseline", needs=("rewards", "group_ids"))
+@ADV_ESTIMATORS.register("reinforce_plus_plus_baseline", needs=("rewards", "group_ids"), scope="group")
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, params: None) -> AdvantageOutputs:
     """One advantage a sample, on all its response tokens.
 

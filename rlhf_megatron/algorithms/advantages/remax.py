@@ -17,7 +17,7 @@ from rlhf_megatron.algorithms.advantages.base import ADV_ESTIMATORS, AdvantageIn
 from rlhf_megatron.algorithms.advantages.response_tokens import ResponseTokens
 
 
-@ADV_ESTIMATORS.register("remax", needs=("token_rewards", "greedy_rewards"))
+@ADV_ESTIMATORS.register("remax", needs=("token_rewards", "greedy_rewards"), scope="sample")
 def remax(inputs: AdvantageInputs, params: None) -> AdvantageOutputs:
     """One advantage a token; 0 where the greedy sample of the prompt is of masked status: there is no baseline."""
     assert inputs.token_rewards_T is not None, "remax needs token_rewards"

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from rlhf_megatron.algorithms.advantages.base import AdvantageInputs, places, repeated
 from rlhf_megatron.algorithms.advantages.scan import discounted_sums_
+from rlhf_megatron.lazy import Tensor, torch
 
 
 @dataclass(frozen=True)

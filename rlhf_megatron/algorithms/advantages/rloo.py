@@ -20,7 +20,7 @@ from rlhf_megatron.algorithms.advantages.base import (
 from rlhf_megatron.algorithms.groups import Groups, group_advantages
 
 
-@ADV_ESTIMATORS.register("rloo", needs=("rewards", "group_ids"))
+@ADV_ESTIMATORS.register("rloo", needs=("rewards", "group_ids"), scope="group")
 def rloo(inputs: AdvantageInputs, params: None) -> AdvantageOutputs:
     """One advantage a sample, on all its response tokens; 0 where no other sample of the group is valid."""
     centered_B = group_advantages(sample_rewards(inputs), inputs.group_ids_B, inputs.is_valid_B, epsilon=None)

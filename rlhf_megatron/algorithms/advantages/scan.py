@@ -20,8 +20,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+from rlhf_megatron.lazy import Tensor, torch
 
 ROW = 8192  # entries of a row at most
 GROUP = 32768  # entries of the rows that are worked on at once: their column and their indices stay in a cache

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+from rlhf_megatron.lazy import Tensor, torch
 
 WHITEN_EPSILON = 1e-8  # added to the variance; the field's
 

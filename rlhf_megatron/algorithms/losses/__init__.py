@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-
 from rlhf_megatron.algorithms.losses.base import (
     EXPLICIT_LOSSES,
     PICKS,
@@ -13,8 +10,8 @@ from rlhf_megatron.algorithms.losses.base import (
     PolicyLossInputs,
     PolicyLossOutputs,
 )
+from rlhf_megatron.registry import import_modules
 
-for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")
+import_modules(__name__, __path__)
 
 __all__ = ["EXPLICIT_LOSSES", "PICKS", "POLICY_LOSSES", "PickInputs", "PolicyLossInputs", "PolicyLossOutputs"]

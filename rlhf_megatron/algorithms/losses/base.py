@@ -29,10 +29,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from rlhf_megatron.algorithms.losses.scratch import Scratch
 from rlhf_megatron.algorithms.sequences import Sequences
+from rlhf_megatron.lazy import Tensor
 from rlhf_megatron.registry import Registry
 
 

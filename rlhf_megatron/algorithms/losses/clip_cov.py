@@ -18,8 +18,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from rlhf_megatron.algorithms.losses.base import (
     PICKS,
     POLICY_LOSSES,
@@ -29,6 +27,7 @@ from rlhf_megatron.algorithms.losses.base import (
 )
 from rlhf_megatron.algorithms.losses.covariance import as_mask, check_share, picked_count, token_covariances
 from rlhf_megatron.algorithms.losses.ratio import check_clip_range, clamped_log_ratio, clipped_loss, ppo_kl
+from rlhf_megatron.lazy import Tensor
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from rlhf_megatron.algorithms.losses.base import (
     ExplicitLoss,
     ExplicitOutputs,
@@ -21,6 +19,7 @@ from rlhf_megatron.algorithms.losses.base import (
 )
 from rlhf_megatron.algorithms.losses.kl import KLType, kl_estimate, kl_explicit
 from rlhf_megatron.algorithms.losses.scratch import Scratch
+from rlhf_megatron.lazy import torch
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,8 @@ mini-batch is cut. In the first optimizer step after a rollout both are the same
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from rlhf_megatron.algorithms.losses.base import PickInputs
+from rlhf_megatron.lazy import Tensor, torch
 
 
 def token_covariances(inputs: PickInputs) -> tuple[Tensor, Tensor]:

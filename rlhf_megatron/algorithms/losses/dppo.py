@@ -23,11 +23,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from rlhf_megatron.algorithms.losses.base import POLICY_LOSSES, PolicyLossInputs, PolicyLossOutputs
 from rlhf_megatron.algorithms.losses.ratio import clamped_log_ratio, ppo_kl
+from rlhf_megatron.lazy import Tensor, torch
 
 
 @dataclass(frozen=True)

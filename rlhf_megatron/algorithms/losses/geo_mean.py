@@ -20,10 +20,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from rlhf_megatron.algorithms.losses.base import POLICY_LOSSES, PolicyLossInputs, PolicyLossOutputs
 from rlhf_megatron.algorithms.losses.ratio import ppo_kl, sequence_ratio
+from rlhf_megatron.lazy import torch
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,9 @@ class GeoMeanParams:
                 raise ValueError(f"{name} ({value}) must be positive, a bound of the log-ratio; 0.4 is usual.")
 
 
-@POLICY_LOSSES.register("geo_mean", GeoMeanParams, needs=("advantages", "old_log_probs", "sequences"))
+@POLICY_LOSSES.register(
+    "geo_mean", GeoMeanParams, needs=("advantages", "old_log_probs", "sequences"), aggregation="seq-mean-token-mean"
+)
 def geo_mean(inputs: PolicyLossInputs, params: GeoMeanParams) -> PolicyLossOutputs:
     """Per-token loss; metrics actor/ppo_kl, actor/pg_clipfrac (1 where the token's own log-ratio was clipped)."""
     advantages_T = inputs.advantages_T

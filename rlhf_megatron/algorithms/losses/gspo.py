@@ -32,7 +32,9 @@ class GSPOParams:
         check_clip_range(self.clip_ratio_low, self.clip_ratio_high, "0.0003, 0.0004")
 
 
-@POLICY_LOSSES.register("gspo", GSPOParams, needs=("advantages", "old_log_probs", "sequences"))
+@POLICY_LOSSES.register(
+    "gspo", GSPOParams, needs=("advantages", "old_log_probs", "sequences"), aggregation="seq-mean-token-mean"
+)
 def gspo(inputs: PolicyLossInputs, params: GSPOParams) -> PolicyLossOutputs:
     """Per-token loss; metrics actor/ppo_kl (of tokens), actor/pg_clipfrac (1 on all tokens of a clipped sequence)."""
     ratio_T = sequence_ratio(inputs, inputs.log_probs_T - inputs.old_log_probs_T)

@@ -20,10 +20,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from rlhf_megatron.algorithms.losses.scratch import Scratch
+from rlhf_megatron.lazy import Tensor, torch
 
 KLType = Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"]  # of a loss
 KLPenaltyType = Literal["k1", "k2", "k3", "abs"]  # of a reward

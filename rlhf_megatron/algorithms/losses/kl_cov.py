@@ -17,9 +17,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from rlhf_megatron.algorithms.losses.base import (
     PICKS,
     POLICY_LOSSES,
@@ -29,6 +26,7 @@ from rlhf_megatron.algorithms.losses.base import (
 )
 from rlhf_megatron.algorithms.losses.covariance import as_mask, check_share, picked_count, token_covariances
 from rlhf_megatron.algorithms.losses.ratio import clamped_log_ratio, ppo_kl
+from rlhf_megatron.lazy import Tensor, torch
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from rlhf_megatron.algorithms.losses.base import (
     EXPLICIT_LOSSES,
     POLICY_LOSSES,
@@ -27,6 +25,7 @@ from rlhf_megatron.algorithms.losses.base import (
 )
 from rlhf_megatron.algorithms.losses.kl import MAX_LOG_RATIO
 from rlhf_megatron.algorithms.losses.scratch import Scratch
+from rlhf_megatron.lazy import torch
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,9 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from rlhf_megatron.algorithms.losses.base import PolicyLossInputs
 from rlhf_megatron.algorithms.losses.kl import MAX_LOG_RATIO
+from rlhf_megatron.lazy import Tensor, torch
 
 
 def clamped_log_ratio(inputs: PolicyLossInputs) -> Tensor:

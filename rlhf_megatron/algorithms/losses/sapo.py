@@ -17,10 +17,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from rlhf_megatron.algorithms.losses.base import POLICY_LOSSES, PolicyLossInputs, PolicyLossOutputs
 from rlhf_megatron.algorithms.losses.ratio import clamped_log_ratio, ppo_kl
+from rlhf_megatron.lazy import torch
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class SAPOParams:
                 raise ValueError(f"{name} ({value}) must be positive; 1.0 (tau_pos) and 1.05 (tau_neg) are usual.")
 
 
-@POLICY_LOSSES.register("sapo", SAPOParams, needs=("advantages", "old_log_probs"))
+@POLICY_LOSSES.register("sapo", SAPOParams, needs=("advantages", "old_log_probs"), aggregation="seq-mean-token-mean")
 def sapo(inputs: PolicyLossInputs, params: SAPOParams) -> PolicyLossOutputs:
     """Per-token loss; metrics actor/ppo_kl, actor/sapo_gate (share of the gradient that the gate lets through)."""
     advantages_T = inputs.advantages_T

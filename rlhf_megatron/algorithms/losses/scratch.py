@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from rlhf_megatron.lazy import Tensor
 
 
 class Scratch:

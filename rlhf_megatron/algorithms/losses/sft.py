@@ -4,9 +4,8 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from rlhf_megatron.algorithms.losses.base import PolicyLossOutputs
+from rlhf_megatron.lazy import Tensor
 
 
 def sft_loss(log_probs_T: Tensor) -> PolicyLossOutputs:

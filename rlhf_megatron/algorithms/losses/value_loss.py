@@ -13,11 +13,9 @@ Not a policy loss, so it is not registered as one.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from rlhf_megatron.algorithms.losses.base import ExplicitOutputs, PolicyLossOutputs
 from rlhf_megatron.algorithms.losses.scratch import Scratch
+from rlhf_megatron.lazy import Tensor, torch
 
 
 def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, cliprange_value: float) -> PolicyLossOutputs:

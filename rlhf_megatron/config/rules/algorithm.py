@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from rlhf_megatron.config.errors import Problem
 from rlhf_megatron.config.rules import Idle, idle, rule
+from rlhf_megatron.config.rules.parts import entry_of, params_of
 from rlhf_megatron.config.rules.run import (
     actor_ranks,
     critic_ranks,
@@ -18,10 +19,11 @@ from rlhf_megatron.config.rules.run import (
     near_multiples,
     optim_schedule,
 )
-from rlhf_megatron.config.schema import LossAggMode, MegatronConfig, RunConfig
+from rlhf_megatron.config.schema import MegatronConfig, RunConfig
 from rlhf_megatron.config.source import Loaded
+from rlhf_megatron.registry import parts_of
 
-ESTIMATOR, KEYS, TERMS = "algorithm.adv_estimator", "algorithm.params.gdpo_reward_keys", "reward.terms"
+ESTIMATOR, TERMS = "algorithm.adv_estimator", "reward.terms"
 SWITCH = "algorithm.use_kl_in_reward"
 COEF, TARGET, HORIZON, TYPE = (f"algorithm.kl_ctrl.{name}" for name in ("kl_coef", "target_kl", "horizon", "type"))
 FILTER = "algorithm.filter_groups"
@@ -96,46 +98,47 @@ def group_filter(loaded: Loaded) -> Iterator[Problem]:
 
 @rule
 def several_rewards(loaded: Loaded) -> Iterator[Problem]:
-    """gdpo reads the parts of the reward, not the reward: what is only in that would train nothing."""
-    c = loaded.config
-    if c.algorithm.adv_estimator != "gdpo":
+    """An estimator of reward parts reads those that its parameters name: what is only in the reward trains nothing."""
+    c, name = loaded.config, loaded.config.algorithm.adv_estimator
+    entry = entry_of("advantage estimator", name)
+    if entry is None or "reward_parts" not in entry.needs or {"rewards", "token_rewards"} & set(entry.needs):
         return
     if c.algorithm.use_kl_in_reward:
         yield Problem(
-            f"{SWITCH} (true) would be ignored: {ESTIMATOR} gdpo normalises the parts of the reward, and the KL term is"
+            f"{SWITCH} (true) would be ignored: {ESTIMATOR} {name} reads the parts of the reward, and the KL term is"
             " none of them; set it to false, or use actor.use_kl_loss.",
             (SWITCH, ESTIMATOR),
         )
-    keys = c.algorithm.params.get("gdpo_reward_keys")
-    if not isinstance(keys, list | tuple) or not keys:
-        return  # the estimator's own parameters say it
-    parts = reward_parts(c)
-    for key in keys:
-        if str(key).partition("/")[0] not in parts:
-            near = difflib.get_close_matches(str(key), parts, n=1)
+    keys = getattr(params_of("advantage estimator", name, c.algorithm.params), "reward_keys", None)
+    if not keys:
+        return
+    parts, setting = reward_parts(c), f"algorithm.params.{keys.setting}"
+    for key in keys.names:
+        if key.partition("/")[0] not in parts:
+            near = difflib.get_close_matches(key, parts, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else "; rename it, or add that reward to reward.terms."
             yield Problem(
-                f"{KEYS} has {key!r}, but the rewards of this run are {', '.join(map(repr, parts))}{hint}",
-                (KEYS, "reward"),
+                f"{setting} has {key!r}, but the rewards of this run are {', '.join(map(repr, parts))}{hint}",
+                (setting, "reward"),
             )
-    yield from _terms_without_effect(c, {str(key).partition("/")[0] for key in keys})
+    yield from _terms_without_effect(c, setting, {key.partition("/")[0] for key in keys.names}, keys.weights)
 
 
-def _terms_without_effect(c: RunConfig, used: set[str]) -> Iterator[Problem]:
-    has_weights = bool(c.algorithm.params.get("gdpo_reward_weights"))
+def _terms_without_effect(c: RunConfig, setting: str, used: set[str], weights: str) -> Iterator[Problem]:
+    """`weights`: the parameter that weighs the parts; "" where it is given."""
+    name = c.algorithm.adv_estimator
     for i, (part, term) in enumerate(zip(term_parts(c), c.reward.terms, strict=True)):
         key = f"reward.terms[{i}].weight ({term.weight:g}) of {part!r}"
         if part not in used and term.weight != 0:
             yield Problem(
-                f"{key} would be ignored: {KEYS} ({', '.join(sorted(used))}) does not name it; add it there, or set"
+                f"{key} would be ignored: {setting} ({', '.join(sorted(used))}) does not name it; add it there, or set"
                 " the weight to 0 to log it only.",
-                (TERMS, KEYS),
+                (TERMS, setting),
             )
-        elif part in used and term.weight != 1 and not has_weights:
+        elif part in used and term.weight != 1 and weights:
             yield Problem(
-                f"{key} would be ignored: gdpo weighs what it has normalised; give"
-                " algorithm.params.gdpo_reward_weights.",
-                (TERMS, KEYS),
+                f"{key} would be ignored: {name} has weights of its own; give algorithm.params.{weights}.",
+                (TERMS, setting),
             )
 
 
@@ -159,22 +162,23 @@ def term_parts(config: RunConfig) -> list[str]:
 
 
 LOSS, MODE, FACTOR = "actor.policy_loss.loss_mode", "actor.loss_agg_mode", "actor.loss_scale_factor"
-WITH_FACTOR: LossAggMode = "seq-mean-token-sum-norm"
-OWN_MODES: dict[str, LossAggMode] = dict.fromkeys(("geo_mean", "gspo", "sapo"), "seq-mean-token-mean")
-"""Policy loss -> the aggregation that its paper defines it with."""
 
 
 @idle
 def idle_loss_settings(config: RunConfig) -> Iterator[Idle]:
-    modes = {config.actor.loss_agg_mode, config.critic.loss_agg_mode if has_critic(config) else None}
-    yield WITH_FACTOR not in modes, (FACTOR,), MODE, f"set that to {WITH_FACTOR}"
+    modes = [config.actor.loss_agg_mode, config.critic.loss_agg_mode if has_critic(config) else None]
+    known = parts_of("aggregation")
+    needed = [mode for mode in known if "scale_factor" in known.get(mode).needs]
+    is_idle = all(mode in known and mode not in needed for mode in modes if mode is not None)
+    yield is_idle, (FACTOR,), MODE, f"set that to {' or '.join(needed)}"
 
 
 @rule
 def own_aggregation(loaded: Loaded) -> Iterator[Problem]:
     """A mode that nobody chose would train another objective than the loss is known for; one that is written stands."""
     name, mode = loaded.config.actor.policy_loss.loss_mode, loaded.config.actor.loss_agg_mode
-    own = OWN_MODES.get(name, mode)
+    entry = entry_of("policy loss", name)
+    own = mode if entry is None or entry.aggregation is None else entry.aggregation
     if mode != own and not loaded.is_set(MODE):
         yield Problem(
             f"{MODE} ({mode}, the default) must be chosen for {LOSS} {name}, which its paper defines with {own}; set"
@@ -190,7 +194,9 @@ SIZES = tuple(f"critic.megatron.{axis}_parallel_size" for axis in ("tensor_model
 @idle
 def idle_critic_settings(config: RunConfig) -> Iterator[Idle]:
     is_there, estimator = has_critic(config), "algorithm.adv_estimator"
-    yield not is_there, ("critic", "trainer.critic_warmup"), estimator, "use one that needs values: gae"
+    known = parts_of("advantage estimator")
+    of_values = " or ".join(name for name in known if "values" in known.get(name).needs)
+    yield not is_there, ("critic", "trainer.critic_warmup"), estimator, f"use one that needs values: {of_values}"
     shares = is_there and config.critic.num_ranks == 0
     yield shares, ("critic.megatron",), NUM_RANKS, "give the critic ranks of its own"
 

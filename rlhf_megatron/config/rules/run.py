@@ -7,22 +7,9 @@ from pathlib import PurePath
 
 from rlhf_megatron.config.errors import Problem
 from rlhf_megatron.config.rules import Idle, idle, rule
+from rlhf_megatron.config.rules.parts import entry_of
 from rlhf_megatron.config.schema import MegatronConfig, OptimConfig, RunConfig
 from rlhf_megatron.config.source import Loaded
-
-GROUP_ESTIMATORS = (
-    "gdpo",
-    "gpg",
-    "grpo",
-    "opo",
-    "optimal_token_baseline",
-    "reinforce_plus_plus_baseline",
-    "rloo",
-    "tir_optimal_token_baseline",
-)
-"""Advantage estimators whose baseline is made of a prompt's other samples; also names that begin with one of these."""
-VALUE_ESTIMATORS = ("gae",)
-"""Advantage estimators that need a critic's values."""
 
 TP = "actor.megatron.tensor_model_parallel_size"
 PP = "actor.megatron.pipeline_model_parallel_size"
@@ -59,7 +46,8 @@ def megatron_sections(config: RunConfig) -> Iterator[tuple[str, MegatronConfig, 
 
 def has_critic(config: RunConfig) -> bool:
     """Whether the estimator asks for values."""
-    return config.algorithm.adv_estimator in VALUE_ESTIMATORS
+    entry = entry_of("advantage estimator", config.algorithm.adv_estimator)
+    return entry is not None and "values" in entry.needs
 
 
 def needs_reference(config: RunConfig) -> bool:
@@ -274,7 +262,8 @@ def sampling(loaded: Loaded) -> Iterator[Problem]:
     if len(set(r.stop)) != len(r.stop) or "" in r.stop:
         yield Problem(f"rollout.stop ({list(r.stop)}) must be distinct, non-empty strings.", ("rollout.stop",))
     estimator = loaded.config.algorithm.adv_estimator
-    if estimator.startswith(GROUP_ESTIMATORS) and r.n == 1:
+    entry = entry_of("advantage estimator", estimator)
+    if entry is not None and entry.scope == "group" and r.n == 1:
         yield Problem(
             f"rollout.n (1) must be at least 2 for algorithm.adv_estimator {estimator}: alone in its group, a sample"
             " has advantage 0; use 8.",

@@ -2,41 +2,47 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from typing import Any
 
 from rlhf_megatron.config.errors import Problem
 from rlhf_megatron.config.rules import rule
-from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.rules.parts import schedule_of
+from rlhf_megatron.config.schema import RunConfig, ScheduleConfig
 from rlhf_megatron.config.source import Loaded
+from rlhf_megatron.registry import parts_of
 
 NAME, PARAMS = "schedule.name", "schedule.params"
-SYNCHRONOUS, STREAMING = "synchronous", "streaming"
 CORRECTION, FILTER = "algorithm.rollout_correction", "algorithm.filter_groups.enable"
 STEPS = "trainer.total_training_steps"
-BUNDLED = ("asynchronous", "one_step_off", STREAMING, SYNCHRONOUS)
 
 
 def may_lag(config: RunConfig) -> bool:
-    """Whether a step may train on tokens of an older policy than it trains. Of a misspelt schedule nothing is said:
+    """Whether a step may train on tokens of an older policy than it trains. Of an unknown schedule nothing is said:
     whoever looks it up says that there is none of that name."""
-    schedule = config.schedule
-    if schedule.name not in BUNDLED and difflib.get_close_matches(schedule.name, BUNDLED):
-        return False
-    if schedule.name == STREAMING:
-        return schedule.params.get("tail") == "carry_over"
-    return schedule.name != SYNCHRONOUS
+    return getattr(schedule_of(config.schedule), "max_lag", 0) > 0
+
+
+def takes_turns(section: ScheduleConfig) -> bool:
+    """Whether engines and trainer never work at the same time; also where the schedule is not known."""
+    schedule = schedule_of(section)
+    return schedule is None or getattr(schedule, "takes_turns", False)
+
+
+def that_take_turns() -> str:
+    known = parts_of("schedule")
+    return " or ".join(name for name in known if getattr(known.get(name).build, "takes_turns", False))
 
 
 @rule
 def shared_devices(loaded: Loaded) -> Iterator[Problem]:
     """Who takes turns cannot work at the same time."""
     c = loaded.config
-    if c.rollout.colocated and c.schedule.name != SYNCHRONOUS:
+    if c.rollout.colocated and not takes_turns(c.schedule):
         yield Problem(
             f"{NAME} ({c.schedule.name}) lets engines generate while the trainer works, but rollout.colocated (true)"
-            f" lets them take turns with the same devices; set {NAME}: {SYNCHRONOUS}, or rollout.colocated: false.",
+            f" lets them take turns with the same devices; set {NAME}: {that_take_turns()}, or rollout.colocated:"
+            " false.",
             (NAME, "rollout.colocated"),
         )
 
@@ -45,10 +51,10 @@ def shared_devices(loaded: Loaded) -> Iterator[Problem]:
 def determinism(loaded: Loaded) -> Iterator[Problem]:
     """What a step trains on depends on who was done first."""
     c = loaded.config
-    if c.trainer.deterministic and c.schedule.name != SYNCHRONOUS:
+    if c.trainer.deterministic and not takes_turns(c.schedule):
         yield Problem(
             f"trainer.deterministic (true) cannot hold with {NAME} ({c.schedule.name}): what a step trains on depends"
-            f" on which groups were done first; set {NAME}: {SYNCHRONOUS}, or deterministic: false.",
+            f" on which groups were done first; set {NAME}: {that_take_turns()}, or deterministic: false.",
             (NAME, "trainer.deterministic"),
         )
 
@@ -88,16 +94,12 @@ def bound_on_lag(loaded: Loaded) -> Iterator[Problem]:
 
 @rule
 def spare_groups(loaded: Loaded) -> Iterator[Problem]:
-    """Of streaming that waits: a step has the groups that were started first, and only the filter takes any of them."""
+    """Groups beyond a batch, of a schedule that trains on all that it starts: only the filter makes room for them."""
     c = loaded.config
-    params = c.schedule.params
-    oversampling = _number(params.get("oversampling"))
-    if c.schedule.name != STREAMING or params.get("tail", "wait") != "wait" or c.algorithm.filter_groups.enable:
-        return
-    if oversampling is not None and oversampling > 1:
+    if getattr(schedule_of(c.schedule), "needs_filter", False) and not c.algorithm.filter_groups.enable:
         yield Problem(
-            f"{PARAMS}.oversampling ({oversampling:g}) starts groups that no step trains on: with tail: wait only"
-            f" {FILTER} makes room for them; set that, use tail: drop or carry_over, or remove oversampling.",
+            f"{PARAMS} ({c.schedule.params}) of {c.schedule.name} start groups that no step trains on: only {FILTER}"
+            " makes room for them; set that, or change the parameters.",
             (PARAMS, FILTER),
         )
 

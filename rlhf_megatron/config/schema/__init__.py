@@ -26,7 +26,6 @@ from rlhf_megatron.config.schema.training import (
     ActorConfig,
     CriticConfig,
     KernelsConfig,
-    LossAggMode,
     MegatronConfig,
     ModelConfig,
     OptimConfig,
@@ -200,6 +199,9 @@ class RayConfig:
 class RunConfig:
     """Everything that one run is made of."""
 
+    plugins: tuple[str, ...] = doc(
+        "modules, or files (x.py, counted from the file that names them), of your own that register parts", ()
+    )
     model: ModelConfig = doc("the policy", factory=ModelConfig)
     data: DataConfig = doc("prompts", factory=DataConfig)
     actor: ActorConfig = doc("policy training", factory=ActorConfig)
@@ -225,7 +227,6 @@ __all__ = [
     "FilterGroupsConfig",
     "KLControlConfig",
     "KernelsConfig",
-    "LossAggMode",
     "MegatronConfig",
     "ModelConfig",
     "OptimConfig",

@@ -8,8 +8,6 @@ from typing import Any, Literal
 
 from rlhf_megatron.config.schema.fields import AMOUNT, BELOW_ONE, COUNT, FRACTION, POSITIVE, SHARE, Interval, doc
 
-LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
-
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -107,7 +105,7 @@ class ActorConfig:
     ppo_max_token_len_per_gpu: int = doc(
         "token budget of a micro-batch on one rank; context-parallel ranks pool theirs", 16384, COUNT
     )
-    loss_agg_mode: LossAggMode = doc("how token losses become one number; the denominator is global", "token-mean")
+    loss_agg_mode: str = doc("registered aggregation of token losses; its denominator is global", "token-mean")
     loss_scale_factor: float | None = doc(
         "tokens, divisor of seq-mean-token-sum-norm; null: data.max_response_length", None, POSITIVE
     )
@@ -137,7 +135,7 @@ class CriticConfig:
         "token budget of a micro-batch on one rank; null: the actor's", None, COUNT
     )
     cliprange_value: float = doc("values move at most this far from those before the update; 0: no clip", 0.5, AMOUNT)
-    loss_agg_mode: LossAggMode | None = doc("how token losses become one number; null: the actor's", None)
+    loss_agg_mode: str | None = doc("name of a registered aggregation; null: the actor's", None)
 
 
 @dataclass(frozen=True)

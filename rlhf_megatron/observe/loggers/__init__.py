@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Sequence
 
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.observe.loggers.base import LOGGERS, BatchView, Logger
+from rlhf_megatron.registry import import_modules
 
-for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")
+import_modules(__name__, __path__)
 
 
 def check_loggers(names: Sequence[str]) -> None:

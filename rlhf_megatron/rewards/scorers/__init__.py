@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-
+from rlhf_megatron.registry import import_modules
 from rlhf_megatron.rewards.scorers.base import OWN_PROCESS, REWARDS, Reward, RewardResult, RewardSample, is_masked
 
-for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")
+import_modules(__name__, __path__)
 
 __all__ = ["OWN_PROCESS", "REWARDS", "Reward", "RewardResult", "RewardSample", "is_masked"]

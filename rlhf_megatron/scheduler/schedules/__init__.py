@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.schema import ScheduleConfig
 from rlhf_megatron.config.typed import look_up
+from rlhf_megatron.registry import import_modules
 from rlhf_megatron.scheduler.schedules.base import SCHEDULES, Schedule
 
-for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")
+import_modules(__name__, __path__)
 
 __all__ = ["SCHEDULES", "Schedule", "load_schedule"]
 

@@ -38,6 +38,9 @@ class Schedule(Protocol):
      4. `to_annotate`, where no step is trained.
 
     A weight sync is an event, and may begin where `on_sync` is CONTINUE or no group is generated.
+
+    A schedule may have `takes_turns = True`: a step's groups are generated, then it trains, and the run asks nothing
+    else of it; and `needs_filter`, whether groups that it starts beyond a batch train only where the filter takes some.
     """
 
     @property

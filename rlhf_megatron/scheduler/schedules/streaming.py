@@ -56,6 +56,11 @@ class Streaming:
     def on_sync(self) -> OnSync:
         return OnSync.CONTINUE if self.tail == "carry_over" else OnSync.WAIT
 
+    @property
+    def needs_filter(self) -> bool:
+        """All groups that were started train, in their order, but those that the filter takes."""
+        return self.tail == "wait" and self.oversampling > 1
+
     def num_to_start(self, flow: Flow) -> int:
         if flow.is_training or flow.num_steps_left == 0:
             return 0

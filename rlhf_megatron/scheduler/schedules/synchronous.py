@@ -14,6 +14,7 @@ from rlhf_megatron.scheduler.schedules.flow import Flow
 class Synchronous:
     """Lag 0. Trainer and engines wait for each other, and may share devices."""
 
+    takes_turns: ClassVar[bool] = True
     max_lag: ClassVar[int] = 0
     on_sync: ClassVar[OnSync] = OnSync.WAIT
     on_stale: ClassVar[OnStale] = OnStale.DROP

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from rlhf_megatron.config.rules.schedule import SYNCHRONOUS
+from rlhf_megatron.config.rules.schedule import takes_turns
 from rlhf_megatron.config.schema import SamplingConfig
 from rlhf_megatron.data.batch import PromptBatch
 from rlhf_megatron.data.stream import PromptStream
@@ -42,7 +42,7 @@ def make_supply(
     schedule = load_schedule(config.schedule)
     steps = config.trainer.total_training_steps
     flow = Flow(config.data.train_batch_size, steps, stages.version, state.step, stream.num_drawn)
-    if config.schedule.name == SYNCHRONOUS:
+    if takes_turns(config.schedule):
         return Foreground(stages, flow, schedule)
     filter_groups = config.algorithm.filter_groups
     num_samples = config.data.train_batch_size * config.rollout.n
@@ -77,7 +77,7 @@ def make_requests(stages: Stages, prompts: PromptBatch, version: int) -> list[li
     rollout, seed = stages.config.rollout, stages.config.trainer.seed
     sampled = stages.sampling(SamplingConfig(rollout.temperature))
     requests = [[request] for request in build_requests(prompts, rollout.n, sampled, seed, version)]
-    if stages.plugins.needs_greedy_rewards:
+    if stages.parts.needs_greedy_rewards:
         greedy = build_requests(prompts, 1, stages.sampling(SamplingConfig(temperature=0.0)), seed, version)
         for of_prompt, one in zip(requests, greedy, strict=True):
             of_prompt.append(one)

@@ -15,11 +15,12 @@ from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import read_run_config
 from rlhf_megatron.config.rules.algorithm import reward_parts, term_parts
-from rlhf_megatron.config.rules.run import GROUP_ESTIMATORS, VALUE_ESTIMATORS
+from rlhf_megatron.config.rules.parts import OF_ESTIMATORS
+from rlhf_megatron.config.rules.run import has_critic
 from rlhf_megatron.config.rules.validate import validate
 from rlhf_megatron.config.schema import AlgorithmConfig, RewardConfig, RewardTermConfig, RunConfig
 from rlhf_megatron.rewards.service.components import load_components
-from rlhf_megatron.scheduler.parts import ESTIMATOR_PROVIDED, load_plugins
+from rlhf_megatron.scheduler.parts import load_parts
 
 NAMES = [
     "gae",
@@ -42,7 +43,7 @@ TERM = "{name: format, params: {pattern: a}}"
 
 def told(config: RunConfig) -> str:
     with pytest.raises(ConfigError) as error:
-        load_plugins(config)
+        load_parts(config)
     return "\n".join(error.value.problems)
 
 
@@ -58,15 +59,15 @@ def test_the_shelf() -> None:
 def test_what_the_configuration_says_of_estimators_is_what_they_need() -> None:
     for name in NAMES:
         needs = ADV_ESTIMATORS.get(name).needs
-        assert name.startswith(GROUP_ESTIMATORS) == ("group_ids" in needs)
-        assert (name in VALUE_ESTIMATORS) == ("values" in needs)
+        assert (ADV_ESTIMATORS.get(name).scope == "group") == ("group_ids" in needs)
+        assert has_critic(of(name)) == ("values" in needs)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_estimator_runs_or_is_refused_by_what_it_lacks(name: str) -> None:
-    missing = set(ADV_ESTIMATORS.get(name).needs) - ESTIMATOR_PROVIDED - ({"values"} if name == "gae" else set())
+    missing = set(ADV_ESTIMATORS.get(name).needs) - OF_ESTIMATORS
     if not missing:
-        assert load_plugins(of(name)).estimator is ADV_ESTIMATORS.get(name).build
+        assert load_parts(of(name)).estimator is ADV_ESTIMATORS.get(name).build
         return
     lacks = ", ".join(sorted(missing))
     assert told(of(name)).startswith(
@@ -74,18 +75,22 @@ def test_an_estimator_runs_or_is_refused_by_what_it_lacks(name: str) -> None:
     )
 
 
-def test_an_estimator_of_values_without_a_critic() -> None:
-    @ADV_ESTIMATORS.register("of_values", needs=("values",))
+def test_an_estimator_of_values_brings_a_critic() -> None:
+    @ADV_ESTIMATORS.register("of_values", needs=("token_rewards", "values"))
     def of_values(inputs: Any, params: None) -> None: ...
 
+    @ADV_ESTIMATORS.register("of_nothing_known", needs=("dreams",))
+    def of_nothing_known(inputs: Any, params: None) -> None: ...
+
     try:
-        message = told(of("of_values"))
+        parts = load_parts(of("of_values"))
+        assert parts.needs_values and parts.needs_token_rewards and has_critic(of("of_values"))
+        message = told(of("of_nothing_known"))
         assert (
-            "algorithm.adv_estimator='of_values' needs values, which this run does not compute; use one of " in message
+            "needs dreams, which this run does not compute; use one of" in message and "of_nothing" not in message[40:]
         )
-        assert "gae" not in message.split("use one of")[1] and "rloo" in message
     finally:
-        del ADV_ESTIMATORS._entries["of_values"]
+        del ADV_ESTIMATORS._entries["of_values"], ADV_ESTIMATORS._entries["of_nothing_known"]
 
 
 @pytest.mark.parametrize(
@@ -109,12 +114,12 @@ def test_names_and_parameters(config: RunConfig, expected: str) -> None:
     ("section", "overrides", "expected"),
     [
         (GDPO + "\nreward: {terms: [" + TERM + "]}", [], None),
-        (GDPO + "\nreward: {terms: [{name: function, weight: 0, params: {path: a}}, " + TERM + "]}", [], None),
-        (GDPO + "\nreward: {terms: [" + TERM + "]}", ["algorithm.use_kl_in_reward=true"], "algorithm.use_kl_in_reward (true) would be ignored: algorithm.adv_estimator gdpo normalises the parts of the reward"),
+        (GDPO + "\nreward: {terms: [{name: function, weight: 0, params: {path: 'a:b'}}, " + TERM + "]}", [], None),
+        (GDPO + "\nreward: {terms: [" + TERM + "]}", ["algorithm.use_kl_in_reward=true"], "algorithm.use_kl_in_reward (true) would be ignored: algorithm.adv_estimator gdpo reads the parts of the reward"),
         (GDPO, [], "algorithm.params.gdpo_reward_keys has 'format', but the rewards of this run are 'exact_match'; rename it, or add that reward to reward.terms."),
         (GDPO.replace("format", "formt/x") + "\nreward: {terms: [{name: format, weight: 0, params: {pattern: a}}]}", [], "algorithm.params.gdpo_reward_keys has 'formt/x', but the rewards of this run are 'exact_match', 'format'; did you mean 'format'?"),
         (GDPO + "\nreward: {terms: [" + TERM + ", " + TERM + "]}", [], "reward.terms[1].weight (1) of 'format_2' would be ignored: algorithm.params.gdpo_reward_keys (exact_match, format) does not name it"),
-        (GDPO + "\nreward: {terms: [{name: format, weight: 0.5, params: {pattern: a}}]}", [], "reward.terms[0].weight (0.5) of 'format' would be ignored: gdpo weighs what it has normalised; give algorithm.params.gdpo_reward_weights."),
+        (GDPO + "\nreward: {terms: [{name: format, weight: 0.5, params: {pattern: a}}]}", [], "reward.terms[0].weight (0.5) of 'format' would be ignored: gdpo has weights of its own; give algorithm.params.gdpo_reward_weights."),
         ("", ["algorithm.adv_estimator=rloo", "rollout.n=1", "actor.mini_batch_size=32"], "rollout.n (1) must be at least 2 for algorithm.adv_estimator rloo"),
         ("", ["algorithm.adv_estimator=tir_optimal_token_baseline", "rollout.n=1", "actor.mini_batch_size=32"], "rollout.n (1) must be at least 2"),
         ("", ["algorithm.adv_estimator=reinforce_plus_plus_baseline", "rollout.n=1", "actor.mini_batch_size=32"], "rollout.n (1) must be at least 2"),

@@ -13,7 +13,8 @@ from device_waits import DeviceWaits
 from loss_tools import AGGREGATIONS, FORMULAS, PARAMS, Response
 from torch import Tensor
 
-from rlhf_megatron.algorithms.aggregate import LOSS_AGG_MODES, loss_weights
+from rlhf_megatron.algorithms.aggregate import AGGREGATIONS as REGISTERED
+from rlhf_megatron.algorithms.aggregate import loss_weights
 from rlhf_megatron.algorithms.losses import POLICY_LOSSES, PolicyLossInputs, PolicyLossOutputs
 from rlhf_megatron.algorithms.losses.compose import RegularizerParams, total_token_loss
 from rlhf_megatron.algorithms.metric_names import METRICS
@@ -64,10 +65,10 @@ def packed(name: str, inputs: PolicyLossInputs) -> PolicyLossOutputs:
 
 
 def test_every_loss_and_mode_has_a_formula() -> None:
-    assert set(FORMULAS) == set(POLICY_LOSSES) and set(AGGREGATIONS) == set(LOSS_AGG_MODES)
+    assert set(FORMULAS) == set(POLICY_LOSSES) and set(AGGREGATIONS) == set(REGISTERED)
 
 
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("mode", REGISTERED)
 @pytest.mark.parametrize("name", FORMULAS)
 def test_value_and_gradient_are_those_of_the_formula(name: str, mode: str) -> None:
     inputs = make_inputs()

@@ -22,7 +22,7 @@ from benchmarks.parity.run import Case, make_case
 from benchmarks.parity.sharded import run_on_rank
 from benchmarks.split_invariance import MEGATRON_BAR, PURE_BAR, Row, compare, corrected_rows, pure_rows, worst_rows
 from benchmarks.split_pure import SPLITS, Split, loss_cases
-from rlhf_megatron.algorithms.aggregate import LOSS_AGG_MODES
+from rlhf_megatron.algorithms.aggregate import AGGREGATIONS
 from rlhf_megatron.algorithms.losses import POLICY_LOSSES
 from rlhf_megatron.algorithms.losses.kl import KLType
 from rlhf_megatron.algorithms.sequences import Sequences
@@ -69,7 +69,7 @@ def test_token_budgets_by_hand(layout: Layout, parts: int, budget: int) -> None:
 
 def test_every_registered_loss_is_compared() -> None:
     assert {(case.name, case.config.loss_agg_mode) for case in CASES} >= {
-        (name, mode) for name in ("sft", *POLICY_LOSSES) for mode in LOSS_AGG_MODES
+        (name, mode) for name in ("sft", *POLICY_LOSSES) for mode in AGGREGATIONS
     }
     assert {case.config.kl_loss_type for case in CASES if case.config.use_kl_loss} == set(get_args(KLType))
     assert {(s.layout.dp, s.layout.cp, s.layout.pp, s.parts, s.is_shuffled) for s in SPLITS} == {
@@ -97,7 +97,7 @@ def test_every_correction_meets_every_loss_and_aggregation() -> None:
     found = {(case.correction, case.config.policy_loss.loss_mode, case.config.loss_agg_mode) for case in CORRECTED}
     sections = {case.correction for case in CORRECTED}
     of_decoupled = {section for section in sections if section is not None and not is_bypass(section)}
-    assert found >= set(itertools.product(of_decoupled, POLICY_LOSSES, LOSS_AGG_MODES))
+    assert found >= set(itertools.product(of_decoupled, POLICY_LOSSES, AGGREGATIONS))
     of_bypass = [resolved(section) for section in sections - of_decoupled if section is not None]
     assert {section.loss_type for section in of_bypass} == {"ppo_clip", "reinforce"}
     for modes in (of_bypass, [resolved(section) for section in of_decoupled if section is not None]):
@@ -144,7 +144,7 @@ def few_corrected() -> list[split_pure.LossCase]:
 def test_corrected_losses() -> None:
     cases = few_corrected()
     assert {case.config.policy_loss.loss_mode for case in cases} == set(POLICY_LOSSES)
-    assert {case.config.loss_agg_mode for case in cases} == set(LOSS_AGG_MODES)
+    assert {case.config.loss_agg_mode for case in cases} == set(AGGREGATIONS)
     rows = list(corrected_rows(cases, num_splits=1))
     assert len(rows) == 3 * len(cases)
     assert [row for row in rows if not row.is_ok] == []
@@ -194,7 +194,7 @@ def dropped_sample(shard: MiniBatch) -> MiniBatch:
     return replace(shard, loss_weights=weights)
 
 
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("mode", AGGREGATIONS)
 def test_mistakes_in_the_weights_are_caught(mode: str) -> None:
     split = Split(Layout(2), parts=7, is_shuffled=True)
     for spoil in (local_denominator(mode), dropped_sample):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS
-from rlhf_megatron.algorithms.aggregate import LOSS_AGG_MODES
+from rlhf_megatron.algorithms.aggregate import AGGREGATIONS
 from rlhf_megatron.algorithms.losses import POLICY_LOSSES
 from rlhf_megatron.algorithms.losses.kl import KL_TYPES
 from rlhf_megatron.cli.algorithms import WIDTH, _registered
@@ -38,7 +38,7 @@ def test_all_that_is_registered_is_listed(capsys: pytest.CaptureFixture[str]) ->
     assert found == [
         *(("advantage estimator", name) for name in sorted(ADV_ESTIMATORS)),
         *(("policy loss", name) for name in sorted(POLICY_LOSSES)),
-        *(("aggregation", name) for name in LOSS_AGG_MODES),
+        *(("aggregation", name) for name in AGGREGATIONS),
         *(("KL estimator", name) for name in KL_TYPES),
         *(("rollout correction", name) for name in PRESETS),
         *(("reward", name) for name in sorted(REWARDS)),
@@ -85,7 +85,7 @@ def test_the_table_names_all_and_fits(capsys: pytest.CaptureFixture[str]) -> Non
     code, out, _ = run([], capsys)
     assert code == 0 and max(map(len, out.splitlines())) <= WIDTH
     words = set(out.split())
-    assert {*ADV_ESTIMATORS, *POLICY_LOSSES, *LOSS_AGG_MODES, *KL_TYPES, *REWARDS} <= words
+    assert {*ADV_ESTIMATORS, *POLICY_LOSSES, *AGGREGATIONS, *KL_TYPES, *REWARDS} <= words
     assert "parameters: gamma=1.0, lam=1.0, whiten=true" in out
     assert "policy loss (actor.policy_loss.loss_mode)" in out
     assert (

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from config_samples import VALID
 
-from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS
 from rlhf_megatron.config.load import read_run_config
-from rlhf_megatron.config.rules.run import VALUE_ESTIMATORS, actor_ranks, megatron_sections
+from rlhf_megatron.config.rules.run import actor_ranks, megatron_sections
 from rlhf_megatron.config.rules.validate import problems_of_files, validate, validate_model
 
 OWN_POOL = (
@@ -35,11 +34,6 @@ def problems(tmp_path: Path) -> Problems:
         return validate(read_run_config(path, overrides))
 
     return of
-
-
-def test_the_estimators_that_need_a_critic_are_those_that_say_so() -> None:
-    needy = [name for name in ADV_ESTIMATORS if "values" in ADV_ESTIMATORS.get(name).needs]
-    assert tuple(needy) == VALUE_ESTIMATORS
 
 
 def test_valid_runs_have_no_problem(problems: Problems) -> None:

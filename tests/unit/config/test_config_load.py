@@ -203,13 +203,17 @@ def test_the_resolved_yaml_loads_as_the_same_run(tmp_path: Path) -> None:
     run = write(tmp_path / "run.yaml", text)
     overrides = [
         "actor.optim.lr=3.3e-7",
-        "reward.params={a: [1e-9, null], b: '1e-4', c: 'no'}",
+        "reward={name: function, params: {path: a:b, kwargs: {a: [1e-9, null], b: '1e-4', c: 'no'}}}",
         "rollout.sglang.args.tp-size=2",
     ]
     config = load_run_config(run, overrides, with_files=False).config
     again = load_run_config(write(tmp_path / "again.yaml", as_yaml(config)), with_files=False).config
     assert again == config
-    assert again.model.tokenizer_path == "no" and again.reward.params == {"a": [1e-9, None], "b": "1e-4", "c": "no"}
+    assert again.model.tokenizer_path == "no" and again.reward.params["kwargs"] == {
+        "a": [1e-9, None],
+        "b": "1e-4",
+        "c": "no",
+    }
     # What a switch has put out of use is left out: written down beside the switch, it would be an error.
     config = load_run_config(run, [*overrides, "actor.use_kl_loss=false"], with_files=False).config
     assert config.actor.kl_loss_coef == 0.3 and "kl_loss_coef" not in as_yaml(config)

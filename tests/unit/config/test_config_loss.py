@@ -9,7 +9,6 @@ from config_samples import VALID
 
 from rlhf_megatron.algorithms.losses import POLICY_LOSSES
 from rlhf_megatron.config.load import read_run_config
-from rlhf_megatron.config.rules.algorithm import OWN_MODES
 from rlhf_megatron.config.rules.validate import validate
 
 LOSS, MODE, FACTOR = "actor.policy_loss.loss_mode", "actor.loss_agg_mode", "actor.loss_scale_factor"
@@ -39,7 +38,7 @@ def test_what_may_stand_together(run_file: Path, overrides: list[str]) -> None:
     assert validate(read_run_config(run_file, overrides)) == []
 
 
-@pytest.mark.parametrize("loss", OWN_MODES)
+@pytest.mark.parametrize("loss", [name for name in POLICY_LOSSES if POLICY_LOSSES.get(name).aggregation])
 def test_an_aggregation_that_nobody_chose_is_refused(run_file: Path, loss: str) -> None:
     (problem,) = validate(read_run_config(run_file, [f"{LOSS}={loss}"]))
     assert f"actor.loss_agg_mode (token-mean, the default) must be chosen for {LOSS} {loss}" in problem
@@ -59,7 +58,3 @@ def test_an_aggregation_that_nobody_chose_is_refused(run_file: Path, loss: str) 
 )
 def test_factors_that_do_nothing_are_refused(run_file: Path, overrides: list[str], expected: str) -> None:
     assert any(expected in problem for problem in validate(read_run_config(run_file, overrides)))
-
-
-def test_the_losses_of_the_rule_are_registered() -> None:
-    assert set(OWN_MODES) <= set(POLICY_LOSSES)

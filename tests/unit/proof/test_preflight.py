@@ -21,7 +21,7 @@ from rlhf_megatron.proof.preflight import check_run
 from rlhf_megatron.rewards.scorers import RewardSample
 from rlhf_megatron.rewards.service.scorer import REWARD_LOG, make_scorer
 from rlhf_megatron.rollout.engine import EngineError
-from rlhf_megatron.scheduler.parts import load_plugins
+from rlhf_megatron.scheduler.parts import load_parts
 from rlhf_megatron.scheduler.schedules.synchronous import Synchronous
 from rlhf_megatron.sync.weight_sync import verify
 
@@ -98,10 +98,10 @@ def quickstart(tmp_path: Path, **sections: dict[str, Any]) -> RunConfig:
     return config
 
 
-def test_plugins_of_the_quickstart(tmp_path: Path) -> None:
+def test_parts_of_the_quickstart(tmp_path: Path) -> None:
     config = quickstart(tmp_path)
-    plugins = load_plugins(config)
-    assert plugins.needs_reference is False and isinstance(plugins.schedule, Synchronous)
+    parts = load_parts(config)
+    assert parts.needs_reference is False and isinstance(parts.schedule, Synchronous)
     with make_scorer(config.reward, tmp_path / REWARD_LOG) as scorer:
         results = scorer(
             [
@@ -115,7 +115,7 @@ def test_plugins_of_the_quickstart(tmp_path: Path) -> None:
         (0.0, "malformed"),
         (0.0, "masked:aborted"),
     ]
-    assert plugins.estimator_params.norm_adv_by_std_in_grpo is True
+    assert parts.estimator_params.norm_adv_by_std_in_grpo is True
 
 
 def test_all_that_is_wrong_with_the_parts_is_told_at_once(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_all_that_is_wrong_with_the_parts_is_told_at_once(tmp_path: Path) -> Non
         actor=replace(config.actor, policy_loss=replace(config.actor.policy_loss, params={"clip_ratio_low": -1})),
     )
     with pytest.raises(ConfigError) as error:
-        load_plugins(config)
+        load_parts(config)
     told = "\n".join(error.value.problems)
     assert "unknown reward 'exact_mach'. Did you mean 'exact_match'?" in told
     assert "algorithm.params.epsilom" in told and "algorithm.params.epsilon" in told

@@ -40,7 +40,7 @@ from rlhf_megatron.recovery.skip_facts import seen, summary
 from rlhf_megatron.recovery.skips import NonFiniteNumbers, Skips
 from rlhf_megatron.runtime.proxies import Workers
 from rlhf_megatron.scheduler.advantages import AdvantageStage
-from rlhf_megatron.scheduler.parts import Plugins
+from rlhf_megatron.scheduler.parts import Parts
 from rlhf_megatron.scheduler.update import RoleUpdate, run_updates
 from rlhf_megatron.workers.contract import UpdateResult
 from rlhf_megatron.workers.findings import BadTensor, Difference, Findings, ReplicaReport
@@ -76,8 +76,8 @@ def test_columns_that_are_not_finite_are_named_with_their_samples() -> None:
 def test_a_nan_does_not_reach_the_weight_of_the_kl_term() -> None:
     control = KLControlConfig("adaptive", kl_coef=0.5, target_kl=0.4, horizon=1000)
     entry = ADV_ESTIMATORS.get("grpo")
-    plugins = Plugins(entry.build, entry.params(), needs_reference=True)
-    stage = AdvantageStage(AlgorithmConfig(use_kl_in_reward=True, kl_ctrl=control), plugins)
+    parts = Parts(entry.build, entry.params(), needs_reference=True)
+    stage = AdvantageStage(AlgorithmConfig(use_kl_in_reward=True, kl_ctrl=control), parts)
     batch = replace(train_batch(), ref_log_probs=torch.zeros(65))
     train, _ = stage(with_nan(batch, "old_log_probs", 3))
     assert stage.kl is not None and stage.kl.state() == {"coef": 0.5}

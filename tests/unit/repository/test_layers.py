@@ -8,7 +8,7 @@ from places import ROOT
 
 PACKAGE = ROOT / "rlhf_megatron"
 LAYERS = [
-    ("registry", "config", "faults", "stop"),
+    ("registry", "plugins", "config", "faults", "stop"),
     ("data", "algorithms", "rewards"),
     ("parallel", "kernels"),
     ("models",),

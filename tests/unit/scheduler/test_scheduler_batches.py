@@ -9,7 +9,7 @@ from places import MODEL
 from scheduler_samples import to_train, train_batch
 
 from rlhf_megatron.algorithms import metric_names as loss_names
-from rlhf_megatron.algorithms.aggregate import LOSS_AGG_MODES
+from rlhf_megatron.algorithms.aggregate import AGGREGATIONS
 from rlhf_megatron.config.schema import ActorConfig, DataConfig, PolicyLossConfig, RunConfig
 from rlhf_megatron.data.batch import PromptBatch, TokenBatch, TrainBatch, select
 from rlhf_megatron.data.seeds import derive_seed
@@ -124,7 +124,7 @@ def test_the_order_is_a_function_of_seed_step_and_epoch() -> None:
     assert [samples_of(part) for part in plain] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("mode", AGGREGATIONS)
 def test_weights_have_the_denominator_of_their_mini_batch(mode: str) -> None:
     first, _, last = (weighed(part, mode, scale_factor=8) for part in cut(train_batch(), 4, False, 1, 1, 0))
     counts = {0: 1, 1: 2, 2: 3, 3: 4}  # response tokens of the samples of the first

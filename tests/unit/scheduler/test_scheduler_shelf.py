@@ -17,7 +17,7 @@ from rlhf_megatron.data.batch import AnnotatedBatch, LogProbs, ScoredBatch, Toke
 from rlhf_megatron.runtime.proxies import Workers
 from rlhf_megatron.scheduler.advantages import AdvantageStage
 from rlhf_megatron.scheduler.annotate import annotate
-from rlhf_megatron.scheduler.parts import Plugins, load_plugins
+from rlhf_megatron.scheduler.parts import Parts, load_parts
 
 
 def config_of(name: str, **params: Any) -> RunConfig:
@@ -53,7 +53,7 @@ class Calls:
 )
 def test_squared_probabilities_are_summed_only_for_an_estimator_that_reads_them(name: str, is_asked: bool) -> None:
     config, calls = config_of(name), Calls()
-    found = annotate(Workers(calls), config, load_plugins(config), scored_batch())  # type: ignore[arg-type]
+    found = annotate(Workers(calls), config, load_parts(config), scored_batch())  # type: ignore[arg-type]
     (asked,) = calls.asked
     assert asked["method"] == "actor.log_probs" and asked["with_entropy"] is True
     assert asked.get("with_sum_squares", False) is is_asked
@@ -72,7 +72,7 @@ def test_an_estimator_gets_every_column_of_the_batch() -> None:
     scored = scored_batch()
     tokens = torch.arange(scored.num_tokens, dtype=torch.float32)
     batch = gain(AnnotatedBatch, scored, old_log_probs=-tokens, values=tokens, sum_squares=tokens / 100)
-    AdvantageStage(AlgorithmConfig(), Plugins(estimator, None, False))(batch)
+    AdvantageStage(AlgorithmConfig(), Parts(estimator, None, False))(batch)
     (inputs,) = seen
     assert inputs.log_probs_T is not None and torch.equal(inputs.log_probs_T, -tokens)
     assert inputs.rollout_log_probs_T is not None and torch.equal(inputs.rollout_log_probs_T, scored.rollout_log_probs)
@@ -89,7 +89,7 @@ def test_gdpo_reads_the_parts_and_not_the_reward() -> None:
     scored = scored_batch()
     parts = {**scored.reward_parts, "other": torch.tensor([9.0, -9.0, 5.0, 7.0])}
     batch = gain(AnnotatedBatch, replace(scored, rewards=-scored.rewards, reward_parts=parts))
-    train, _ = AdvantageStage(config.algorithm, load_plugins(config))(batch)
+    train, _ = AdvantageStage(config.algorithm, load_parts(config))(batch)
     first = [train.advantages[int(offset) + 1].item() for offset in train.offsets[:-1]]
     low, high = -1.2 / (9.6 / 9) ** 0.5, 0.8 / (9.6 / 9) ** 0.5
     assert first == pytest.approx([low, high, low, high], rel=1e-5)
@@ -100,7 +100,7 @@ def test_nothing_that_is_registered_lacks_what_it_needs() -> None:
     missing = {}
     for name in ADV_ESTIMATORS:
         try:
-            load_plugins(config_of(name, **known.get(name, {})))
+            load_parts(config_of(name, **known.get(name, {})))
         except ValueError as error:
             missing[name] = str(error)
     assert missing == {}

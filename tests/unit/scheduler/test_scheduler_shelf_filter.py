@@ -21,7 +21,7 @@ from rlhf_megatron.observe.metrics.names import METRICS
 from rlhf_megatron.recovery.journal import Journal
 from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
 from rlhf_megatron.rollout.engine import GeneratedSample, GenerateRequest
-from rlhf_megatron.scheduler.parts import load_plugins
+from rlhf_megatron.scheduler.parts import load_parts
 from rlhf_megatron.scheduler.stages import RunData, Stages
 from rlhf_megatron.sync.weight_sync import NoSync
 
@@ -89,7 +89,7 @@ def stages_of(fleet: Fleet, journal: Journal | None = None, estimator: str = "rl
         None,
         fleet,
         data,
-        load_plugins(config),
+        load_parts(config),
         NoSync(1),
         None,
         reward,

@@ -20,7 +20,7 @@ from rlhf_megatron.recovery.recorder import Recorder
 from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
 from rlhf_megatron.rewards.scorers.base import masked
 from rlhf_megatron.rollout.engine import GeneratedSample, GenerateRequest
-from rlhf_megatron.scheduler.parts import load_plugins
+from rlhf_megatron.scheduler.parts import load_parts
 from rlhf_megatron.scheduler.samples import of_groups
 from rlhf_megatron.scheduler.stages import RunData, Stages
 
@@ -80,7 +80,7 @@ def stages_of(estimator: str, fleet: Fleet, journal: Journal | None = None, num_
         rollout=RolloutConfig(n=2),
     )
     data = RunData(None, (), fleet.tokenizer, (14,))
-    return Stages(config, None, fleet, data, load_plugins(config), dict, None, reward, journal)  # type: ignore[arg-type]
+    return Stages(config, None, fleet, data, load_parts(config), dict, None, reward, journal)  # type: ignore[arg-type]
 
 
 def run(stages: Stages) -> ScoredBatch:

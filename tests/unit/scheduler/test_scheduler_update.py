@@ -25,7 +25,7 @@ from rlhf_megatron.proof.replay import ReplayStages
 from rlhf_megatron.runtime.proxies import ActorProxy, CriticProxy, Workers
 from rlhf_megatron.scheduler.advantages import AdvantageStage
 from rlhf_megatron.scheduler.annotate import annotate
-from rlhf_megatron.scheduler.parts import Plugins
+from rlhf_megatron.scheduler.parts import Parts
 from rlhf_megatron.scheduler.update import RoleUpdate, run_updates
 from rlhf_megatron.sync.weight_sync import NoSync
 from rlhf_megatron.workers.contract import UpdateResult
@@ -95,9 +95,9 @@ class FakeGroup:
         return [call.method for call in self.calls]
 
 
-def plugins_of(estimator: str, needs_reference: bool = False, **params: Any) -> Plugins:
+def parts_of(estimator: str, needs_reference: bool = False, **params: Any) -> Parts:
     entry = ADV_ESTIMATORS.get(estimator)
-    return Plugins(
+    return Parts(
         entry.build,
         entry.params(**params),
         needs_reference,
@@ -127,7 +127,7 @@ def numbered(worker: ActorProxy | CriticProxy, count: int) -> RoleUpdate:
 
 
 def stages_of(config: RunConfig, group: FakeGroup) -> ReplayStages:
-    return ReplayStages(config, Workers(group), plugins_of("gae"), None, load_tokenizer(MODEL), NoSync(version=4))
+    return ReplayStages(config, Workers(group), parts_of("gae"), None, load_tokenizer(MODEL), NoSync(version=4))
 
 
 def test_roles_take_turns_and_two_calls_of_each_are_under_way() -> None:
@@ -199,7 +199,7 @@ def test_annotation_asks_everybody_before_it_waits() -> None:
         rollout={"temperature": 0.5},
     )
     group = FakeGroup()
-    batch = annotate(Workers(group), config, plugins_of("gae", needs_reference=True), scored())
+    batch = annotate(Workers(group), config, parts_of("gae", needs_reference=True), scored())
     names = ["actor.log_probs", "critic.values", "reference.log_probs"]
     assert group.sent == names and [call.token_budget for call in group.calls] == [300, 400, 500]
     assert group.events == [f"{what} {name} 1" for what in ("send", "wait") for name in names]
@@ -211,7 +211,7 @@ def test_annotation_asks_everybody_before_it_waits() -> None:
 
 def test_annotation_asks_nobody_whom_the_run_has_not() -> None:
     group = FakeGroup()
-    batch = annotate(Workers(group), RunConfig(), plugins_of("grpo"), scored())
+    batch = annotate(Workers(group), RunConfig(), parts_of("grpo"), scored())
     assert group.sent == ["actor.log_probs"] and batch.values is None and batch.ref_log_probs is None
 
 
@@ -247,7 +247,7 @@ def test_kl_in_the_reward_reaches_advantages_and_moves_its_weight_once_a_step() 
     """Adaptive: 2 valid samples of horizon 10, KL 0.375 a response against a target of 0.4: relative error -0.0625."""
     control = KLControlConfig("adaptive", kl_coef=0.5, target_kl=0.4, horizon=10)
     config = AlgorithmConfig(use_kl_in_reward=True, kl_penalty="k1", kl_ctrl=control)
-    stage = AdvantageStage(config, plugins_of("gae", whiten=False))
+    stage = AdvantageStage(config, parts_of("gae", whiten=False))
     batch = annotated(**KL, values=torch.tensor([9.0, 0.25, 0.5, 9.0, 9.0, 1.0]))
     train, metrics = stage(batch)
     # Token rewards -0.25, 0.125 + 1, -0.25 + 0.5; with gamma and lambda 1 the returns are their sums to the end.
@@ -264,12 +264,12 @@ def test_kl_in_the_reward_reaches_group_estimators() -> None:
     """Two samples of one group with rewards 1 and 0.5, KL of 0.25 and 0.5 a response at weight 2: 0.5 and -0.5."""
     config = AlgorithmConfig(use_kl_in_reward=True, kl_ctrl=KLControlConfig(kl_coef=2.0))
     batch = replace(annotated(**KL), group_ids=torch.tensor([7, 7, 7]))
-    train, _ = AdvantageStage(config, plugins_of("grpo", norm_adv_by_std_in_grpo=False))(batch)
+    train, _ = AdvantageStage(config, parts_of("grpo", norm_adv_by_std_in_grpo=False))(batch)
     assert train.advantages.tolist() == pytest.approx([0, 0.5, 0.5, 0, 0, -0.5]) and train.returns is None
 
 
 def test_token_rewards_without_kl_are_the_scores() -> None:
-    stage = AdvantageStage(AlgorithmConfig(), plugins_of("gae", whiten=False, lam=0.0))
+    stage = AdvantageStage(AlgorithmConfig(), parts_of("gae", whiten=False, lam=0.0))
     train, metrics = stage(annotated(values=torch.tensor([9.0, 0.25, 0.5, 9.0, 9.0, 1.0])))
     assert train.advantages.tolist() == pytest.approx([0, 0.5 - 0.25, 1 - 0.5, 0, 0, 0.5 - 1])
     assert not [name for name in metrics if name.startswith("actor/reward_kl")] and stage.kl is None

@@ -1,0 +1,97 @@
+"""Modules and files of the user's own that register parts (`plugins`). Each process that uses parts runs them."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from rlhf_megatron.config.errors import ConfigError, Problem
+from rlhf_megatron.registry import PACKAGES, Registry, parts_of
+
+logger = logging.getLogger(__name__)
+_loaded: dict[str, ModuleType] = {}  # as the configuration names them -> what was run, in this process
+
+
+def load_plugins(plugins: Sequence[str], where: str = "") -> None:
+    """Runs each once a process, in their order. Raises ConfigError, which says `where` they are named, for all that
+    cannot be run."""
+    problems = []
+    for plugin in not_loaded(plugins):
+        for kind in PACKAGES:  # ours have their names before anybody else takes one
+            parts_of(kind)
+        before = _num_parts()
+        try:
+            _loaded[plugin] = _module_of_file(plugin) if is_file(plugin) else _module(plugin)
+        except (Exception, SystemExit) as error:
+            problems.append(Problem(f"plugins: {plugin} {_why(plugin, error)}", ("plugins",), where))
+            continue
+        if _num_parts() == before:
+            logger.warning("plugins: %s registers nothing; remove it, or register a part in it.", plugin)
+    if problems:
+        raise ConfigError(problems)
+
+
+def not_loaded(plugins: Sequence[str]) -> list[str]:
+    """Those that were not run in this process."""
+    return [plugin for plugin in plugins if plugin not in _loaded]
+
+
+def is_file(plugin: str) -> bool:
+    return plugin.endswith(".py")
+
+
+def digests(plugins: Sequence[str]) -> dict[str, str]:
+    """Plugin -> 16 hexadecimal digits of its source; "" of one without a source at hand. All were run."""
+    found = {}
+    for plugin in plugins:
+        path = getattr(_loaded[plugin], "__file__", None)
+        found[plugin] = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16] if path else ""
+    return found
+
+
+def _num_parts() -> int:
+    return sum(len(list(registry)) for registry in Registry.by_kind.values())
+
+
+def _module(name: str) -> ModuleType:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    return importlib.import_module(name)
+
+
+def _module_of_file(file: str) -> ModuleType:
+    """Under a name of its own, so that a file may be called as a module of somebody else's is."""
+    path = Path(file).resolve(strict=True)
+    sys.path.insert(0, str(path.parent))  # it may import its neighbours
+    name = f"plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _why(plugin: str, error: BaseException) -> str:
+    if isinstance(error, FileNotFoundError) and error.filename == str(Path(plugin)):
+        return "is not a file; correct the path, which counts from the file that names it."
+    if isinstance(error, ModuleNotFoundError) and error.name is not None and f"{plugin}.".startswith(f"{error.name}."):
+        return f"is no module in {os.getcwd()} or among the installed packages; correct it, or name a file (x.py)."
+    lines = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).stem == _stem(plugin)]
+    where = f" in {lines[-1].filename}:{lines[-1].lineno}" if lines else ""
+    return f"cannot be run: {type(error).__name__}{where}: {error}"
+
+
+def _stem(plugin: str) -> str:
+    return Path(plugin).stem if is_file(plugin) else plugin.rpartition(".")[2]
