@@ -1,4 +1,4 @@
-"""torch, loaded at its first use. Modules that declare parts take it from here, so that config reads them without."""
+"""torch and numpy, loaded at their first use: the configuration reads modules that declare parts without them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from torch import Tensor
 else:
 
-    class _Torch:
+    class _Lazy:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
         def __getattr__(self, name: str) -> Any:
-            return getattr(importlib.import_module("torch"), name)
+            return getattr(importlib.import_module(self._name), name)
 
-    torch, Tensor = _Torch(), Any  # Tensor stands in annotations only
+    np, torch = _Lazy("numpy"), _Lazy("torch")
+    Tensor = Any  # it stands in annotations only
 
-__all__ = ["Tensor", "torch"]
+__all__ = ["Tensor", "np", "torch"]

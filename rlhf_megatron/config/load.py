@@ -119,7 +119,7 @@ def _read(path: str | Path, overrides: Sequence[str]) -> tuple[Loaded, list[Prob
         raise ConfigError([*files.problems, *converter.problems])
     loaded = Loaded(config, converter.provenance)
     directory = Path(loaded.origin("plugins").source).parent if loaded.origin("plugins").line else Path()
-    paths = [str((directory / p).absolute()) if is_file(p) else p for p in config.plugins]
+    paths = [os.path.abspath(directory / p) if is_file(p) else p for p in config.plugins]
     return replace(loaded, config=replace(config, plugins=tuple(paths))), converter.problems, converter.broken
 
 

@@ -15,10 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from rlhf_megatron.algorithms.aggregate import sequence_sums
-from rlhf_megatron.lazy import Tensor, torch
+from rlhf_megatron.lazy import Tensor, np, torch
 from rlhf_megatron.registry import Registry
 
 

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.config_samples import VALID
+from config_samples import VALID
 
 from rlhf_megatron import plugins
 from rlhf_megatron.cli.main import main
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import load_run_config, read_run_config
 from rlhf_megatron.config.show import as_yaml
-from rlhf_megatron.registry import Registry
+from rlhf_megatron.registry import PACKAGES, parts_of
 
 ESTIMATOR = """
 from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS, AdvantageOutputs
@@ -32,12 +32,11 @@ NAMED = VALID + "plugins: [mine.py]\nalgorithm: {adv_estimator: mine}\n"
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No plugin of another test is there, and none is left."""
     monkeypatch.setattr(plugins, "_loaded", {})
-    before = {kind: dict(registry._entries) for kind, registry in Registry.by_kind.items()}
+    before = {kind: set(parts_of(kind)) for kind in PACKAGES}
     yield
-    for kind, entries in before.items():
-        registry = Registry.by_kind[kind]
-        for name in set(registry._entries) - set(entries):
-            del registry._entries[name]
+    for kind, names in before.items():
+        for name in set(parts_of(kind)) - names:
+            del parts_of(kind)._entries[name]
 
 
 @pytest.fixture
@@ -108,7 +107,7 @@ def test_one_that_registers_nothing_is_warned_of(run_file: Path, caplog: pytest.
 
 def test_check_says_what_it_runs_and_show_runs_nothing(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_file.with_name("mine.py").write_text(f"print('it runs')\n{ESTIMATOR}")
-    assert main(["config", "show", str(run_file), "model.path="]) == 2  # its own problem, and none of the estimator
+    assert main(["config", "show", str(run_file), "model.path=''"]) == 2  # its own problem, and none of the estimator
     shown = capsys.readouterr()
     assert "it runs" not in shown.out and "adv_estimator" in shown.out and "1 problem" in shown.err
     assert main(["config", "check", str(run_file), "--no-files", "--no-plugins"]) == 0
