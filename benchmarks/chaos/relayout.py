@@ -3,7 +3,7 @@
 On the ranks: the parity benchmark's models, batch and recipe. One optimizer step in the old layout, its checkpoint, a
 worker with other weights in the new layout that loads it, one more step. What the further step changed is compared, a
 tensor at a time, with the same step of transformers in float64; the bar is that of the parity benchmark, three times
-the error of transformers in float32. The run that went on in the old layout is held to the same bar.
+float32's own error. The run that went on in the old layout is held to the same bar.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from benchmarks.parity.cases import (
     make_state,
 )
 from benchmarks.parity.layouts import Axes
-from benchmarks.parity.measure import BAR, HEAD
-from benchmarks.parity.reference import COLUMNS, make_model, run_reference
+from benchmarks.parity.measure import BAR
+from benchmarks.parity.reference import COLUMNS, make_model, run_in_float32, run_reference
+from benchmarks.parity.rounding import share_of_bar, tensor_figures
 from benchmarks.parity.run import LAYOUT_TIMEOUT_S, DistPool
 from benchmarks.parity.sharded import FIRST, hf_tensors, train_batch
 from benchmarks.parity.subjects import SUBJECTS
@@ -151,12 +152,12 @@ def _export(worker: Any) -> Weights:
 
 @dataclass(frozen=True)
 class Truth:
-    """Inputs, and the update of the further step in float64 and float32."""
+    """Inputs, and the update of the further step in float64 and in draws of float32."""
 
     state: Weights
     batch: Weights
     exact: Weights
-    single: Weights
+    draws: list[Weights]
 
 
 @cache
@@ -167,12 +168,13 @@ def truth(role: Role) -> Truth:
         columns = COLUMNS[role](model, batch, range(NUM_SAMPLES), recipe)
     batch = add_past(batch, columns["log_probs"]) if role == "actor" else add_values(batch, columns["values"])
 
-    def update(dtype: torch.dtype) -> Weights:
-        one, two = (run_reference(hf_config, state, batch, cut, recipe, dtype, role) for cut in (ONE, TWO))
+    def update(one: Weights, two: Weights) -> Weights:
         names = [key.removeprefix("weights/") for key in two if key.startswith("weights/")]
         return {name: (two[f"weights/{name}"] - one[f"weights/{name}"]).double() for name in names}
 
-    return Truth(state, batch, update(torch.float64), update(torch.float32))
+    exact = [run_reference(hf_config, state, batch, cut, recipe, torch.float64, role) for cut in (ONE, TWO)]
+    draws = [run_in_float32(hf_config, state, batch, cut, recipe, role) for cut in (ONE, TWO)]
+    return Truth(state, batch, update(*exact), [update(one, two) for one, two in zip(*draws, strict=True)])
 
 
 def run_move(pool: DistPool, move: Move, directory: Path) -> list[Figure]:
@@ -203,8 +205,8 @@ def run_move(pool: DistPool, move: Move, directory: Path) -> list[Figure]:
     resumed = run(further_step, move.new)
     shutil.rmtree(directory, ignore_errors=True)
     return [
-        worst(f"went on at {move.old.name}", stayed, known.exact, known.single),
-        worst(f"resumed at {move.new.name}", resumed, known.exact, known.single),
+        worst(f"went on at {move.old.name}", stayed, known.exact, known.draws),
+        worst(f"resumed at {move.new.name}", resumed, known.exact, known.draws),
     ]
 
 
@@ -218,20 +220,10 @@ def _full(shards: Sequence[Weights], axes: Axes, role: Role) -> Weights:
     return first
 
 
-def worst(
-    where: str, update: Mapping[str, Tensor], exact: Mapping[str, Tensor], single: Mapping[str, Tensor]
-) -> Figure:
-    """||x - y|| / ||y|| a tensor, in units of the bar. Weight and bias of a value head are one tensor."""
-    assert update.keys() == exact.keys() == single.keys(), sorted(update.keys() ^ exact.keys())
-    groups: dict[str, list[str]] = {}
-    for name in exact:
-        groups.setdefault(HEAD if name.startswith(f"{HEAD}.") else name, []).append(name)
-    figures = []
-    for group, names in groups.items():
-        x, y, alone = (torch.cat([of[name].flatten() for name in names]) for of in (update, exact, single))
-        errors = [float((value - y).norm() / y.norm()) for value in (x, alone)]
-        figures.append(Figure(where, group, errors[0], errors[1], BAR * errors[1]))
-    return max(figures, key=lambda figure: figure.error / figure.bar if figure.error == figure.error else float("inf"))
+def worst(where: str, update: Mapping[str, Tensor], exact: Mapping[str, Tensor], draws: Sequence[Weights]) -> Figure:
+    """The tensor that is nearest to its bar, or farthest over it."""
+    figure = max(tensor_figures(update, exact, draws), key=lambda figure: share_of_bar(figure, BAR))
+    return Figure(where, *figure, BAR * figure[2])
 
 
 def as_row(move: Move, figures: Sequence[Figure]) -> dict[str, Any]:

@@ -5,7 +5,7 @@
     DUMPS/rows.json                              every row; nothing is computed from it
     DUMPS/<family>/start.safetensors             weights before the first step, float32
     DUMPS/<family>/batch.safetensors             the batch
-    DUMPS/<family>/<cut>/<result>.safetensors    <result>: float64, float32 (transformers), or a layout
+    DUMPS/<family>/<cut>/<result>.safetensors    <result>: float64, float32_0 and so on (transformers), or a layout
 
 What a family's critic has stands under DUMPS/<family>/critic instead, in the same order.
 
@@ -28,9 +28,14 @@ from torch import Tensor
 
 from benchmarks.parity.cases import Role
 
-EXACT, SINGLE = "float64", "float32"
+EXACT = "float64"
 RUN = "run.json"
 ROWS = "rows.json"
+
+
+def single_name(number: int) -> str:
+    """The name of a draw of float32's error: transformers with its hidden units in one order."""
+    return f"float32_{number}"
 
 
 class Dumps:

@@ -12,19 +12,21 @@
 Of a critic: values, values_after as log_probs, in the unit of rewards; value_gradient and so on for the others. Weight
 and bias of its head are one tensor, "score": a bias of one element can be right by luck in float32, and its bar near 0.
 
-The bar is BAR times the same error of transformers in float32. A single number can be right by luck, so the bar of
-grad_norm is BAR times ||x - y|| / ||y|| of the whole float32 gradient of that step, which bounds the norm's own error.
+The bar is BAR times float32's own error: that of transformers in float32, a root mean square over some orders of
+summation (`rounding`). A single number can be right by luck, so the bar of grad_norm is BAR times ||x - y|| / ||y|| of
+the whole float32 gradient of that step, which bounds the norm's own error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from benchmarks.parity.cases import Role
+from benchmarks.parity.rounding import Figure, relative_error, scale, share_of_bar, tensor_figures
 
 BAR = 3.0
 Result = dict[str, Tensor]
@@ -32,7 +34,6 @@ TOKEN_QUANTITIES: dict[Role, tuple[str, ...]] = {
     "actor": ("log_probs", "entropies", "log_probs_after"),
     "critic": ("values", "values_after"),
 }
-HEAD = "score"  # of a critic
 PREFIX: dict[Role, str] = {"actor": "", "critic": "value_"}  # of the other quantities
 
 
@@ -58,74 +59,56 @@ def measure(
     start: Result,
     mask: Tensor,
     exact: Result,
-    single: Result,
+    draws: Sequence[Result],
     result: Result,
     role: Role = "actor",
 ) -> list[Row]:
-    """One row a quantity. `start`: weights before the first step; `mask` [T]: response tokens."""
+    """One row a quantity. `start`: weights before the first step; `mask` [T]: response tokens; `draws`: in float32."""
     prefix = PREFIX[role]
+    gradients, updates = [_part(draw, "gradient/0/") for draw in draws], [_update(draw, start) for draw in draws]
     found = {
-        **_token_figures(TOKEN_QUANTITIES[role], mask, exact, single, result),
-        f"{prefix}gradient": list(_tensor_figures("gradient/0/", None, exact, single, result)),
-        f"{prefix}update": list(_tensor_figures("weights/", start, exact, single, result)),
-        f"{prefix}grad_norm": list(_norm_figures(exact, single, result)),
+        **_token_figures(TOKEN_QUANTITIES[role], mask, exact, draws, result),
+        f"{prefix}gradient": list(tensor_figures(*(_part(x, "gradient/0/") for x in (result, exact)), gradients)),
+        f"{prefix}update": list(tensor_figures(*(_update(x, start) for x in (result, exact)), updates)),
+        f"{prefix}grad_norm": list(_norm_figures(exact, draws, result)),
         f"{prefix}copies": list(_copy_figures(result)),
     }
     rows = []
     for quantity, figures in found.items():
         if not figures:
             continue
-        tensor, error, float32_error = max(figures, key=_closeness)
+        tensor, error, float32_error = max(figures, key=lambda figure: share_of_bar(figure, BAR))
         bar = BAR * float32_error
         # not (a <= b): a NaN is a miss
         rows.append(Row(family, layout, cut, quantity, tensor, error, float32_error, bar, bool(error <= bar)))
     return rows
 
 
-Figure = tuple[str, float, float]  # tensor, error, float32 error
-
-
-def _closeness(figure: Figure) -> float:
-    """Error over bar. NaN counts as infinitely far over it."""
-    _, error, float32_error = figure
-    if error != error:
-        return float("inf")
-    return error / (BAR * float32_error) if float32_error else (float("inf") if error else 0.0)
-
-
 def _token_figures(
-    names: tuple[str, ...], mask: Tensor, exact: Result, single: Result, result: Result
+    names: tuple[str, ...], mask: Tensor, exact: Result, draws: Sequence[Result], result: Result
 ) -> dict[str, list[Figure]]:
     def error(name: str, x: Result) -> float:
         return float((x[name].double() - exact[name].double())[mask].abs().max())
 
-    return {name: [(name, error(name, result), error(name, single))] for name in names}
+    return {name: [(name, error(name, result), scale(error(name, draw) for draw in draws))] for name in names}
 
 
-def _tensor_figures(
-    prefix: str, start: Result | None, exact: Result, single: Result, result: Result
-) -> Iterator[Figure]:
-    names = [key.removeprefix(prefix) for key in exact if key.startswith(prefix)]
-    others = {key.removeprefix(prefix) for key in result if key.startswith(prefix)}
-    assert set(names) == others, f"tensors that one side lacks: {sorted(set(names) ^ others)}"
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(HEAD if name.startswith(f"{HEAD}.") else name, []).append(name)
-
-    def whole(x: Result, parts: list[str]) -> Tensor:
-        tensors = [x[prefix + part].double() - (start[part].double() if start else 0.0) for part in parts]
-        return torch.cat([tensor.flatten() for tensor in tensors])
-
-    for name, parts in groups.items():
-        truth, value, alone = (whole(x, parts) for x in (exact, result, single))
-        yield name, _relative(value, truth), _relative(alone, truth)
+def _update(x: Result, start: Result) -> Result:
+    """Weights after the last step minus weights before the first, in float64."""
+    return {name: tensor.double() - start[name].double() for name, tensor in _part(x, "weights/").items()}
 
 
-def _norm_figures(exact: Result, single: Result, result: Result) -> Iterator[Figure]:
+def _part(x: Result, prefix: str) -> Result:
+    return {key.removeprefix(prefix): tensor for key, tensor in x.items() if key.startswith(prefix)}
+
+
+def _norm_figures(exact: Result, draws: Sequence[Result], result: Result) -> Iterator[Figure]:
+    def whole(x: Result, step: int) -> Tensor:
+        return torch.cat([x[key].double().flatten() for key in exact if key.startswith(f"gradient/{step}/")])
+
     for step, (truth, value) in enumerate(zip(exact["grad_norms"], result["grad_norms"], strict=True)):
-        keys = [key for key in exact if key.startswith(f"gradient/{step}/")]
-        whole, alone = (torch.cat([x[key].double().flatten() for key in keys]) for x in (exact, single))
-        yield f"step {step}", float((value.double() - truth).abs() / truth), _relative(alone, whole)
+        own = scale(relative_error(whole(draw, step), whole(exact, step)) for draw in draws)
+        yield f"step {step}", float((value.double() - truth).abs() / truth), own
 
 
 def _copy_figures(result: Result) -> Iterator[Figure]:
@@ -133,7 +116,3 @@ def _copy_figures(result: Result) -> Iterator[Figure]:
         if key.startswith("copies/"):
             _, copy, name = key.split("/")
             yield f"{name} ({copy})", float((value.double() - result[f"weights/{name}"].double()).abs().max()), 0.0
-
-
-def _relative(value: Tensor, truth: Tensor) -> float:
-    return float((value - truth).norm() / truth.norm())

@@ -41,25 +41,34 @@ def whole(arrays: Arrays, prefix: str, parts: list[str]) -> np.ndarray:
     return np.concatenate([arrays[prefix + part].ravel() for part in parts])
 
 
-def figures(start: Arrays, mask: np.ndarray, exact: Arrays, single: Arrays, result: Arrays) -> dict[str, list[Any]]:
+def own(errors: list[float]) -> float:
+    """Float32's own error: the root mean square over the dumped draws of it."""
+    return float(np.sqrt(np.mean(np.square(errors))))
+
+
+def figures(
+    start: Arrays, mask: np.ndarray, exact: Arrays, draws: list[Arrays], result: Arrays
+) -> dict[str, list[Any]]:
     """quantity -> [(tensor, error, float32 error)], of an actor or of a critic."""
     is_critic = "values" in exact
     found: dict[str, list[Any]] = {}
     for name in ("values", "values_after") if is_critic else ("log_probs", "entropies", "log_probs_after"):
-        found[name] = [(name, farthest(result[name], exact[name], mask), farthest(single[name], exact[name], mask))]
+        error, *errors = (farthest(x[name], exact[name], mask) for x in (result, *draws))
+        found[name] = [(name, error, own(errors))]
     of = "value_" if is_critic else ""
     tensors = tensors_of(start)
     found[f"{of}gradient"], found[f"{of}update"] = [], []
     for name, parts in tensors.items():
-        gradients = [whole(x, "gradient/0/", parts) for x in (result, single, exact)]
-        moved = [whole(x, "weights/", parts) - whole(start, "", parts) for x in (result, single, exact)]
-        for quantity, (ours, alone, truth) in (("gradient", gradients), ("update", moved)):
-            found[of + quantity].append((name, distance(ours, truth), distance(alone, truth)))
+        gradients = [whole(x, "gradient/0/", parts) for x in (exact, result, *draws)]
+        moved = [whole(x, "weights/", parts) - whole(start, "", parts) for x in (exact, result, *draws)]
+        for quantity, (truth, *others) in (("gradient", gradients), ("update", moved)):
+            error, *errors = (distance(x, truth) for x in others)
+            found[of + quantity].append((name, error, own(errors)))
     found[f"{of}grad_norm"] = []
     for step, norm in enumerate(exact["grad_norms"]):
-        alone, truth = (whole(x, f"gradient/{step}/", sorted(start)) for x in (single, exact))
+        truth, *others = (whole(x, f"gradient/{step}/", sorted(start)) for x in (exact, *draws))
         error = abs(result["grad_norms"][step] - norm) / norm
-        found[f"{of}grad_norm"].append((f"step {step}", float(error), distance(alone, truth)))
+        found[f"{of}grad_norm"].append((f"step {step}", float(error), own([distance(x, truth) for x in others])))
     copies = [key.split("/") for key in result if key.startswith("copies/")]
     found[f"{of}copies"] = [
         (f"{n} ({copy})", float(np.max(np.abs(result[f"copies/{copy}/{n}"] - result[f"weights/{n}"]))), 0.0)
@@ -79,10 +88,15 @@ def recompute(dumps: Path) -> dict[tuple[str, str, str, str], dict[str, tuple[fl
             continue
         directory = dumps / family / place
         start, batch = (read(directory / f"{name}.safetensors") for name in ("start", "batch"))
-        exact, single = (read(directory / cut / f"{name}.safetensors") for name in ("float64", "float32"))
+        exact = read(directory / cut / "float64.safetensors")
+        draws = [read(file) for file in sorted((directory / cut).glob("float32_*.safetensors"))]
+        if not draws:
+            raise SystemExit(
+                f"{directory / cut} holds no float32_*.safetensors; run `python -m benchmarks.parity` again."
+            )
         for layout in layouts:
             result = read(directory / cut / f"{layout}.safetensors")
-            found = figures(start, batch["response_mask"].astype(bool), exact, single, result)
+            found = figures(start, batch["response_mask"].astype(bool), exact, draws, result)
             for quantity, values in found.items():
                 table[family, layout, cut, quantity] = {name: (e, f) for name, e, f in values}
     return table

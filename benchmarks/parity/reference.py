@@ -1,4 +1,4 @@
-"""The reference: the same optimizer steps in plain transformers and torch, unsharded, one sample at a time.
+"""The reference: the same optimizer steps in plain transformers and torch, unsharded.
 
 Nothing of the package is used: loss, aggregation, clipping and AdamW are written out here from their papers.
 transformers' norms compute in float32 whatever the type of the model; for float64 their forward is replaced by the same
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.parity.cases import Cut, Recipe, Role
-from benchmarks.parity.value_reference import ValueModel, token_values, value_losses
+from benchmarks.parity.rounding import orders, renumbered
+from benchmarks.parity.value_reference import ValueModel, padded, token_values, tokens_of, value_losses
 
 MIN_KINK_DISTANCE = 2e-5  # of a ratio or value from a kink of the loss; nearer, rounding decides on which side it is
 MAX_KL = 10.0  # the package bounds the KL estimate of a token there, the reference has no bound
@@ -57,15 +58,15 @@ def _exact_norm(module: Any, x: Tensor) -> Tensor:
 
 def policy_columns(model: nn.Module, batch: Columns, samples: range, recipe: Recipe) -> Columns:
     """Log-probs [T] and entropies [T] of `samples`, 0 outside of the response mask."""
-    log_probs, entropies = [], []
-    for i in samples:
-        span = slice(int(batch["offsets"][i]), int(batch["offsets"][i + 1]))
-        ids, mask = batch["token_ids"][span], batch["response_mask"][span]
-        log_p = (model(ids[None]).logits[0, :-1] / recipe.temperature).log_softmax(-1)
-        zero = log_p.new_zeros(1)
-        log_probs.append(torch.cat([zero, log_p.gather(1, ids[1:, None])[:, 0]]) * mask)
-        entropies.append(torch.cat([zero, -(log_p.exp() * log_p).sum(-1)]) * mask)
-    return {"log_probs": torch.cat(log_probs), "entropies": torch.cat(entropies)}
+    ids_BL, is_token_BL = padded(batch, samples)
+    log_p = (model(ids_BL).logits[:, :-1] / recipe.temperature).log_softmax(-1)
+    mask = batch["response_mask"][tokens_of(batch, samples)]
+
+    def ragged(columns: Tensor) -> Tensor:
+        return nn.functional.pad(columns, (1, 0))[is_token_BL] * mask
+
+    log_probs = log_p.gather(2, ids_BL[:, 1:, None])[:, :, 0]
+    return {"log_probs": ragged(log_probs), "entropies": ragged(-(log_p.exp() * log_p).sum(-1))}
 
 
 def value_columns(model: nn.Module, batch: Columns, samples: range, recipe: Recipe) -> Columns:
@@ -147,7 +148,7 @@ def run_reference(
     dtype: torch.dtype,
     role: Role = "actor",
 ) -> dict[str, Tensor]:
-    """The tensors that `measure` reads: see `dumps`."""
+    """The tensors that `measure` reads, as `dumps` lists them."""
     model = make_model(hf_config, state, dtype, role)
     parameters = dict(model.named_parameters())
     every_sample = range(batch["offsets"].numel() - 1)
@@ -157,8 +158,7 @@ def run_reference(
     norms = []
     for step, mini_batch in enumerate(cut.mini_batches):
         samples = range(*mini_batch)
-        span = slice(int(batch["offsets"][samples.start]), int(batch["offsets"][samples.stop]))
-        part = {name: column[span] for name, column in batch.items() if name != "offsets"}
+        part = {name: column[tokens_of(batch, samples)] for name, column in batch.items() if name != "offsets"}
         model.zero_grad()
         token_loss = LOSSES[role](COLUMNS[role](model, batch, samples, recipe), part, recipe)
         loss_of(token_loss, batch, samples, cut.loss_agg_mode).backward()
@@ -171,6 +171,17 @@ def run_reference(
         name, column = next(iter(COLUMNS[role](model, batch, every_sample, recipe).items()))
     result[f"{name}_after"] = column
     return result
+
+
+def run_in_float32(
+    hf_config: dict[str, Any], state: dict[str, Tensor], batch: Columns, cut: Cut, recipe: Recipe, role: Role = "actor"
+) -> list[dict[str, Tensor]]:
+    """`run_reference` in float32, once in each order of the hidden units: draws of float32's own error."""
+    draws = []
+    for order in orders(hf_config["hidden_size"]):
+        found = run_reference(hf_config, renumbered(state, order), batch, cut, recipe, torch.float32, role)
+        draws.append(renumbered(found, order.argsort()))
+    return draws
 
 
 def clip_gradients(parameters: dict[str, nn.Parameter], max_norm: float) -> Tensor:

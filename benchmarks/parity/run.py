@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.parity.cases import CUTS, FAMILIES, Cut, Recipe, Role, add_past, add_values, make_batch, make_state
-from benchmarks.parity.dumps import EXACT, SINGLE, Dumps
+from benchmarks.parity.dumps import EXACT, Dumps, single_name
 from benchmarks.parity.layouts import Axes, critic_cells, divides
 from benchmarks.parity.measure import Result, Row, measure
-from benchmarks.parity.reference import COLUMNS, make_model, run_reference
+from benchmarks.parity.reference import COLUMNS, make_model, run_in_float32, run_reference
 from benchmarks.parity.sharded import assemble, run_on_rank
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
@@ -27,13 +27,13 @@ LAYOUT_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class Case:
-    """A family in a role, with its inputs and both references of every cut."""
+    """A family in a role, with its inputs and the references of every cut."""
 
     family: str
     role: Role
     state: dict[str, Tensor]
     batch: dict[str, Tensor]
-    references: dict[str, tuple[Result, Result]]  # cut -> float64, float32
+    references: dict[str, tuple[Result, list[Result]]]  # cut -> float64, draws of float32
 
     @property
     def name(self) -> str:
@@ -48,11 +48,9 @@ def make_case(family: str, recipe: Recipe, cuts: Sequence[Cut] = CUTS, role: Rol
         columns = COLUMNS[role](model, batch, range(batch["offsets"].numel() - 1), recipe)
     batch = add_past(batch, columns["log_probs"]) if role == "actor" else add_values(batch, columns["values"])
 
-    def both(cut: Cut) -> tuple[Result, Result]:
-        exact, single = (
-            run_reference(hf_config, state, batch, cut, recipe, dtype, role) for dtype in (torch.float64, torch.float32)
-        )
-        return exact, single
+    def both(cut: Cut) -> tuple[Result, list[Result]]:
+        exact = run_reference(hf_config, state, batch, cut, recipe, torch.float64, role)
+        return exact, run_in_float32(hf_config, state, batch, cut, recipe, role)
 
     return Case(family, role, state, batch, {cut.name: both(cut) for cut in cuts})
 
@@ -96,8 +94,8 @@ def rows_of(case: Case, axes: Axes, results: dict[str, Result]) -> list[Row]:
     mask = case.batch["response_mask"]
     rows = []
     for cut, result in results.items():
-        exact, single = case.references[cut]
-        rows += measure(case.family, axes.name, cut, case.state, mask, exact, single, result, case.role)
+        exact, draws = case.references[cut]
+        rows += measure(case.family, axes.name, cut, case.state, mask, exact, draws, result, case.role)
     return rows
 
 
@@ -174,8 +172,9 @@ def _reference(family: str, role: Role, recipe: Recipe, dumps: Dumps, report: Ca
     start = time.monotonic()
     case = make_case(family, recipe, role=role)
     dumps.inputs(family, role, case.state, case.batch)
-    for cut, (exact, single) in case.references.items():
+    for cut, (exact, draws) in case.references.items():
         dumps.result(family, role, cut, EXACT, exact)
-        dumps.result(family, role, cut, SINGLE, single)
+        for number, draw in enumerate(draws):
+            dumps.result(family, role, cut, single_name(number), draw)
     report(f"{case.name}: reference in {time.monotonic() - start:.1f} s")
     return case

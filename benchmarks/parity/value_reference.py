@@ -21,18 +21,29 @@ class ValueModel(nn.Module):
         self.score.load_state_dict({"weight": weight, "bias": bias})
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """[T] of one sample -> [T]: after each token."""
-        return self.score(self.model(token_ids[None]).last_hidden_state[0])[:, 0]
+        """[B, L] -> [B, L]: after each token."""
+        return self.score(self.model(token_ids).last_hidden_state)[..., 0]
+
+
+def tokens_of(batch: Columns, samples: range) -> slice:
+    """Where the tokens of neighbouring samples stand in a column [T]."""
+    return slice(int(batch["offsets"][samples.start]), int(batch["offsets"][samples.stop]))
+
+
+def padded(batch: Columns, samples: range) -> tuple[Tensor, Tensor]:
+    """Token ids [B, L] of `samples`, and where there is a token. Padding is behind a sample, which never sees it."""
+    lengths = batch["offsets"].diff()[samples.start : samples.stop]
+    is_token_BL = torch.arange(int(lengths.max())) < lengths[:, None]
+    ids_BL = torch.zeros(is_token_BL.shape, dtype=torch.int64)
+    ids_BL[is_token_BL] = batch["token_ids"][tokens_of(batch, samples)]
+    return ids_BL, is_token_BL
 
 
 def token_values(model: nn.Module, batch: Columns, samples: range) -> Tensor:
     """[T] of `samples`: at each response token the value of what stands before it; 0 outside of the response mask."""
-    values = []
-    for i in samples:
-        span = slice(int(batch["offsets"][i]), int(batch["offsets"][i + 1]))
-        after = model(batch["token_ids"][span])
-        values.append(torch.cat([after.new_zeros(1), after[:-1]]) * batch["response_mask"][span])
-    return torch.cat(values)
+    ids_BL, is_token_BL = padded(batch, samples)
+    before = nn.functional.pad(model(ids_BL)[:, :-1], (1, 0))
+    return before[is_token_BL] * batch["response_mask"][tokens_of(batch, samples)]
 
 
 def value_losses(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:

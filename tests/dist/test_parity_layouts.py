@@ -7,10 +7,14 @@ import dataclasses
 import functools
 
 import pytest
+import torch
 from dist_pool import DistPool
+from torch import Tensor
 
-from benchmarks.parity.cases import FAMILIES, Recipe, Role
+from benchmarks.parity.cases import FAMILIES, NUM_SAMPLES, Recipe, Role, make_batch, make_state
 from benchmarks.parity.layouts import LAYOUTS, Axes, cover, critic_cover, divides
+from benchmarks.parity.reference import COLUMNS, make_model
+from benchmarks.parity.rounding import orders, renumbered
 from benchmarks.parity.run import Case, make_case, rows_of, run_cell
 
 pytestmark = pytest.mark.dist
@@ -58,6 +62,28 @@ def test_a_critic_is_as_near_to_float64_as_float32_transformers(dist_pool: DistP
     assert {row.cut for row in rows} == {"epochs", "uneven"}
     misses = [row for row in rows if not row.ok]
     assert not misses, misses
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hidden_units_in_another_order_and_padding_are_the_same_model(family: str, role: Role) -> None:
+    """In float64: all samples in one padded batch of renumbered weights, against one sample at a time as they are."""
+    state, batch = make_state(family, role), make_batch()
+    order = orders(FAMILIES[family]["hidden_size"])[-1]
+    under_prefix = renumbered({f"gradient/0/{name}": tensor for name, tensor in state.items()}, order)
+    back = renumbered(under_prefix, order.argsort())
+    assert all(torch.equal(back[f"gradient/0/{name}"], tensor) for name, tensor in state.items())
+    assert all(torch.equal(under_prefix[f"gradient/0/{name}"], x) for name, x in renumbered(state, order).items())
+
+    def columns(weights: dict[str, Tensor], samples: range) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return COLUMNS[role](make_model(FAMILIES[family], weights, torch.float64, role), batch, samples, Recipe())
+
+    together = columns(renumbered(state, order), range(NUM_SAMPLES))
+    alone = [columns(state, range(i, i + 1)) for i in range(3)]
+    for name, column in together.items():
+        found = torch.cat([sample[name] for sample in alone])
+        torch.testing.assert_close(found, column[: len(found)], rtol=0, atol=1e-12)
 
 
 def test_values_are_on_either_side_of_the_clip() -> None:

@@ -15,6 +15,7 @@ from dist_pool import DistPool
 from torch import Tensor
 from workers_jobs import OVERLAPPED, SHARDED, RankResult, make_actor, share, train, whole
 
+from benchmarks.parity.rounding import relative_error
 from rlhf_megatron.parallel.world import World
 
 NAME = "qwen3_tied"
@@ -27,7 +28,7 @@ def state() -> dict[str, Tensor]:
 
 
 def worst(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    return max(reference.relative_error(a[key], b[key]) for key in b)
+    return max(relative_error(a[key], b[key]) for key in b)
 
 
 def gathered(results: list[RankResult], layout: dict[str, Any], kind: str) -> dict[str, Tensor]:
@@ -67,14 +68,18 @@ def train_watching_products(world: World, **arguments: Any) -> tuple[RankResult,
 def test_fused_weight_gradients_equal_transformers(
     dist_pool: DistPool, state: dict[str, Tensor], layout: dict[str, Any]
 ) -> None:
-    """The bar of the other layouts: three times the error that transformers in float32 has against float64."""
+    """The bar of the other layouts: three times float32's own error."""
     batch = reference.make_batch()
     common = {"name": NAME, "state": state, "batch": batch, "loss": "sft", "timeout_s": 300}
     found = dist_pool.run(train_watching_products, **common, **layout)
     results = [result for result, _ in found]
-    single = reference.run_steps(reference.make_model(NAME), batch, "sft")[-1]
     exact = reference.run_steps(reference.make_model(NAME).double(), batch, "sft")[-1]
-    assert worst(gathered(results, layout, "grads"), exact.grads) <= 3 * worst(single.grads, exact.grads)
+    draws = reference.in_float32(
+        lambda: reference.make_model(NAME), lambda model: reference.run_steps(model, batch, "sft")
+    )
+    grads, weights = (gathered(results, layout, kind) for kind in ("grads", "weights"))
+    errors = reference.in_units(grads, weights, state, exact, draws)
+    assert max(errors.values()) <= 3, errors
     assert all(num_products > 0 and num_products % 4 == 0 for _, num_products in found)  # qkv, proj, fc1, fc2
 
 

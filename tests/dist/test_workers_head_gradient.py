@@ -14,6 +14,7 @@ from torch import Tensor
 from workers_head_jobs import Gradients, gradients
 from workers_jobs import OVERLAPPED, SHARDED
 
+from benchmarks.parity.rounding import relative_error
 from rlhf_megatron.data.batch import MiniBatch
 from rlhf_megatron.kernels.log_prob import linear_log_prob
 from rlhf_megatron.workers.log_prob_head import MainGradSink, sink_of
@@ -43,7 +44,7 @@ def run(dist_pool: DistPool, name: str, layout: dict[str, Any], **options: Any) 
 def differences(found: Gradients, wanted: Gradients) -> dict[str, float]:
     """Relative L2, of each parameter's main_grad."""
     assert found.main_grads.keys() == wanted.main_grads.keys()
-    return {key: reference.relative_error(found.main_grads[key], grad) for key, grad in wanted.main_grads.items()}
+    return {key: relative_error(found.main_grads[key], grad) for key, grad in wanted.main_grads.items()}
 
 
 def check(results: list[list[Gradients]], num_passes: int = 1, bound: float = ROUNDING) -> None:
@@ -112,7 +113,7 @@ def test_tied_weights_get_both_gradients(dist_pool: DistPool) -> None:
     two = run(dist_pool, "qwen3_tied", {"pp": 2})
     found = [one[0].main_grads[HEAD["qwen3_tied"]], two[0][0].main_grads[HEAD["qwen3_tied"]]]
     found.append(two[1][0].main_grads[HEAD["llama"]])  # the copy's name
-    assert max(reference.relative_error(grad, wanted) for grad in found) < 1e-5
+    assert max(relative_error(grad, wanted) for grad in found) < 1e-5
 
 
 @pytest.mark.dist

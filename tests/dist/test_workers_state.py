@@ -26,6 +26,7 @@ from workers_jobs import (
     whole,
 )
 
+from benchmarks.parity.rounding import relative_error
 from rlhf_megatron.config.schema import KernelsConfig, OptimConfig
 from rlhf_megatron.data.batch import MiniBatch, select
 from rlhf_megatron.parallel.world import World
@@ -40,7 +41,7 @@ def state() -> dict[str, Tensor]:
 
 
 def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    return max(reference.relative_error(a[key], b[key]) for key in a)
+    return max(relative_error(a[key], b[key]) for key in a)
 
 
 MOVES: list[tuple[str, torch.dtype, dict[str, Any], list[dict[str, Any]]]] = [  # saved under one, loaded under others

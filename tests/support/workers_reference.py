@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.parity.value_reference import ValueModel, token_values, value_losses
+from benchmarks.parity.rounding import orders, renumbered, scale, share_of_bar, tensor_figures
+from benchmarks.parity.value_reference import ValueModel, padded, token_values, value_losses
 from rlhf_megatron.data.batch import MiniBatch, TokenBatch, ValueMiniBatch
 
 VOCAB = 131  # odd: tensor parallelism must pad it
@@ -76,29 +77,34 @@ def make_batch(num_samples: int = 12, seed: int = 7) -> MiniBatch:
     )
 
 
+def columns_of(batch: TokenBatch) -> dict[str, Tensor]:
+    return {name: getattr(batch, name) for name in ("offsets", "token_ids", "response_mask")}
+
+
+def token_columns(
+    model: torch.nn.Module, batch: TokenBatch, make: Callable[[Tensor, Tensor], dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Columns [T], zero outside of the response mask. `make`: log-probs [B, L, V] of what follows, and that [B, L]."""
+    ids_BL, is_token_BL = padded(columns_of(batch), range(len(batch)))
+    log_p = (model(ids_BL).logits[:, :-1] / TEMPERATURE).log_softmax(-1)
+    found = make(log_p, ids_BL[:, 1:])
+    pad = torch.nn.functional.pad
+    return {name: pad(column, (1, 0))[is_token_BL] * batch.response_mask for name, column in found.items()}
+
+
 def token_log_probs(model: torch.nn.Module, batch: MiniBatch) -> tuple[Tensor, Tensor]:
-    """(log-probs [T], entropies [T]) at response tokens, zero elsewhere; one sample at a time."""
-    log_probs, entropies = [], []
-    for i in range(len(batch)):
-        span = slice(int(batch.offsets[i]), int(batch.offsets[i + 1]))
-        ids = batch.token_ids[span]
-        logits = model(ids[None]).logits[0, :-1] / TEMPERATURE
-        log_p = logits.log_softmax(-1)
-        zero = log_p.new_zeros(1)
-        mask = batch.response_mask[span]
-        log_probs.append(torch.cat([zero, log_p.gather(1, ids[1:, None])[:, 0]]) * mask)
-        entropies.append(torch.cat([zero, -(log_p.exp() * log_p).sum(-1)]) * mask)
-    return torch.cat(log_probs), torch.cat(entropies)
+    """(log-probs [T], entropies [T]) at response tokens, zero elsewhere."""
+    found = token_columns(
+        model,
+        batch,
+        lambda log_p, ids: {"p": log_p.gather(2, ids[..., None])[..., 0], "entropy": -(log_p.exp() * log_p).sum(-1)},
+    )
+    return found["p"], found["entropy"]
 
 
 def token_sum_squares(model: torch.nn.Module, batch: MiniBatch) -> Tensor:
     """[T]: sum over the vocabulary of the squared probabilities at response tokens, zero elsewhere."""
-    squares = []
-    for start, end in zip(batch.offsets[:-1].tolist(), batch.offsets[1:].tolist(), strict=True):
-        logits = model(batch.token_ids[None, start:end]).logits[0, :-1] / TEMPERATURE
-        of_sample = logits.softmax(-1).square().sum(-1)
-        squares.append(torch.cat([of_sample.new_zeros(1), of_sample]) * batch.response_mask[start:end])
-    return torch.cat(squares)
+    return token_columns(model, batch, lambda log_p, ids: {"squares": log_p.exp().square().sum(-1)})["squares"]
 
 
 def with_past(batch: MiniBatch, log_probs: Tensor) -> MiniBatch:
@@ -145,8 +151,7 @@ def make_value_batch(values: Tensor) -> ValueMiniBatch:
 
 def all_values(model: torch.nn.Module, batch: TokenBatch) -> Tensor:
     """[T], of all samples."""
-    columns = {name: getattr(batch, name) for name in ("offsets", "token_ids", "response_mask")}
-    return token_values(model, columns, range(len(batch)))
+    return token_values(model, columns_of(batch), range(len(batch)))
 
 
 @dataclass
@@ -202,7 +207,47 @@ def _steps(model: torch.nn.Module, forward: Callable[[], tuple[Tensor, Tensor]],
     return steps
 
 
-def relative_error(value: Tensor, truth: Tensor) -> float:
-    """L2 norm of the difference over the L2 norm of `truth`."""
-    truth = truth.double()
-    return float((value.double() - truth).norm() / truth.norm().clamp_min(1e-30))
+def in_float32(make: Callable[[], torch.nn.Module], run: Callable[[torch.nn.Module], list[Step]]) -> list[list[Step]]:
+    """`run` of the float32 model that `make` makes, in each order of its hidden units: draws of float32's own error."""
+    draws = []
+    for order in orders(COMMON["hidden_size"]):
+        model, back = make(), order.argsort()
+        model.load_state_dict(renumbered(model.state_dict(), order))
+        draws.append(
+            [
+                replace(step, grads=renumbered(step.grads, back), weights=renumbered(step.weights, back))
+                for step in run(model)
+            ]
+        )
+    return draws
+
+
+def moved(weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The update: weights after minus weights before."""
+    return {key: weights[key].double() - state[key].double() for key in weights}
+
+
+def in_units(
+    grads: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
+    exact: Step,
+    draws: Sequence[list[Step]],
+) -> dict[str, float]:
+    """Errors of gradients and updates against float64, in units of float32's own; the worst tensor of each.
+
+    By tensor: where weights are near 1, the rounding of their type hides all else.
+    """
+    last = [draw[-1] for draw in draws]
+    found = {
+        "grads": tensor_figures(grads, exact.grads, [step.grads for step in last]),
+        "updates": tensor_figures(
+            moved(weights, state), moved(exact.weights, state), [moved(step.weights, state) for step in last]
+        ),
+    }
+    return {name: max(share_of_bar(figure, 1.0) for figure in figures) for name, figures in found.items()}
+
+
+def unit_of_tokens(exact: Step, draws: Sequence[list[Step]]) -> float:
+    """Float32's own error of what the model predicts, before the first step: the largest of all tokens."""
+    return max(1e-6, scale(float((draw[0].predicted - exact.predicted).abs().max()) for draw in draws))

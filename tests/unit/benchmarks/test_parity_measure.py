@@ -40,7 +40,7 @@ EXACT, SINGLE = result(0.0, torch.float64), result(0.25)
 
 
 def rows(found: Result) -> dict[str, Row]:
-    return {row.quantity: row for row in measure("f", "l", "c", START, MASK, EXACT, SINGLE, found)}
+    return {row.quantity: row for row in measure("f", "l", "c", START, MASK, EXACT, [SINGLE], found)}
 
 
 def test_figures_are_those_of_the_definition() -> None:
@@ -59,6 +59,16 @@ def test_figures_are_those_of_the_definition() -> None:
 def test_three_times_the_error_of_float32_is_the_bar(shift: float, is_ok: bool) -> None:
     assert {row.quantity for row in rows(result(shift)).values() if row.ok == is_ok} >= {"log_probs", "gradient"}
     assert rows(result(shift))["update"].ok == is_ok
+
+
+def test_float32_s_own_error_is_the_root_mean_square_of_its_draws() -> None:
+    """Of 0.1 and 0.7 it is 0.5: one lucky draw alone would make a bar of 0.3 instead of 1.5."""
+    for draws, own in (([0.1, 0.7], 0.5), ([0.1], 0.1), ([0.1, float("nan")], float("nan"))):
+        measured = measure("f", "l", "c", START, MASK, EXACT, [result(draw) for draw in draws], result(1.4))
+        found = {row.quantity: row for row in measured}
+        for quantity, size in (("log_probs", 1), ("gradient", 5), ("update", 1.25)):
+            assert found[quantity].float32_error == pytest.approx(own / size, nan_ok=True, rel=1e-6)
+            assert found[quantity].ok == (own == 0.5)
 
 
 def test_tokens_outside_of_the_mask_do_not_count() -> None:
@@ -87,12 +97,12 @@ def dump(directory: Path, found: Result, name: str = "one_rank") -> Path:
     dumps = Dumps(directory)
     batch: dict[str, Tensor] = {"response_mask": MASK}
     dumps.inputs("f", "actor", START, batch)
-    for result_name, tensors in (("float64", EXACT), ("float32", SINGLE), (name, found)):
+    for result_name, tensors in (("float64", EXACT), ("float32_0", SINGLE), (name, found)):
         dumps.result("f", "actor", "c", result_name, tensors)
     layouts = {name: {"families": ["f"], "critic_families": []}}
     dumps.describe({"families": {"f": {}}, "layouts": layouts, "cuts": {"c": {}}, "failures": []})
     report = directory / "parity.json"
-    found_rows = [asdict(row) for row in measure("f", name, "c", START, MASK, EXACT, SINGLE, found)]
+    found_rows = [asdict(row) for row in measure("f", name, "c", START, MASK, EXACT, [SINGLE], found)]
     report.write_text(json.dumps({"rows": found_rows}))
     return report
 
@@ -129,7 +139,7 @@ def test_a_critic_s_head_is_one_tensor(tmp_path: Path, capsys: pytest.CaptureFix
     exact, single = value_result(0.0, dtype=torch.float64), value_result(0.25)
     found = {}
     for name, result_of in (("near", value_result(0.25, 0.5)), ("far", value_result(0.25, 1.0))):
-        measured = measure("f", name, "c", VALUE_START, MASK, exact, single, result_of, "critic")
+        measured = measure("f", name, "c", VALUE_START, MASK, exact, [single], result_of, "critic")
         found[name] = {row.quantity: row for row in measured}
     assert set(found["far"]) == {"values", "values_after", "value_gradient", "value_update", "value_grad_norm"}
     near, far = found["near"]["value_gradient"], found["far"]["value_gradient"]
@@ -139,7 +149,7 @@ def test_a_critic_s_head_is_one_tensor(tmp_path: Path, capsys: pytest.CaptureFix
 
     dumps = Dumps(tmp_path)
     dumps.inputs("f", "critic", VALUE_START, {"response_mask": MASK})
-    for name, tensors in (("float64", exact), ("float32", single), ("far", value_result(0.25, 1.0))):
+    for name, tensors in (("float64", exact), ("float32_0", single), ("far", value_result(0.25, 1.0))):
         dumps.result("f", "critic", "c", name, tensors)
     layouts = {"far": {"families": [], "critic_families": ["f"]}}
     dumps.describe({"families": {"f": {}}, "layouts": layouts, "cuts": {"c": {}}, "failures": []})
