@@ -33,8 +33,14 @@ from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.runtime.dispatch import scatter_calls
 from rlhf_megatron.scheduler.advantages import correction_columns
 from rlhf_megatron.scheduler.mini_batches import cut, picked, weighed
-from rlhf_megatron.workers.correction import CorrectedRowLoss, correction_params, moving_correction
-from rlhf_megatron.workers.losses import RowLoss, Sums, make_row_losses
+from rlhf_megatron.workers.losses import (
+    CorrectedRowLoss,
+    RowLoss,
+    Sums,
+    correction_params,
+    make_row_losses,
+    moving_correction,
+)
 from rlhf_megatron.workers.pack import MicroBatch, forwarded_lengths, pack, token_columns
 
 VOCAB, HIDDEN, LONGEST = 29, 8, 40

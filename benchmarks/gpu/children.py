@@ -45,7 +45,7 @@ CASES = {
     "G6": Entry("row_kernel", 40),
     "G7": Entry("other_shapes", 90),
     "G8": Entry("repeatable", 50),
-    "G9": Entry("loss_and_gae", 60),
+    "G9": Entry("policy_loss", 60),
     "G10": Entry("train_step", 270),
     "G11": Entry("compaction", 80),
 }

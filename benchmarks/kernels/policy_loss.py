@@ -1,7 +1,7 @@
 """C8: policy and value loss of rows with metrics, forward and backward, against autograd over the same formulas.
 
-Measured is what the workers call (`RowLoss`), with `actor.kernels.fused_loss` on and off: loss, gradients and metric
-sums of ppo_clip alone, and with a k3 KL term and an entropy bonus. Both must agree before anything is timed.
+Measured is what the workers call (`PolicyRowLoss`), and the eager forms of `eager`: loss, gradients and metric sums of
+ppo_clip alone, and with a k3 KL term and an entropy bonus. Both must agree before anything is timed.
 
 BENCH_KERNELS_COMPILE=1 also measures the eager loss under torch.compile, which needs a C++ compiler and minutes.
 """
@@ -13,17 +13,20 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.kernels.case import Case, CaseResult, Figure
+from benchmarks.kernels.eager import eager_policy, eager_value
 from benchmarks.kernels.measure import Parts, Turns, cpu_seconds, take_turns
-from rlhf_megatron.algorithms.losses.value_loss import value_loss
-from rlhf_megatron.config.schema import ActorConfig, KernelsConfig
-from rlhf_megatron.workers.losses import make_row_losses, value_sums, weighted
+from rlhf_megatron.config.schema import ActorConfig
+from rlhf_megatron.kernels.policy_loss import PolicyRowLoss
+from rlhf_megatron.kernels.row_loss import Sums, value_sums, weighted
+from rlhf_megatron.workers.losses import policy_row_loss
 
 SIZES, QUICK_SIZES = (32768, 1 << 20), (500,)
 ROWS_OF_A_TURN, MOST_CALLS = 1 << 21, 64  # small problems are called several times, for the clock
@@ -71,18 +74,28 @@ def make_columns(num_rows: int) -> dict[str, Tensor]:
 
 
 def policy_call(name: str, columns: dict[str, Tensor], is_fused: bool, is_compiled: bool = False) -> Call:
-    config = replace(CONFIGS[name], kernels=KernelsConfig(fused_loss=is_fused))
-    row_loss = make_row_losses(config)["policy"]
+    row_loss = policy_row_loss(CONFIGS[name])
     has_all = row_loss.needs_entropy
     given = {key: column for key, column in columns.items() if has_all or key != "ref_log_probs"}
     leaves = [columns[key].clone().requires_grad_() for key in ("log_probs", *(["entropies"] if has_all else []))]
-    forward: Any = torch.compile(row_loss) if is_compiled else row_loss
+    forward: Any = row_loss if is_fused else partial(eager_sums, row_loss)
+    if is_compiled:
+        forward = torch.compile(forward)
 
     def call() -> Found:
         value, sums = forward(leaves[0], leaves[1] if has_all else None, given)
         return Found(value, sums, torch.autograd.grad(value, leaves))
 
     return call
+
+
+def eager_sums(
+    row_loss: PolicyRowLoss, log_probs_R: Tensor, entropies_R: Tensor | None, columns: dict[str, Tensor]
+) -> Sums:
+    """What `row_loss` returns, by autograd."""
+    inputs = row_loss.inputs(log_probs_R, entropies_R, columns, None)
+    value, sums = weighted(eager_policy(inputs, row_loss.params, row_loss.regularizers), columns)
+    return value, {"actor/loss": value.detach(), **sums}
 
 
 def value_call(columns: dict[str, Tensor], is_fused: bool) -> Call:
@@ -92,7 +105,7 @@ def value_call(columns: dict[str, Tensor], is_fused: bool) -> Call:
         if is_fused:
             value, sums = value_sums(values, columns, CLIPRANGE_VALUE)
         else:
-            terms = value_loss(values, columns["old_values"], columns["returns"], CLIPRANGE_VALUE)
+            terms = eager_value(values, columns["old_values"], columns["returns"], CLIPRANGE_VALUE)
             value, sums = weighted(terms, columns)
         return Found(value, sums, torch.autograd.grad(value, [values]))
 

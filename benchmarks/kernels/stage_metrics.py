@@ -29,7 +29,7 @@ from rlhf_megatron.observe.metrics.rates import Workload, balance, throughput, t
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.scheduler.advantages import AdvantageStage, correction_columns
 from rlhf_megatron.scheduler.parts import Parts as RunParts
-from rlhf_megatron.workers.correction import correction_params
+from rlhf_megatron.workers.losses import correction_params
 
 SHAPES, QUICK_SHAPES = ((2048, 2048), (16384, 2048)), ((64, 64),)  # samples, tokens of a sample at most
 GROUP_SIZE, NUM_SOURCES, NUM_REPLICAS = 8, 8, 8

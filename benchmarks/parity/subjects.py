@@ -18,7 +18,7 @@ from rlhf_megatron.observe.metrics.batch import valid_samples
 from rlhf_megatron.parallel.world import World
 from rlhf_megatron.scheduler.advantages import correction_columns
 from rlhf_megatron.scheduler.mini_batches import picked, weighed, weighed_values
-from rlhf_megatron.workers.correction import correction_params, moving_correction
+from rlhf_megatron.workers.losses import correction_params, moving_correction
 
 LOSS_SCALE_FACTOR = 16.0  # tokens, of seq-mean-token-sum-norm
 HEADS: dict[Role, Head] = {"actor": "vocabulary", "critic": "value"}

@@ -1,9 +1,10 @@
-"""The policy loss of a micro-batch's rows with its gradient and metrics in one pass. See `row_loss`.
+"""The policy loss of a micro-batch's rows: loss with grad and metrics, as sums with the weights of the columns.
 
-Specified by `algorithms.losses.compose.total_token_loss` and sums with the weights of the columns.
+A loss that tells its gradient takes one pass over blocks of rows (`row_loss`), or its Triton kernel on a GPU. Any other
+loss is autograd's.
 """
 
-# R rows
+# R rows, T rows of a block
 
 from __future__ import annotations
 
@@ -11,16 +12,22 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlhf_megatron.algorithms.losses.base import ExplicitLoss, ExplicitOutputs, PolicyLossInputs
-from rlhf_megatron.algorithms.losses.compose import RegularizerParams, explicit_token_loss
-from rlhf_megatron.algorithms.losses.ppo_clip import PPOClipParams, ppo_clip_explicit
-from rlhf_megatron.algorithms.losses.scratch import Scratch
-from rlhf_megatron.kernels.row_loss import Block, KnownGradient, RowSums, sum_rows, with_gradients
+from rlhf_megatron.algorithms.losses.base import TELL_GRADIENT, PolicyLoss, PolicyLossInputs
+from rlhf_megatron.algorithms.losses.compose import (
+    RegularizerParams,
+    check_columns,
+    total_token_loss,
+    with_regularizers,
+)
+from rlhf_megatron.algorithms.losses.ppo_clip import PPOClipParams, ppo_clip
+from rlhf_megatron.algorithms.sequences import Sequences
+from rlhf_megatron.kernels.row_loss import Columns, RowSums, Summing, Sums, weighted, with_gradients
 from rlhf_megatron.kernels.triton_support import try_triton
 
 logger = logging.getLogger(__name__)
@@ -31,66 +38,103 @@ TritonLoss = Callable[[PolicyLossInputs, Any, RegularizerParams, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class FusedPolicyLoss:
+class PolicyRowLoss:
     """A policy loss with its parameters and regularizers. `use_triton`: on a GPU, where it has a kernel that runs."""
 
-    loss: ExplicitLoss
+    name: str
+    loss: PolicyLoss
     params: Any
     regularizers: RegularizerParams
+    needs: tuple[str, ...] = ()  # columns that the loss reads beside log-probs
     use_triton: bool = False
 
-    def __call__(
-        self, inputs: PolicyLossInputs, loss_weights_R: Tensor, metric_weights_R: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """(the sum of the rows' losses with `loss_weights_R`, with grad in log-probs and, under an entropy bonus, in
-        entropies; the sum of each metric with `metric_weights_R`).
+    @property
+    def needs_entropy(self) -> bool:
+        return self.regularizers.entropy_coeff != 0 or "entropies" in self.needs
 
-        Raises ValueError for log-probs that are neither float32 nor float64, and as `total_token_loss`.
+    @property
+    def needs_sequences(self) -> bool:
+        return "sequences" in self.needs
+
+    def __call__(
+        self, log_probs_R: Tensor, entropies_R: Tensor | None, columns: Columns, sequences: Sequences | None = None
+    ) -> Sums:
+        """`sequences`: where `needs_sequences`; all ranks that share them call at once, those without rows too.
+
+        Raises ValueError for a column that the loss needs and the mini-batch lacks, and for log-probs of half
+        precision where the loss tells its gradient.
         """
-        dtype = inputs.log_probs_T.dtype
+        assert (sequences is not None) == self.needs_sequences, "sequences are given to a loss that needs them, alone"
+        inputs = self.inputs(log_probs_R, entropies_R, columns, sequences)
+        if self.loss not in TELL_GRADIENT:
+            value, shares = weighted(total_token_loss(self.loss, self.params, inputs, self.regularizers), columns)
+            return value, {"actor/loss": value.detach(), **shares}
+        dtype = log_probs_R.dtype
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(
                 f"log-probs are {dtype}: rounded, they differ from the old ones by more than an update changes them."
                 " Compute them in float32."
             )
-        columns = _columns(inputs, dtype)
-        loss_weights_R, metric_weights_R = loss_weights_R.to(dtype), metric_weights_R.to(dtype)
+        check_columns(inputs, self.regularizers)
+        weights_R, metric_weights_R = columns["loss_weights"].to(dtype), columns["metric_weights"].to(dtype)
         with torch.no_grad():
-            sums = self._sums(columns, loss_weights_R, metric_weights_R)
-        known = [KnownGradient(inputs.log_probs_T, sums.grad_R)]
-        if inputs.entropies_T is not None and self.regularizers.entropy_coeff != 0:
-            known.append(KnownGradient(inputs.entropies_T, loss_weights_R, -self.regularizers.entropy_coeff))
-        return with_gradients(sums.value, *known), sums.metrics
+            plain = _each(lambda column_R: column_R.to(dtype) if column_R.is_floating_point() else column_R, inputs)
+            sums = self.sums(plain, weights_R, metric_weights_R)
+        known = [(log_probs_R, sums.grad_R, 1.0)]
+        if entropies_R is not None and self.regularizers.entropy_coeff != 0:
+            known.append((entropies_R, weights_R, -self.regularizers.entropy_coeff))
+        value = with_gradients(sums.value, *known)
+        return value, {"actor/loss": value.detach(), **sums.metrics}
 
-    def _sums(self, columns: PolicyLossInputs, loss_weights_R: Tensor, metric_weights_R: Tensor) -> RowSums:
+    def sums(self, inputs: PolicyLossInputs, loss_weights_R: Tensor, metric_weights_R: Tensor) -> RowSums:
+        """The weighted sums of a loss that tells its gradient. All columns of one type; called without autograd."""
         is_float32 = loss_weights_R.dtype == torch.float32
         triton_loss = _triton_loss(self.loss, loss_weights_R.device) if self.use_triton and is_float32 else None
         if triton_loss is not None:
-            return triton_loss(columns, self.params, self.regularizers, loss_weights_R, metric_weights_R)
+            return triton_loss(inputs, self.params, self.regularizers, loss_weights_R, metric_weights_R)
+        summing = Summing(loss_weights_R, metric_weights_R)
+        for block in summing.blocks():
+            rows = _each(itemgetter(block), inputs)
+            summing.add(block, with_regularizers(self.loss(rows, self.params), rows, self.regularizers))
+        return summing.sums()
 
-        def token_loss(block: Block, scratch: Scratch) -> ExplicitOutputs:
-            rows = PolicyLossInputs(*block)  # type: ignore[arg-type]
-            return explicit_token_loss(self.loss, self.params, rows, self.regularizers, scratch)
+    def inputs(
+        self, log_probs_R: Tensor, entropies_R: Tensor | None, columns: Columns, sequences: Sequences | None
+    ) -> PolicyLossInputs:
+        """What the loss reads, from the columns of the mini-batch. Raises ValueError for one that is missing."""
+        needed = ("advantages", "old_log_probs", *self.needs)
+        missing = [column for column in needed if column not in (*columns, "entropies", "sequences")]
+        if missing:
+            raise ValueError(f"policy loss {self.name!r} needs the columns {missing}, which the mini-batch lacks.")
+        return PolicyLossInputs(
+            log_probs_T=log_probs_R,
+            old_log_probs_T=columns["old_log_probs"],
+            advantages_T=columns["advantages"],
+            response_mask_T=_true(log_probs_R.device).expand(log_probs_R.shape),  # rows are response tokens
+            entropies_T=entropies_R,
+            ref_log_probs_T=columns.get("ref_log_probs"),
+            rollout_log_probs_T=columns.get("rollout_log_probs"),
+            sequences=sequences,
+            correction_weights_T=columns.get("correction_weights"),
+            is_picked_T=columns.get("is_picked"),
+        )
 
-        return sum_rows(token_loss, _in_order(columns), loss_weights_R, metric_weights_R)
+
+@functools.cache
+def _true(device: torch.device) -> Tensor:
+    return torch.ones((), dtype=torch.bool, device=device)
 
 
-def _in_order(inputs: PolicyLossInputs) -> list[Tensor | None]:
-    return [getattr(inputs, name) for name in PolicyLossInputs.__dataclass_fields__]
+def _each(change: Callable[[Tensor], Tensor], inputs: PolicyLossInputs) -> PolicyLossInputs:
+    """All columns that are there, changed."""
+    columns = (getattr(inputs, name) for name in PolicyLossInputs.__dataclass_fields__)
+    changed: list[Any] = [change(column) if isinstance(column, Tensor) else column for column in columns]
+    return PolicyLossInputs(*changed)
 
 
-def _columns(inputs: PolicyLossInputs, dtype: torch.dtype) -> PolicyLossInputs:
-    """`inputs` without grad, the columns in `dtype`."""
-    columns = [
-        column if column is None or column.dtype == torch.bool else column.detach().to(dtype)
-        for column in _in_order(inputs)
-    ]
-    return PolicyLossInputs(*columns)  # type: ignore[arg-type]
-
-
-def _triton_loss(loss: ExplicitLoss, device: torch.device) -> TritonLoss | None:
+def _triton_loss(loss: PolicyLoss, device: torch.device) -> TritonLoss | None:
     """The kernel that computes what `loss` does, with the regularizers, where there is one and it runs on `device`."""
-    if loss is not ppo_clip_explicit or device.type != "cuda" or not _has_triton(device):
+    if loss is not ppo_clip or device.type != "cuda" or not _has_triton(device):
         return None
     from rlhf_megatron.kernels.policy_loss_triton import ppo_clip_sums
 
@@ -132,8 +176,8 @@ def kernel_error(device: torch.device) -> float:
     )
     regularizers = RegularizerParams(kl_loss_coef=0.1, entropy_coeff=0.1)
     weights_R = torch.full_like(count_R, 1 / 67)
-    plain = FusedPolicyLoss(ppo_clip_explicit, PPOClipParams(), regularizers)
-    expected = plain._sums(inputs, weights_R, weights_R)
+    plain = PolicyRowLoss("ppo_clip", ppo_clip, PPOClipParams(), regularizers)
+    expected = plain.sums(inputs, weights_R, weights_R)
     found = ppo_clip_sums(inputs, PPOClipParams(), regularizers, weights_R, weights_R)
     pairs = [(found.value, expected.value), (67 * found.grad_R, 67 * expected.grad_R)]
     pairs += [(metric, expected.metrics[name]) for name, metric in found.metrics.items()]

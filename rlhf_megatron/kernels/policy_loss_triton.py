@@ -1,7 +1,7 @@
 """`ppo_clip` with its regularizers in one Triton kernel: gradient and sums of a block of rows a program.
 
 A program writes its sums beside those of the others, and they are added up in a fixed order: the same input gives the
-same bits. The gradient is that of `ppo_clip_explicit`; exp is the device's, which is a few float32 roundings off.
+same bits. The gradient is that of `ppo_clip`; exp is the device's, which is a few float32 roundings off.
 """
 
 # R rows, T rows of a program
@@ -37,7 +37,7 @@ def ppo_clip_sums(
     loss_weights_R: Tensor,
     metric_weights_R: Tensor,
 ) -> RowSums:
-    """As `row_loss.sum_rows` of `explicit_token_loss` with ppo_clip. All columns float32."""
+    """As `PolicyRowLoss.sums` with ppo_clip. All columns float32."""
     names: tuple[str, ...] = NAMES
     if inputs.ref_log_probs_T is not None:
         names = (*names, KL_NAME)

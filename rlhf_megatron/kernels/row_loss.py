@@ -1,16 +1,14 @@
-"""The weighted sum of a loss over rows, its gradient and its metrics in one pass, for losses that tell their gradient.
+"""The weighted sums of a loss that tells its gradient: value, gradient and metrics of rows in one pass.
 
-On a CPU the rows are taken in blocks whose temporaries stay in the cache, and no pass makes a new tensor. Nothing waits
-for a device, and the backward pass only multiplies. What is summed is specified by the losses' plain form
-(algorithms/losses), which leaves the gradient to autograd.
+On a CPU the rows are taken in blocks whose temporaries stay in the cache. Nothing waits for a device, and the backward
+pass only multiplies.
 """
 
 # R rows, T rows of a block
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,74 +16,57 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlhf_megatron.algorithms.losses.base import ExplicitOutputs
-from rlhf_megatron.algorithms.losses.scratch import Scratch
+from rlhf_megatron.algorithms.losses.base import PolicyLossOutputs
+from rlhf_megatron.algorithms.losses.value_loss import value_loss
 
 CPU_BLOCK = 32_768  # rows; a dozen temporaries of 128 KiB
-
-Block = Sequence[Tensor | None]
-TokenLoss = Callable[[Block, Scratch], ExplicitOutputs]
-"""(the rows of a block of each column, scratch memory) -> loss, gradient and metrics a row."""
+Columns = Mapping[str, Tensor]
+"""Name of a mini-batch column -> its values at the rows' target tokens, [R]."""
+Sums = tuple[Tensor, dict[str, Tensor]]
+"""(the rows' share of the loss, with grad; their share of each metric)."""
 
 
 @dataclass(frozen=True)
 class RowSums:
-    """Of all rows. Nothing has grad."""
+    """Sums over all rows. Nothing has grad."""
 
     value: Tensor  # scalar: sum of loss * loss weight
     grad_R: Tensor  # d value / d log-probs (or values)
     metrics: dict[str, Tensor]  # scalars: sum of metric * metric weight
 
 
-def sum_rows(
-    token_loss: TokenLoss, columns: Sequence[Tensor | None], loss_weights_R: Tensor, metric_weights_R: Tensor
-) -> RowSums:
-    """`columns`: [R] each, without grad, or None for one that is not there."""
-    scratch = _scratch(loss_weights_R)
-    grad_R = torch.empty_like(loss_weights_R)
-    given = [column for column in (*columns, loss_weights_R, metric_weights_R, grad_R) if column is not None]
-    block_sums: list[Tensor] = []
-    names: tuple[str, ...] = ()
-    for parts in _blocks(given, scratch.length):
-        *rest, loss_weights_T, metric_weights_T, grad_T = parts
-        scratch.start(grad_T.numel())
-        present = iter(rest)
-        found = token_loss([None if column is None else next(present) for column in columns], scratch)
-        torch.mul(found.grad_T, loss_weights_T, out=grad_T)
-        names = tuple(found.metrics)
-        block_sums.append(torch.dot(found.token_loss_T, loss_weights_T))
-        block_sums += [torch.dot(metric_T, metric_weights_T) for metric_T in found.metrics.values()]
-    num_sums = 1 + len(names)
-    if len(block_sums) == num_sums:
-        return RowSums(block_sums[0], grad_R, dict(zip(names, block_sums[1:], strict=True)))
-    return row_sums(torch.stack(block_sums).view(-1, num_sums), grad_R, names)
+class Summing:
+    """Adds up what a loss returns for one block of rows after the other."""
 
+    def __init__(self, loss_weights_R: Tensor, metric_weights_R: Tensor) -> None:
+        self._loss_weights_R = loss_weights_R
+        self._metric_weights_R = metric_weights_R
+        self._grad_R = torch.empty_like(loss_weights_R)
+        self._names: tuple[str, ...] = ()
+        self._block_sums: list[Tensor] = []
 
-def _blocks(columns: Sequence[Tensor], length: int) -> Iterable[Sequence[Tensor]]:
-    """The columns' rows, `length` at a time; of no rows one block without rows."""
-    if columns[0].numel() <= length:
-        return [columns]
-    return zip(*(column.split(length) for column in columns), strict=True)
+    def blocks(self) -> Iterator[slice]:
+        """All rows in order; one block on other devices than a CPU, and of no rows."""
+        num_rows = self._grad_R.numel()
+        length = CPU_BLOCK if self._grad_R.device.type == "cpu" else max(num_rows, 1)
+        return (slice(begin, begin + length) for begin in range(0, max(num_rows, 1), length))
 
+    def add(self, block: slice, found: PolicyLossOutputs) -> None:
+        """`found`: of these rows."""
+        assert found.grad_T is not None, "the loss tells its gradient"
+        loss_weights_T, metric_weights_T = self._loss_weights_R[block], self._metric_weights_R[block]
+        torch.mul(found.grad_T, loss_weights_T, out=self._grad_R[block])
+        self._names = tuple(found.metrics)
+        self._block_sums.append(torch.dot(found.token_loss_T, loss_weights_T))
+        self._block_sums += [torch.dot(metric_T, metric_weights_T) for metric_T in found.metrics.values()]
 
-def _scratch(like_R: Tensor) -> Scratch:
-    """For blocks of rows on a CPU, kept by each thread: fresh memory costs more there than what is done with it. For
-    all rows at once on another device, where a pass is a launch and the allocator keeps the memory."""
-    if like_R.device.type != "cpu":
-        return Scratch(like_R, max(like_R.numel(), 1))
-    kept = _kept.by_dtype.get(like_R.dtype)
-    if kept is None or kept.length < min(like_R.numel(), CPU_BLOCK):
-        length = min(1 << max(like_R.numel() - 1, 0).bit_length(), CPU_BLOCK)  # no more than micro-batches here need
-        kept = _kept.by_dtype[like_R.dtype] = Scratch(like_R.new_empty(0), length)
-    return kept
-
-
-class _Kept(threading.local):
-    def __init__(self) -> None:
-        self.by_dtype: dict[torch.dtype, Scratch] = {}
-
-
-_kept = _Kept()
+    def sums(self) -> RowSums:
+        """Of all blocks."""
+        num_sums = 1 + len(self._names)
+        if len(self._block_sums) == num_sums:
+            value, *metrics = self._block_sums
+            return RowSums(value, self._grad_R, dict(zip(self._names, metrics, strict=True)))
+        return row_sums(torch.stack(self._block_sums).view(-1, num_sums), self._grad_R, self._names)
 
 
 def row_sums(block_sums: Tensor, grad_R: Tensor, names: Sequence[str]) -> RowSums:
@@ -95,24 +76,36 @@ def row_sums(block_sums: Tensor, grad_R: Tensor, names: Sequence[str]) -> RowSum
     return RowSums(value, grad_R, dict(zip(names, metrics, strict=True)))
 
 
-@dataclass(frozen=True)
-class KnownGradient:
-    """`of` gets `grad_R` x `factor` x the upstream gradient."""
-
-    of: Tensor
-    grad_R: Tensor
-    factor: float = 1.0
+def weighted(terms: PolicyLossOutputs, columns: Columns) -> Sums:
+    """The sums, with the weights of the columns, of a loss that leaves its gradient to autograd."""
+    value = (terms.token_loss_T * columns["loss_weights"]).sum()
+    weights_R = columns["metric_weights"]
+    return value, {name: torch.dot(metric_R.to(weights_R.dtype), weights_R) for name, metric_R in terms.metrics.items()}
 
 
-def with_gradients(value: Tensor, *known: KnownGradient) -> Tensor:
-    """A copy of the scalar `value` whose gradients are those."""
-    tensors = [tensor for one in known for tensor in (one.of, one.grad_R)]
-    return _WithGradients.apply(value, tuple(one.factor for one in known), *tensors)  # type: ignore[no-any-return]
+def value_sums(values_R: Tensor, columns: Columns, cliprange_value: float) -> Sums:
+    """The sums of the critic's loss, with the weights of the columns."""
+    dtype = values_R.dtype
+    old_R, returns_R, weights_R, metric_weights_R = (
+        columns[name].to(dtype) for name in ("old_values", "returns", "loss_weights", "metric_weights")
+    )
+    with torch.no_grad():
+        summing = Summing(weights_R, metric_weights_R)
+        for block in summing.blocks():
+            summing.add(block, value_loss(values_R[block], old_R[block], returns_R[block], cliprange_value))
+        sums = summing.sums()
+    return with_gradients(sums.value, (values_R, sums.grad_R, 1.0)), sums.metrics
+
+
+def with_gradients(value: Tensor, *known: tuple[Tensor, Tensor, float]) -> Tensor:
+    """A copy of the scalar `value`. `known`: (tensor, gradient, factor), whose product is the tensor's gradient."""
+    tensors = [tensor for of, grad_R, _ in known for tensor in (of, grad_R)]
+    return _WithGradients.apply(value, [factor for _, _, factor in known], *tensors)  # type: ignore[no-any-return]
 
 
 class _WithGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, factors: tuple[float, ...], *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, value: Tensor, factors: Sequence[float], *tensors: Tensor) -> Tensor:
         ctx.factors = factors
         ctx.save_for_backward(*tensors[1::2])
         return value.clone()  # of its own memory: pipeline schedules scale it in place

@@ -33,8 +33,8 @@ from rlhf_megatron.runtime.pool import ACTOR, CRITIC, Pool, pool_of_role, pools_
 from rlhf_megatron.runtime.proxies import CriticWorker, HostWorker
 from rlhf_megatron.workers.actor import MegatronActor
 from rlhf_megatron.workers.contract import ForwardWorker, TrainWorker
-from rlhf_megatron.workers.correction import moving_correction
 from rlhf_megatron.workers.critic import MegatronCritic
+from rlhf_megatron.workers.losses import moving_correction
 from rlhf_megatron.workers.reference import MegatronReference
 from rlhf_megatron.workers.trained_model import Phase
 

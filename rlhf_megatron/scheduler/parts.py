@@ -19,7 +19,7 @@ from rlhf_megatron.plugins import load_plugins
 from rlhf_megatron.registry import Entry
 from rlhf_megatron.scheduler.schedules import Schedule, load_schedule
 from rlhf_megatron.scheduler.schedules.synchronous import Synchronous
-from rlhf_megatron.workers.correction import correction_params
+from rlhf_megatron.workers.losses import correction_params
 
 
 @dataclass(frozen=True)

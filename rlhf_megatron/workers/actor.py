@@ -19,10 +19,9 @@ from rlhf_megatron.data.plan import ReplicaPlan
 from rlhf_megatron.models.families.base import HFConfig
 from rlhf_megatron.parallel.world import World
 from rlhf_megatron.workers.contract import UpdateResult
-from rlhf_megatron.workers.correction import CorrectedRowLoss
 from rlhf_megatron.workers.findings import HeadReport
 from rlhf_megatron.workers.log_prob_head import LogProbHead
-from rlhf_megatron.workers.losses import RowLoss, make_row_losses
+from rlhf_megatron.workers.losses import CorrectedRowLoss, RowLoss, make_row_losses, policy_row_loss
 from rlhf_megatron.workers.pack import MicroBatch, Packed, pack, token_columns
 from rlhf_megatron.workers.pipeline import forward_log_probs, sum_over_cp
 from rlhf_megatron.workers.trained_model import Phase, RowLossFunction, TrainedModel
@@ -55,7 +54,7 @@ class MegatronActor(TrainedRole):
         self.config = config
         self.losses: dict[str, RowLoss | CorrectedRowLoss] = {**make_row_losses(config)}
         if correction is not None:
-            self.losses["policy"] = CorrectedRowLoss(make_row_losses(config)["policy"], correction)
+            self.losses["policy"] = CorrectedRowLoss(policy_row_loss(config), correction)
         self.trained = TrainedModel(hf_config, weights, world, dtype, config.megatron, phases)
         self.model = self.trained.model
         self.head = LogProbHead("actor", self.model, world, dtype, config.log_prob_chunk_size, config.kernels)

@@ -14,11 +14,11 @@ from rlhf_megatron.checkpoint.value_model import read_value_model, value_model_c
 from rlhf_megatron.config.schema import CriticConfig, MegatronConfig
 from rlhf_megatron.data.batch import TokenBatch, ValueMiniBatch, Values
 from rlhf_megatron.data.plan import ReplicaPlan
+from rlhf_megatron.kernels.row_loss import value_sums
 from rlhf_megatron.models.families.base import HFConfig
 from rlhf_megatron.models.head import value_head
 from rlhf_megatron.parallel.world import World
 from rlhf_megatron.workers.contract import UpdateResult
-from rlhf_megatron.workers.losses import value_sums
 from rlhf_megatron.workers.pack import MicroBatch, Packed, pack, token_columns
 from rlhf_megatron.workers.pipeline import forward_columns
 from rlhf_megatron.workers.trained_model import Phase, RowLossFunction, TrainedModel

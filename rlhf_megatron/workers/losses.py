@@ -1,81 +1,54 @@
-"""What a row of the batch costs: the supervised loss, the policy loss that the configuration names, the value loss."""
+"""The losses of the actor's rows by name: supervised, and the configured policy loss with its rollout correction.
+
+In bypass mode the correction's weights and rejection follow the policy as it moves, and are made here.
+"""
 
 # R rows
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlhf_megatron.algorithms.losses import EXPLICIT_LOSSES, POLICY_LOSSES, PolicyLossInputs, PolicyLossOutputs
-from rlhf_megatron.algorithms.losses.compose import RegularizerParams, total_token_loss
+from rlhf_megatron.algorithms.losses import POLICY_LOSSES
+from rlhf_megatron.algorithms.losses.compose import RegularizerParams
 from rlhf_megatron.algorithms.losses.sft import sft_loss
-from rlhf_megatron.algorithms.losses.value_loss import value_loss
+from rlhf_megatron.algorithms.rollout_correction.params import CorrectionParams, Filter, Importance
+from rlhf_megatron.algorithms.rollout_correction.ratios import correct, log_mismatch
 from rlhf_megatron.algorithms.sequences import Sequences
-from rlhf_megatron.config.schema import ActorConfig
+from rlhf_megatron.config.correction_presets import filter_bounds, importance_bounds, is_bypass, resolved
+from rlhf_megatron.config.schema import ActorConfig, RolloutCorrectionConfig
 from rlhf_megatron.config.typed import params_from_mapping
-from rlhf_megatron.kernels.policy_loss import FusedPolicyLoss
-from rlhf_megatron.kernels.value_loss import fused_value_loss
-
-Columns = Mapping[str, Tensor]
-"""Name of a MiniBatch column -> its values at the rows' target tokens, [R]."""
+from rlhf_megatron.kernels.policy_loss import PolicyRowLoss
+from rlhf_megatron.kernels.row_loss import Columns, Sums, weighted
 
 
-Sums = tuple[Tensor, dict[str, Tensor]]
-"""(the rows' share of the loss, with grad; their share of each metric)."""
-FUSED_DTYPES = (torch.float32,)  # of the log-probs; float64 is for comparisons, which want the specification itself
+class SupervisedRowLoss:
+    """The negative log-prob of the rows' tokens."""
 
-
-@dataclass(frozen=True)
-class RowLoss:
-    """A loss of rows. `function`: (log-probs [R], entropies [R] or None, columns, sequences or None) -> loss and
-    metrics a row.
-
-    `fused`: from the first three, the weighted sums of what `function` returns; of losses that need no sequences.
-    """
-
-    function: Callable[[Tensor, Tensor | None, Columns, Sequences | None], PolicyLossOutputs]
-    needs_entropy: bool
-    fused: Callable[[Tensor, Tensor | None, Columns], Sums] | None = None
-    needs_sequences: bool = False
+    needs_entropy = needs_sequences = False
 
     def __call__(
         self, log_probs_R: Tensor, entropies_R: Tensor | None, columns: Columns, sequences: Sequences | None = None
     ) -> Sums:
-        """`sequences`: where `needs_sequences`; all ranks that share them call at once, those without rows too."""
-        if self.fused is not None and log_probs_R.dtype in FUSED_DTYPES:
-            value, shares = self.fused(log_probs_R, entropies_R, columns)
-        else:
-            value, shares = weighted(self.function(log_probs_R, entropies_R, columns, sequences), columns)
+        value, shares = weighted(sft_loss(log_probs_R), columns)
         return value, {"actor/loss": value.detach(), **shares}
 
 
-def weighted(terms: PolicyLossOutputs, columns: Columns) -> Sums:
-    """Sums with the weights of the columns."""
-    value = (terms.token_loss_T * columns["loss_weights"]).sum()
-    weights_R = columns["metric_weights"]
-    return value, {name: torch.dot(metric_R.to(weights_R.dtype), weights_R) for name, metric_R in terms.metrics.items()}
-
-
-def value_sums(values_R: Tensor, columns: Columns, cliprange_value: float) -> Sums:
-    """Of the critic's loss."""
-    old_R, returns_R = columns["old_values"], columns["returns"]
-    if values_R.dtype in FUSED_DTYPES:
-        return fused_value_loss(
-            values_R, old_R, returns_R, cliprange_value, columns["loss_weights"], columns["metric_weights"]
-        )
-    return weighted(value_loss(values_R, old_R, returns_R, cliprange_value), columns)
+RowLoss = PolicyRowLoss | SupervisedRowLoss
 
 
 def make_row_losses(config: ActorConfig) -> dict[str, RowLoss]:
     """The losses that `update` takes by name. Raises ValueError for an unknown policy loss or wrong parameters."""
-    name = config.policy_loss.loss_mode
-    entry = POLICY_LOSSES.get(name)
+    return {"policy": policy_row_loss(config), "sft": SupervisedRowLoss()}
+
+
+def policy_row_loss(config: ActorConfig) -> PolicyRowLoss:
+    """The policy loss that the configuration names. Raises as `make_row_losses`."""
+    entry = POLICY_LOSSES.get(config.policy_loss.loss_mode)
     params: Any = None
     if entry.params is not None:
         params = params_from_mapping(entry.params, config.policy_loss.params, "actor.policy_loss.params")
@@ -84,61 +57,83 @@ def make_row_losses(config: ActorConfig) -> dict[str, RowLoss]:
         kl_loss_type=config.kl_loss_type,
         entropy_coeff=config.entropy_coeff,
     )
-    needs_entropy = config.entropy_coeff != 0 or "entropies" in entry.needs
-    needs_sequences = "sequences" in entry.needs
-
-    def inputs(log_probs_R: Tensor, entropies_R: Tensor | None, columns: Columns) -> PolicyLossInputs:
-        return _inputs(log_probs_R, entropies_R, columns, name, entry.needs)
-
-    def policy(
-        log_probs_R: Tensor, entropies_R: Tensor | None, columns: Columns, sequences: Sequences | None
-    ) -> PolicyLossOutputs:
-        assert (sequences is not None) == needs_sequences, f"{name} takes sequences: {needs_sequences}"
-        read = replace(inputs(log_probs_R, entropies_R, columns), sequences=sequences)
-        return total_token_loss(entry.build, params, read, regularizers)
-
-    explicit = EXPLICIT_LOSSES.get(name).build if config.kernels.fused_loss and name in EXPLICIT_LOSSES else None
-    assert explicit is None or not needs_sequences, f"{name}: an explicit gradient is of each token by itself"
-    use_triton = config.kernels.backend in ("auto", "triton")
-    fused = None if explicit is None else FusedPolicyLoss(explicit, params, regularizers, use_triton)
-
-    def fused_policy(log_probs_R: Tensor, entropies_R: Tensor | None, columns: Columns) -> Sums:
-        assert fused is not None, f"{name} has no fused form"
-        read = inputs(log_probs_R, entropies_R, columns)
-        return fused(read, columns["loss_weights"], columns["metric_weights"])
-
-    def supervised(
-        log_probs_R: Tensor, entropies_R: Tensor | None, columns: Columns, sequences: Sequences | None
-    ) -> PolicyLossOutputs:
-        return sft_loss(log_probs_R)
-
-    return {
-        "policy": RowLoss(policy, needs_entropy, fused_policy if fused is not None else None, needs_sequences),
-        "sft": RowLoss(supervised, needs_entropy=False),
-    }
+    use_triton = config.kernels.fused_loss and config.kernels.backend in ("auto", "triton")
+    return PolicyRowLoss(entry.name, entry.build, params, regularizers, entry.needs, use_triton)
 
 
-def _inputs(
-    log_probs_R: Tensor, entropies_R: Tensor | None, columns: Columns, name: str, needs: tuple[str, ...]
-) -> PolicyLossInputs:
-    """What the policy loss `name` reads. Raises ValueError for a column that it `needs` and the mini-batch lacks."""
-    needed = ("advantages", "old_log_probs", *needs)
-    missing = [column for column in needed if column not in (*columns, "entropies", "sequences")]
-    if missing:
-        raise ValueError(f"policy loss {name!r} needs the columns {missing}, which the mini-batch lacks.")
-    return PolicyLossInputs(
-        log_probs_T=log_probs_R,
-        old_log_probs_T=columns["old_log_probs"],
-        advantages_T=columns["advantages"],
-        response_mask_T=_true(log_probs_R.device).expand(log_probs_R.shape),  # rows are response tokens
-        entropies_T=entropies_R,
-        ref_log_probs_T=columns.get("ref_log_probs"),
-        rollout_log_probs_T=columns.get("rollout_log_probs"),
-        correction_weights_T=columns.get("correction_weights"),
-        is_picked_T=columns.get("is_picked"),
+def correction_params(section: RolloutCorrectionConfig) -> CorrectionParams:
+    """Of a section that `config.correction_rules` let pass; raises ValueError for another."""
+    settings = resolved(section)
+    importance = None
+    if settings.rollout_is is not None:
+        low, high = importance_bounds(settings.rollout_is_threshold or "")
+        importance = Importance(settings.rollout_is, high, low)
+    filters = []
+    for name, text in zip(settings.rollout_rs or (), settings.rollout_rs_threshold or (), strict=True):
+        low, high = filter_bounds(name, text)
+        filters.append(Filter(name, high, low))
+    return CorrectionParams(
+        importance,
+        use_batch_norm=importance is not None and bool(settings.rollout_is_batch_normalize),
+        filters=tuple(filters),
+        veto=settings.rollout_token_veto_threshold,
     )
 
 
-@functools.cache
-def _true(device: torch.device) -> Tensor:
-    return torch.ones((), dtype=torch.bool, device=device)
+def moving_correction(section: RolloutCorrectionConfig) -> CorrectionParams | None:
+    """What the loss has to do itself; None where the controller has done it, or there is nothing to do."""
+    params = correction_params(section)
+    return params if is_bypass(section) and (params.importance is not None or params.rejects) else None
+
+
+@dataclass(frozen=True)
+class CorrectedRowLoss:
+    """A policy loss of rows whose weights and rejection are made from their own log-probs. Neither has a gradient.
+
+    Weights multiply the policy loss; what is rejected has loss weight 0, also of KL and entropy terms. Denominators
+    were counted before, with every response token. The old log-probs of these rows are the engine's.
+    """
+
+    row_loss: PolicyRowLoss
+    params: CorrectionParams
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self.row_loss.needs_entropy
+
+    @property
+    def needs_sequences(self) -> bool:
+        importance = self.params.importance
+        of_sequences = importance is not None and importance.level == "sequence"
+        filters = any(one.level != "token" for one in self.params.filters)
+        return self.row_loss.needs_sequences or of_sequences or filters or self.params.veto is not None
+
+    def __call__(
+        self, log_probs_R: Tensor, entropies_R: Tensor | None, columns: Columns, sequences: Sequences | None = None
+    ) -> Sums:
+        """As `PolicyRowLoss`; metrics actor/rollout_is_mean, actor/rollout_rs_masked_fraction."""
+        assert (sequences is not None) == self.needs_sequences, "sequences are given where they are needed"
+        corrected_columns, shares = self._corrected(log_probs_R, columns, sequences)
+        of_loss = sequences if self.row_loss.needs_sequences else None
+        value, metrics = self.row_loss(log_probs_R, entropies_R, corrected_columns, of_loss)
+        return value, {**metrics, **shares}
+
+    @torch.no_grad()
+    def _corrected(
+        self, log_probs_R: Tensor, columns: Columns, sequences: Sequences | None
+    ) -> tuple[Columns, dict[str, Tensor]]:
+        log_ratio_R = log_mismatch(log_probs_R, columns["rollout_log_probs"])
+        rows = sequences or Sequences(torch.zeros_like(log_ratio_R, dtype=torch.int64), 1)  # no sequence is looked at
+        found = correct(log_ratio_R, rows, self.params)
+        changed: dict[str, Tensor] = dict(columns)
+        means_R: dict[str, Tensor] = {}
+        if found.weights_N is not None and found.importance is not None:
+            weights_R = found.weights_N.to(columns["loss_weights"].dtype)
+            given_R = columns.get("correction_weights")
+            changed["correction_weights"] = weights_R if given_R is None else weights_R * given_R
+            means_R["actor/rollout_is_mean"] = found.importance.spread(found.importance.ratios, rows)
+        if found.keep_N is not None:
+            changed["loss_weights"] = columns["loss_weights"] * found.keep_N
+            means_R["actor/rollout_rs_masked_fraction"] = ~found.keep_N
+        weights_R = columns["metric_weights"]
+        return changed, {name: torch.dot(mean_R.to(weights_R.dtype), weights_R) for name, mean_R in means_R.items()}

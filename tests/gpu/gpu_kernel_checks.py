@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -198,10 +198,11 @@ def check_self_check(device: torch.device, dtype: torch.dtype) -> Figures:
 
 def check_policy_loss(device: torch.device, dtype: torch.dtype) -> Figures:
     """The fused loss, in the kernel where there is one, against the specification in float64."""
+    from benchmarks.kernels.eager import eager_policy
     from rlhf_megatron.algorithms.losses.base import PolicyLossInputs
-    from rlhf_megatron.algorithms.losses.compose import RegularizerParams, total_token_loss
-    from rlhf_megatron.algorithms.losses.ppo_clip import PPOClipParams, ppo_clip, ppo_clip_explicit
-    from rlhf_megatron.kernels.policy_loss import FusedPolicyLoss
+    from rlhf_megatron.algorithms.losses.compose import RegularizerParams
+    from rlhf_megatron.algorithms.losses.ppo_clip import PPOClipParams, ppo_clip
+    from rlhf_megatron.kernels.policy_loss import PolicyRowLoss
 
     params, regularizers = PPOClipParams(), RegularizerParams(0.1, "k3", 0.03)
     generator = torch.Generator().manual_seed(0)
@@ -228,10 +229,13 @@ def check_policy_loss(device: torch.device, dtype: torch.dtype) -> Figures:
         return torch.autograd.grad(value, [inputs.log_probs_T, inputs.entropies_T])
 
     here, there = read(torch.device("cpu"), torch.float64), read(device, torch.float32)
-    terms = total_token_loss(ppo_clip, params, here, regularizers)
+    terms = eager_policy(here, params, regularizers)
     expected = (terms.token_loss_T * weights_R.double()).sum()
-    fused = FusedPolicyLoss(ppo_clip_explicit, params, regularizers, use_triton=True)
-    value, metrics = fused(there, weights_R.to(device), weights_R.to(device))
+    fused = PolicyRowLoss("ppo_clip", ppo_clip, params, regularizers, use_triton=True)
+    weights = dict.fromkeys(("loss_weights", "metric_weights"), weights_R.to(device))
+    given = {name.removesuffix("_T"): getattr(there, name) for name in columns}
+    value, metrics = fused(there.log_probs_T, there.entropies_T, given | weights)
+    del metrics["actor/loss"]
     figures = {"loss_error": abs(value.item() / expected.item() - 1)}
     names = ("grad_log_probs", "grad_entropies")
     for name, found, truth in zip(names, gradients(value, there), gradients(expected, here), strict=True):
@@ -239,38 +243,6 @@ def check_policy_loss(device: torch.device, dtype: torch.dtype) -> Figures:
     for name, column in terms.metrics.items():
         figures[f"{name}_error"] = abs(float(metrics[name]) - float((column * weights_R.double()).sum()))
     assert set(metrics) == set(terms.metrics) and max(figures.values()) <= 1e-5, figures
-    return figures
-
-
-def check_gae(device: torch.device, dtype: torch.dtype) -> Figures:
-    """The kernel against the estimator on the host, with tool tokens, an empty sample and one that does not count."""
-    need_triton(device)
-    from rlhf_megatron.algorithms.advantages.base import AdvantageInputs
-    from rlhf_megatron.algorithms.advantages.gae import GAEParams, gae
-    from rlhf_megatron.kernels.gae_triton import advantages_and_returns
-
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.tensor([700, 0, 1, 2, 40] if device.type == "cpu" else [5000, 0, 1, 1024, 1025, 32768])
-    num_tokens = int(lengths.sum())
-    inputs = AdvantageInputs(
-        rewards_B=torch.zeros(len(lengths)),
-        group_ids_B=torch.arange(len(lengths)),
-        is_valid_B=torch.arange(len(lengths)) != 3,
-        response_mask_T=torch.rand(num_tokens, generator=generator) < 0.7,
-        offsets=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
-        token_rewards_T=torch.randn(num_tokens, generator=generator),
-        values_T=torch.randn(num_tokens, generator=generator),
-    )
-    expected = gae(inputs, GAEParams(0.99, 0.95, whiten=False))
-    columns = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
-    moved = AdvantageInputs(**{name: column.to(device) for name, column in columns.items()})
-    advantages_T, returns_T = advantages_and_returns(moved, 0.99, 0.95)
-    assert expected.returns_T is not None
-    figures = {
-        "advantages_error": max_error(advantages_T, expected.advantages_T),
-        "returns_error": max_error(returns_T, expected.returns_T),
-    }
-    assert max(figures.values()) <= 1e-5, figures
     return figures
 
 
@@ -349,7 +321,6 @@ CHECKS: dict[str, Callable[[torch.device, torch.dtype], Figures]] = {
     "large_vocabulary_triton": partial(check_large_vocabulary, backend="triton"),
     "self_check": check_self_check,
     "policy_loss": check_policy_loss,
-    "gae": check_gae,
     "main_grad": check_main_grad,
     "main_grad_untied": partial(check_main_grad, is_tied=False),
     "main_grad_distributed_optimizer": partial(check_main_grad, use_distributed_optimizer=True),

@@ -23,7 +23,7 @@ from rlhf_megatron.recovery.skips import NonFiniteNumbers, Skips
 from rlhf_megatron.runtime.proxies import Workers
 from rlhf_megatron.scheduler.advantages import correction_columns
 from rlhf_megatron.scheduler.update import actor_update, critic_update, leave_out, run_updates
-from rlhf_megatron.workers.correction import correction_params
+from rlhf_megatron.workers.losses import correction_params
 
 
 def small_batch() -> TrainBatch:

@@ -138,7 +138,7 @@ def with_kl_in_reward(world: World, directory: Path) -> list[set[str]]:
 
 def corrected_update(world: World, state: dict[str, Any], batch: MiniBatch, params: CorrectionParams) -> Any:
     """One update of an actor with the correction in its loss: its result, on leaders."""
-    from rlhf_megatron.workers.correction import CorrectedRowLoss
+    from rlhf_megatron.workers.losses import CorrectedRowLoss
 
     config = replace(CONFIG, policy_loss=PolicyLossConfig("reinforce"), use_kl_loss=True, entropy_coeff=0.01)
     actor = make_actor(world, "llama", state, config)

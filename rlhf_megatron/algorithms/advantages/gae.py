@@ -14,7 +14,7 @@ A sample of masked status trains nothing: its advantages are 0 and its returns a
 loss 0 only until the critic's first optimizer step, so **the caller must give its tokens a value-loss weight of 0**.
 
 The step's samples are worked on in parts that stay in a cache; memory is where the time goes. The columns are the
-controller's, on the CPU; `kernels.gae_triton` has the same for columns on a GPU.
+controller's, on the CPU.
 """
 
 # B samples, T packed tokens, N response tokens of valid samples (of a part)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from rlhf_megatron.algorithms.losses.base import (
-    EXPLICIT_LOSSES,
     PICKS,
     POLICY_LOSSES,
     PickInputs,
@@ -14,4 +13,4 @@ from rlhf_megatron.registry import import_modules
 
 import_modules(__name__, __path__)
 
-__all__ = ["EXPLICIT_LOSSES", "PICKS", "POLICY_LOSSES", "PickInputs", "PolicyLossInputs", "PolicyLossOutputs"]
+__all__ = ["PICKS", "POLICY_LOSSES", "PickInputs", "PolicyLossInputs", "PolicyLossOutputs"]

@@ -6,11 +6,8 @@
 Nothing here masks, averages or divides: the caller sums `token_loss_T * loss_weights_T` (see `aggregate`). `needs`
 names the columns that must not be None, beside log_probs.
 
-A loss may also tell its gradient instead of leaving it to autograd, which takes a few times longer. That form is
-registered under the same name, and is what trains where `actor.kernels.fused_loss` is on; the other one specifies it:
-
-    @EXPLICIT_LOSSES.register("ppo_clip")
-    def ppo_clip_explicit(inputs: PolicyLossInputs, params: PPOClipParams, scratch: Scratch) -> ExplicitOutputs: ...
+A loss may tell its gradient, as `grad_T`, instead of leaving it to autograd, which takes a few times longer. It is
+marked with `tells_gradient`, looks at each token by itself, and is called without autograd on blocks of rows.
 
 A loss sees one micro-batch. One that needs statistics of the whole mini-batch names "is_picked" in `needs` and has a
 second function under its name, which chooses tokens on the controller before the mini-batch is cut:
@@ -29,7 +26,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_megatron.algorithms.losses.scratch import Scratch
 from rlhf_megatron.algorithms.sequences import Sequences
 from rlhf_megatron.lazy import Tensor
 from rlhf_megatron.registry import Registry
@@ -53,26 +49,25 @@ class PolicyLossInputs:
 
 @dataclass(frozen=True)
 class PolicyLossOutputs:
-    token_loss_T: Tensor  # with grad
+    token_loss_T: Tensor  # with grad, unless `grad_T` is there
     metrics: dict[str, Tensor]  # keys of algorithms/metric_names.py -> [T] float32, without grad
+    grad_T: Tensor | None = None  # d token_loss / d log_probs, of a loss that tells it
 
 
 PolicyLoss = Callable[[PolicyLossInputs, Any], PolicyLossOutputs]
 POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss")
+TELL_GRADIENT: set[PolicyLoss] = set()
 
 
-@dataclass(frozen=True)
-class ExplicitOutputs:
-    """Of a block, in tensors of the scratch. None has grad."""
-
-    token_loss_T: Tensor
-    grad_T: Tensor  # d token_loss / d log_probs
-    metrics: dict[str, Tensor]  # as in PolicyLossOutputs; may be the loss, or columns that came in
+def tells_gradient(loss: PolicyLoss) -> PolicyLoss:
+    """Decorator of a loss whose outputs have `grad_T`: it may be called on blocks of rows, cut anywhere."""
+    TELL_GRADIENT.add(loss)
+    return loss
 
 
-ExplicitLoss = Callable[[PolicyLossInputs, Any, Scratch], ExplicitOutputs]
-"""Each token by itself: it is called on blocks of rows, cut anywhere. Loss and gradient are the caller's to change."""
-EXPLICIT_LOSSES: Registry[ExplicitLoss] = Registry("policy loss with an explicit gradient")
+def attached(value_T: Tensor, grad_T: Tensor, leaf_T: Tensor) -> Tensor:
+    """[T] `value_T`, with `grad_T` as its gradient with respect to `leaf_T`."""
+    return value_T + grad_T * (leaf_T - leaf_T.detach()) if leaf_T.requires_grad else value_T
 
 
 @dataclass(frozen=True)

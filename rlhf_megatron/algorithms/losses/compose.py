@@ -10,16 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_megatron.algorithms.losses.base import (
-    ExplicitLoss,
-    ExplicitOutputs,
-    PolicyLoss,
-    PolicyLossInputs,
-    PolicyLossOutputs,
-)
-from rlhf_megatron.algorithms.losses.kl import KLType, kl_estimate, kl_explicit
-from rlhf_megatron.algorithms.losses.scratch import Scratch
-from rlhf_megatron.lazy import torch
+from rlhf_megatron.algorithms.losses.base import PolicyLoss, PolicyLossInputs, PolicyLossOutputs, attached
+from rlhf_megatron.algorithms.losses.kl import KLType, kl_with_gradient
 
 
 @dataclass(frozen=True)
@@ -34,60 +26,49 @@ class RegularizerParams:
 def total_token_loss(
     policy_loss: PolicyLoss, loss_params: Any, inputs: PolicyLossInputs, regularizers: RegularizerParams
 ) -> PolicyLossOutputs:
-    """Per-token loss with all terms, and the metrics of each before its coefficient.
+    """Per-token loss with all terms, with grad, and the metrics of each before its coefficient.
 
-    Adds actor/pg_loss, and with the reference's log-probs actor/kl_loss, with entropies actor/entropy_loss.
     Raises ValueError when a coefficient is not 0 and its column is missing.
     """
-    _check_columns(inputs, regularizers)
-    policy = policy_loss(inputs, loss_params)
-    loss_T = policy.token_loss_T
+    check_columns(inputs, regularizers)
+    total = with_regularizers(policy_loss(inputs, loss_params), inputs, regularizers)
+    if total.grad_T is None:
+        return total
+    return PolicyLossOutputs(attached(total.token_loss_T, total.grad_T, inputs.log_probs_T), total.metrics)
+
+
+def with_regularizers(
+    policy: PolicyLossOutputs, inputs: PolicyLossInputs, regularizers: RegularizerParams
+) -> PolicyLossOutputs:
+    """The outputs of a policy loss with all terms. Where the loss tells its gradient, that has the KL's too; the one
+    with respect to the entropies is -entropy_coeff.
+
+    Adds actor/pg_loss, and with the reference's log-probs actor/kl_loss, with entropies actor/entropy_loss.
+    """
+    loss_T, grad_T = policy.token_loss_T, policy.grad_T
     if inputs.correction_weights_T is not None:
         loss_T = loss_T * inputs.correction_weights_T
+        grad_T = None if grad_T is None else grad_T * inputs.correction_weights_T
     metrics = {**policy.metrics, "actor/pg_loss": loss_T.detach()}
 
     if inputs.ref_log_probs_T is not None:
-        kl_T = kl_estimate(inputs.log_probs_T, inputs.ref_log_probs_T, regularizers.kl_loss_type)
-        metrics["actor/kl_loss"] = kl_T.detach()
-        if regularizers.kl_loss_coef != 0:
-            loss_T = loss_T + regularizers.kl_loss_coef * kl_T
+        log_probs_T, coef = inputs.log_probs_T, regularizers.kl_loss_coef
+        kl_T, kl_grad_T = kl_with_gradient(log_probs_T.detach(), inputs.ref_log_probs_T, regularizers.kl_loss_type)
+        metrics["actor/kl_loss"] = kl_T
+        if coef != 0:
+            if grad_T is None:
+                kl_T = attached(kl_T, kl_grad_T, log_probs_T)
+            else:
+                grad_T = grad_T.add(kl_grad_T, alpha=coef)
+            loss_T = loss_T.add(kl_T, alpha=coef)
     if inputs.entropies_T is not None:
         metrics["actor/entropy_loss"] = inputs.entropies_T.detach()
         if regularizers.entropy_coeff != 0:
-            loss_T = loss_T - regularizers.entropy_coeff * inputs.entropies_T
-    return PolicyLossOutputs(loss_T, metrics)
+            loss_T = loss_T.sub(inputs.entropies_T, alpha=regularizers.entropy_coeff)
+    return PolicyLossOutputs(loss_T, metrics, grad_T)
 
 
-def explicit_token_loss(
-    policy_loss: ExplicitLoss,
-    loss_params: Any,
-    inputs: PolicyLossInputs,
-    regularizers: RegularizerParams,
-    scratch: Scratch,
-) -> ExplicitOutputs:
-    """As `total_token_loss`. The gradient with respect to the entropies is -entropy_coeff, of every token."""
-    _check_columns(inputs, regularizers)
-    policy = policy_loss(inputs, loss_params, scratch)
-    loss_T, grad_T = policy.token_loss_T, policy.grad_T
-    if inputs.correction_weights_T is not None:
-        loss_T.mul_(inputs.correction_weights_T)
-        grad_T.mul_(inputs.correction_weights_T)
-    metrics = {**policy.metrics, "actor/pg_loss": loss_T}
-
-    if inputs.ref_log_probs_T is not None:
-        kl_T, kl_grad_T = kl_explicit(inputs.log_probs_T, inputs.ref_log_probs_T, regularizers.kl_loss_type, scratch)
-        metrics["actor/kl_loss"] = kl_T
-        if regularizers.kl_loss_coef != 0:
-            loss_T = torch.add(loss_T, kl_T, alpha=regularizers.kl_loss_coef, out=scratch.take())
-            grad_T.add_(kl_grad_T, alpha=regularizers.kl_loss_coef)
-    if inputs.entropies_T is not None:
-        metrics["actor/entropy_loss"] = inputs.entropies_T
-        if regularizers.entropy_coeff != 0:
-            loss_T = torch.sub(loss_T, inputs.entropies_T, alpha=regularizers.entropy_coeff, out=scratch.take())
-    return ExplicitOutputs(loss_T, grad_T, metrics)
-
-
-def _check_columns(inputs: PolicyLossInputs, regularizers: RegularizerParams) -> None:
+def check_columns(inputs: PolicyLossInputs, regularizers: RegularizerParams) -> None:
     """Raises ValueError when a coefficient is not 0 and its column is missing."""
     if regularizers.kl_loss_coef != 0 and inputs.ref_log_probs_T is None:
         raise ValueError(f"kl_loss_coef ({regularizers.kl_loss_coef}) needs ref_log_probs; enable the reference role.")

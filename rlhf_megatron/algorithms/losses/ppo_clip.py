@@ -16,15 +16,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhf_megatron.algorithms.losses.base import (
-    EXPLICIT_LOSSES,
-    POLICY_LOSSES,
-    ExplicitOutputs,
-    PolicyLossInputs,
-    PolicyLossOutputs,
-)
+from rlhf_megatron.algorithms.losses.base import POLICY_LOSSES, PolicyLossInputs, PolicyLossOutputs, tells_gradient
 from rlhf_megatron.algorithms.losses.kl import MAX_LOG_RATIO
-from rlhf_megatron.algorithms.losses.scratch import Scratch
 from rlhf_megatron.lazy import torch
 
 
@@ -44,45 +37,25 @@ class PPOClipParams:
 
 
 @POLICY_LOSSES.register("ppo_clip", PPOClipParams, needs=("advantages", "old_log_probs"))
+@tells_gradient
 def ppo_clip(inputs: PolicyLossInputs, params: PPOClipParams) -> PolicyLossOutputs:
-    """Per-token loss; metrics actor/ppo_kl, actor/pg_clipfrac, actor/pg_clipfrac_lower (0 or 1 a token)."""
-    advantages_T = inputs.advantages_T
-    log_ratio_T = (inputs.log_probs_T - inputs.old_log_probs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio_T = log_ratio_T.exp()
-    free_T = -advantages_T * ratio_T
-    clipped_T = -advantages_T * ratio_T.clamp(1 - params.clip_ratio_low, 1 + params.clip_ratio_high)
-    is_clipped_T = clipped_T > free_T
-    worse_T = torch.where(is_clipped_T, clipped_T, free_T)
-    bound_T = -advantages_T * params.clip_ratio_c
-    is_bound_T = (advantages_T < 0) & (worse_T > bound_T)
-    token_loss_T = torch.where(is_bound_T, bound_T, worse_T)
-    with torch.no_grad():
-        metrics = {
-            "actor/ppo_kl": -log_ratio_T,
-            "actor/pg_clipfrac": is_clipped_T.to(ratio_T.dtype),
-            "actor/pg_clipfrac_lower": is_bound_T.to(ratio_T.dtype),
-        }
-    return PolicyLossOutputs(token_loss_T, metrics)
+    """Per-token loss; metrics actor/ppo_kl, actor/pg_clipfrac, actor/pg_clipfrac_lower (0 or 1 a token).
 
-
-@EXPLICIT_LOSSES.register("ppo_clip")
-def ppo_clip_explicit(inputs: PolicyLossInputs, params: PPOClipParams, scratch: Scratch) -> ExplicitOutputs:
-    """As `ppo_clip`. Both clips together keep A r in [min(A c, 0), max(A (1 - low), A (1 + high))], for either sign
-    of A; its gradient is A r where they let it be."""
+    Both clips together keep A r in [min(A c, 0), max(A (1 - low), A (1 + high))], for either sign of A; the gradient of
+    A r is A r itself where they let it be.
+    """
     advantages_T = inputs.advantages_T
-    raw_T = torch.sub(inputs.log_probs_T, inputs.old_log_probs_T, out=scratch.take())
-    log_ratio_T = torch.clamp(raw_T, -MAX_LOG_RATIO, MAX_LOG_RATIO, out=scratch.take())
+    raw_T = inputs.log_probs_T.detach() - inputs.old_log_probs_T
+    log_ratio_T = raw_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     is_inside_T = raw_T.eq_(log_ratio_T)  # 1.0 or 0.0: without a bool tensor each of these is several times faster
-    free_T = torch.exp(log_ratio_T, out=scratch.take()).mul_(advantages_T)
-    upper_T = torch.mul(advantages_T, 1 - params.clip_ratio_low, out=scratch.take())
-    other_T = torch.mul(advantages_T, 1 + params.clip_ratio_high, out=scratch.take())
-    torch.maximum(upper_T, other_T, out=upper_T)
-    lower_T = torch.mul(advantages_T, params.clip_ratio_c, out=other_T).clamp_(max=0)
-    kept_T = torch.clamp(free_T, lower_T, upper_T, out=scratch.take())
-    grad_T = torch.eq(kept_T, free_T, out=scratch.take()).mul_(free_T).mul_(is_inside_T).neg_()
+    free_T = log_ratio_T.exp().mul_(advantages_T)
+    upper_T = torch.maximum(advantages_T * (1 - params.clip_ratio_low), advantages_T * (1 + params.clip_ratio_high))
+    lower_T = (advantages_T * params.clip_ratio_c).clamp_(max=0)
+    kept_T = free_T.clamp(lower_T, upper_T)
+    grad_T = torch.eq(kept_T, free_T, out=torch.empty_like(free_T)).mul_(free_T).mul_(is_inside_T).neg_()
     metrics = {
         "actor/ppo_kl": log_ratio_T.neg_(),
         "actor/pg_clipfrac": torch.lt(kept_T, free_T, out=upper_T),
         "actor/pg_clipfrac_lower": torch.gt(kept_T, free_T, out=lower_T),
     }
-    return ExplicitOutputs(kept_T.neg_(), grad_T, metrics)
+    return PolicyLossOutputs(kept_T.neg_(), metrics, grad_T)

@@ -13,51 +13,25 @@ Not a policy loss, so it is not registered as one.
 
 from __future__ import annotations
 
-from rlhf_megatron.algorithms.losses.base import ExplicitOutputs, PolicyLossOutputs
-from rlhf_megatron.algorithms.losses.scratch import Scratch
+from rlhf_megatron.algorithms.losses.base import PolicyLossOutputs
 from rlhf_megatron.lazy import Tensor, torch
 
 
 def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, cliprange_value: float) -> PolicyLossOutputs:
-    """Per-token loss, with grad in `values_T`; `cliprange_value` 0: no clip.
+    """Per-token loss with its gradient with respect to the values; `cliprange_value` 0: no clip.
 
     Metrics: critic/vf_loss, critic/vf_clipfrac (1 where the clipped distance was the larger one), critic/vpred_mean.
     """
     assert cliprange_value >= 0, f"cliprange_value {cliprange_value} is negative"
-    token_loss_T = 0.5 * (values_T - returns_T).square()
-    is_clipped_T = torch.zeros_like(token_loss_T, dtype=torch.bool)
+    values_T = values_T.detach()
+    distance_T = values_T - returns_T
+    token_loss_T = distance_T.square().mul_(0.5)
+    is_clipped_T = torch.zeros_like(token_loss_T)
     if cliprange_value > 0:
         near_T = values_T.clamp(old_values_T - cliprange_value, old_values_T + cliprange_value)
-        clipped_T = 0.5 * (near_T - returns_T).square()
-        is_clipped_T = clipped_T > token_loss_T
-        token_loss_T = torch.where(is_clipped_T, clipped_T, token_loss_T)
-    return PolicyLossOutputs(
-        token_loss_T,
-        {
-            "critic/vf_loss": token_loss_T.detach(),
-            "critic/vf_clipfrac": is_clipped_T.to(values_T.dtype),
-            "critic/vpred_mean": values_T.detach(),
-        },
-    )
-
-
-def value_loss_explicit(
-    values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, cliprange_value: float, scratch: Scratch
-) -> ExplicitOutputs:
-    """As `value_loss`, with its gradient with respect to the values."""
-    assert cliprange_value >= 0, f"cliprange_value {cliprange_value} is negative"
-    distance_T = torch.sub(values_T, returns_T, out=scratch.take())
-    token_loss_T = torch.mul(distance_T, distance_T, out=scratch.take()).mul_(0.5)
-    is_clipped_T = scratch.take()
-    if cliprange_value > 0:
-        lower_T = torch.sub(old_values_T, cliprange_value, out=scratch.take())
-        upper_T = torch.add(old_values_T, cliprange_value, out=scratch.take())
-        near_T = torch.clamp(values_T, lower_T, upper_T, out=upper_T)
         clipped_T = near_T.sub_(returns_T).square_().mul_(0.5)
         torch.gt(clipped_T, token_loss_T, out=is_clipped_T)
-        distance_T.mul_(torch.le(clipped_T, token_loss_T, out=lower_T))  # the held value has no gradient
+        distance_T.mul_(torch.le(clipped_T, token_loss_T, out=torch.empty_like(clipped_T)))  # else no gradient
         torch.maximum(token_loss_T, clipped_T, out=token_loss_T)
-    else:
-        is_clipped_T.zero_()
     metrics = {"critic/vf_loss": token_loss_T, "critic/vf_clipfrac": is_clipped_T, "critic/vpred_mean": values_T}
-    return ExplicitOutputs(token_loss_T, distance_T, metrics)
+    return PolicyLossOutputs(token_loss_T, metrics, distance_T)

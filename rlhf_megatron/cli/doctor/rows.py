@@ -215,13 +215,11 @@ def _package_row(facts: Facts, device: DeviceType, module: str, name: str) -> Ro
 
 def _loss_row(facts: Facts, wanted: Wanted) -> Row:
     explicit = facts.torch.explicit_losses if facts.torch else ()
-    if not wanted.kernels.fused_loss:
-        return Row(
-            "trainer", "fused loss", "not live", "autograd", "actor.kernels.fused_loss is false", "set it to true"
-        )
     if wanted.loss_mode not in explicit:
-        why = f"{wanted.loss_mode} has no form with an explicit gradient; {', '.join(explicit) or 'none'} has"
+        why = f"{wanted.loss_mode} leaves its gradient to autograd; {', '.join(explicit) or 'none'} does not"
         return Row("trainer", "fused loss", "not live", "autograd", why)
+    if not wanted.kernels.fused_loss:
+        return Row("trainer", "fused loss", "not live", "torch", "actor.kernels.fused_loss is false", "set it to true")
     how = "one Triton kernel" if facts.torch and not facts.torch.triton_why_not else "torch"
     return Row("trainer", "fused loss", "live", f"{wanted.loss_mode} with its gradient in one pass, in {how}")
 

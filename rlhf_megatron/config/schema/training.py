@@ -92,7 +92,7 @@ class KernelsConfig:
     num_self_checks: int = doc(
         "calls at the start of a run that compare the backend with the reference on some rows; 0: none", 2
     )
-    fused_loss: bool = doc("loss, gradient and metrics of ppo_clip in one pass with an explicit gradient", True)
+    fused_loss: bool = doc("ppo_clip in one Triton kernel, where there is a GPU; false: in plain torch", True)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from rlhf_megatron.algorithms.rollout_correction.step import StepCorrection, cor
 from rlhf_megatron.algorithms.sequences import Sequences
 from rlhf_megatron.config import correction_presets as settings
 from rlhf_megatron.config.schema import RolloutCorrectionConfig
-from rlhf_megatron.workers.correction import correction_params, moving_correction
+from rlhf_megatron.workers.losses import correction_params, moving_correction
 
 LOG2 = math.log(2)
 

@@ -17,8 +17,7 @@ from rlhf_megatron.data.codec import decode, encode
 from rlhf_megatron.observe.metrics.batch import valid_samples
 from rlhf_megatron.scheduler.advantages import correction_columns
 from rlhf_megatron.scheduler.mini_batches import weighed
-from rlhf_megatron.workers.correction import CorrectedRowLoss
-from rlhf_megatron.workers.losses import RowLoss, make_row_losses
+from rlhf_megatron.workers.losses import CorrectedRowLoss, RowLoss, make_row_losses
 
 COLUMNS = ("loss_weights", "metric_weights", "advantages", "old_log_probs", "rollout_log_probs", "correction_weights")
 IMPORTANCES = {

@@ -40,7 +40,8 @@ TABLE = [
 @pytest.mark.parametrize(("ratio", "advantage", "loss", "grad", "clip", "dual"), TABLE)
 def test_ppo_clip_by_hand(ratio: float, advantage: float, loss: float, grad: float, clip: int, dual: int) -> None:
     inputs = inputs_of([ratio], [advantage])
-    outputs = ppo_clip(inputs, PPOClipParams(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=3.0))
+    params = PPOClipParams(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=3.0)
+    outputs = total_token_loss(ppo_clip, params, inputs, RegularizerParams())
     assert outputs.token_loss_T.item() == pytest.approx(loss, rel=1e-12)
     (found,) = torch.autograd.grad(outputs.token_loss_T.sum(), inputs.log_probs_T)
     assert found.item() == pytest.approx(grad, rel=1e-12)
@@ -53,7 +54,7 @@ def test_ppo_clip_by_hand(ratio: float, advantage: float, loss: float, grad: flo
 def test_ppo_clip_bounds_the_log_ratio() -> None:
     base = inputs_of([1.0, 1.0], [-1.0, 1.0])
     far = replace(base, log_probs_T=torch.tensor([90.0, -90.0], dtype=torch.float64, requires_grad=True))
-    outputs = ppo_clip(far, PPOClipParams())
+    outputs = total_token_loss(ppo_clip, PPOClipParams(), far, RegularizerParams())
     assert outputs.token_loss_T.tolist() == pytest.approx([3.0, -math.exp(-20)])
     assert outputs.metrics["actor/ppo_kl"].tolist() == [-20.0, 20.0]
     outputs.token_loss_T.sum().backward()
@@ -68,7 +69,7 @@ def test_ppo_clip_gradient_is_that_of_its_formula() -> None:
 
     def loss(log_probs_T: Tensor) -> Tensor:
         inputs = PolicyLossInputs(log_probs_T, old, advantages, torch.ones(64, dtype=torch.bool))
-        return ppo_clip(inputs, PPOClipParams()).token_loss_T
+        return total_token_loss(ppo_clip, PPOClipParams(), inputs, RegularizerParams()).token_loss_T
 
     assert torch.autograd.gradcheck(loss, (log_probs,))
     ratio = (log_probs - old).exp().detach()

@@ -247,7 +247,7 @@ def test_a_case_runs_with_tritons_kernels(name: str) -> None:
     assert len(of_triton) >= {"G7": 0, "G9": 0}.get(name, 4)
     assert all(value == 0 for what, value in of_triton.items() if "that differ" in what)
     errors = [value for what, value in values.items() if "largest difference" in what or "relative difference" in what]
-    assert max(errors, default=0.0) < 1e-5 and len(errors) == {"G2": 2, "G8": 2, "G9": 3}.get(name, 0)
+    assert max(errors, default=0.0) < 1e-5 and len(errors) == {"G2": 2, "G8": 2, "G9": 2}.get(name, 0)
 
 
 # --- what stays when something dies

@@ -11,15 +11,17 @@ import torch
 from device_waits import DeviceWaits
 from torch import Tensor
 
+from benchmarks.kernels.eager import eager_policy
 from rlhf_megatron.algorithms.losses import PolicyLossInputs
-from rlhf_megatron.algorithms.losses.compose import RegularizerParams, total_token_loss
+from rlhf_megatron.algorithms.losses.compose import RegularizerParams
 from rlhf_megatron.algorithms.losses.kl import KLType
-from rlhf_megatron.algorithms.losses.ppo_clip import PPOClipParams, ppo_clip, ppo_clip_explicit
+from rlhf_megatron.algorithms.losses.ppo_clip import PPOClipParams, ppo_clip
 from rlhf_megatron.kernels import row_loss
-from rlhf_megatron.kernels.policy_loss import FusedPolicyLoss
+from rlhf_megatron.kernels.policy_loss import PolicyRowLoss
 
 PARAMS = PPOClipParams(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=3.0)
 GRADED = ("log_probs_T", "entropies_T")
+COLUMNS = ("old_log_probs_T", "advantages_T", "ref_log_probs_T", "correction_weights_T")
 Results = dict[str, Tensor]  # "loss", gradients by column, sums by metric
 
 
@@ -74,18 +76,34 @@ def results(inputs: PolicyLossInputs, loss: Tensor, sums: dict[str, Tensor]) -> 
     return {"loss": loss.detach(), **sums, **{k: g for k, g in zip(leaves, grads, strict=True) if g is not None}}
 
 
+def row_loss_of(
+    regularizers: RegularizerParams, params: PPOClipParams = PARAMS, use_triton: bool = False
+) -> PolicyRowLoss:
+    return PolicyRowLoss("ppo_clip", ppo_clip, params, regularizers, use_triton=use_triton)
+
+
+def fused_sums(
+    loss: PolicyRowLoss, inputs: PolicyLossInputs, loss_weights: Tensor, metric_weights: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    columns = {name.removesuffix("_T"): getattr(inputs, name) for name in COLUMNS if getattr(inputs, name) is not None}
+    columns |= {"loss_weights": loss_weights, "metric_weights": metric_weights}
+    value, sums = loss(inputs.log_probs_T, inputs.entropies_T, columns)
+    assert sums.pop("actor/loss") is not value
+    return value, sums
+
+
 def fused(
     inputs: PolicyLossInputs, weights: tuple[Tensor, Tensor], params: PPOClipParams, regularizers: RegularizerParams
 ) -> Results:
     inputs = with_leaves(inputs)
-    return results(inputs, *FusedPolicyLoss(ppo_clip_explicit, params, regularizers)(inputs, *weights))
+    return results(inputs, *fused_sums(row_loss_of(regularizers, params), inputs, *weights))
 
 
 def eager(
     inputs: PolicyLossInputs, weights: tuple[Tensor, Tensor], params: PPOClipParams, regularizers: RegularizerParams
 ) -> Results:
     inputs = with_leaves(inputs)
-    terms = total_token_loss(ppo_clip, params, inputs, regularizers)
+    terms = eager_policy(inputs, params, regularizers)
     sums = {name: (metric * weights[1]).sum() for name, metric in terms.metrics.items()}
     return results(inputs, (terms.token_loss_T * weights[0]).sum(), sums)
 
@@ -106,9 +124,7 @@ def assert_equal(found: Results, expected: Results, relative: float, absolute: f
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of 16 rows, in memory of their own."""
     monkeypatch.setattr(row_loss, "CPU_BLOCK", 16)
-    monkeypatch.setattr(row_loss, "_kept", row_loss._Kept())
 
 
 # log-prob less old one, advantage: loss, d loss / d log-prob, ppo_kl, clipped, dual-clipped; ranges 0.8 to 1.28, dual 3
@@ -241,7 +257,6 @@ def test_more_rows_than_a_block_give_the_same_as_blocks_of_another_size(monkeypa
     regularizers = RegularizerParams(0.1, "k3", 0.03)
     two_blocks = fused(inputs, weights, PARAMS, regularizers)
     monkeypatch.setattr(row_loss, "CPU_BLOCK", 1000)
-    monkeypatch.setattr(row_loss, "_kept", row_loss._Kept())
     many = fused(inputs, weights, PARAMS, regularizers)
     assert torch.equal(many["log_probs_T"], two_blocks["log_probs_T"])
     assert_equal(many, two_blocks, 1e-6, 1e-6)
@@ -254,10 +269,10 @@ def test_finite_differences() -> None:
     kl = inputs.ref_log_probs_T - inputs.log_probs_T  # type: ignore[operator]
     borders = [(moved - border).abs() < 1e-3 for border in (0.8, 1.28, 3.0)]
     assert not torch.stack(borders).any() and not ((kl.expm1() - kl - 10).abs() < 1e-3).any(), "not at a kink"
-    step = FusedPolicyLoss(ppo_clip_explicit, PARAMS, RegularizerParams(0.1, "k3", 0.03))
+    step = row_loss_of(RegularizerParams(0.1, "k3", 0.03))
 
     def loss(log_probs_R: Tensor, entropies_R: Tensor) -> Tensor:
-        return step(replace(inputs, log_probs_T=log_probs_R, entropies_T=entropies_R), *weights)[0]
+        return fused_sums(step, replace(inputs, log_probs_T=log_probs_R, entropies_T=entropies_R), *weights)[0]
 
     leaves = with_leaves(inputs)
     assert leaves.entropies_T is not None
@@ -326,8 +341,8 @@ def test_columns_of_another_type_are_converted() -> None:
 
 
 def step_of(inputs: PolicyLossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    loss = FusedPolicyLoss(ppo_clip_explicit, PARAMS, RegularizerParams(0.1, "k3", 0.03))
-    return loss(inputs, *make_weights(inputs.log_probs_T.numel(), inputs.log_probs_T.dtype))
+    loss = row_loss_of(RegularizerParams(0.1, "k3", 0.03))
+    return fused_sums(loss, inputs, *make_weights(inputs.log_probs_T.numel(), inputs.log_probs_T.dtype))
 
 
 def test_backward_multiplies_and_may_run_twice() -> None:
@@ -345,8 +360,7 @@ def test_backward_multiplies_and_may_run_twice() -> None:
 def test_gradients_that_nobody_asks_for() -> None:
     inputs = with_leaves(make_inputs(10, 30, torch.float32))
     assert inputs.entropies_T is not None
-    without_bonus = FusedPolicyLoss(ppo_clip_explicit, PARAMS, RegularizerParams(0.1, "k3", 0.0))
-    loss, _ = without_bonus(inputs, *make_weights(30, torch.float32))
+    loss, _ = fused_sums(row_loss_of(RegularizerParams(0.1, "k3", 0.0)), inputs, *make_weights(30, torch.float32))
     loss.backward()
     assert inputs.entropies_T.grad is None and inputs.log_probs_T.grad is not None
     frozen = replace(inputs, log_probs_T=inputs.log_probs_T.detach())
@@ -398,11 +412,11 @@ def test_on_cuda(use_triton: bool) -> None:
         columns = {name: getattr(single, name) for name in PolicyLossInputs.__dataclass_fields__}
         there = with_leaves(PolicyLossInputs(**{k: None if v is None else v.cuda() for k, v in columns.items()}))
         cuda_weights = [weight.float().cuda() for weight in weights]
-        step = FusedPolicyLoss(ppo_clip_explicit, PARAMS, regularizers, use_triton)
-        results(there, *step(there, *cuda_weights))  # compiles, and tries Triton
+        step = row_loss_of(regularizers, use_triton=use_triton)
+        results(there, *fused_sums(step, there, *cuda_weights))  # compiles, and tries Triton
         torch.cuda.set_sync_debug_mode("error")
         try:
-            found = results(there, *step(there, *cuda_weights))
+            found = results(there, *fused_sums(step, there, *cuda_weights))
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert_equal({name: value.cpu() for name, value in found.items()}, expected, 1e-5, 2e-6)

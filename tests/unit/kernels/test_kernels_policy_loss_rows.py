@@ -1,10 +1,11 @@
-"""Which form of a loss the workers take, that both give the same metrics, and that none waits for a device."""
+"""The losses of rows against autograd over the same formulas, with the same metrics; none waits for a device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, get_args
+from functools import partial
+from typing import get_args
 
 import pytest
 import torch
@@ -13,18 +14,18 @@ from loss_tools import VALUE_LOSSES
 from test_kernels_policy_loss import small_blocks  # noqa: F401, a fixture
 from torch import Tensor
 
-from rlhf_megatron.algorithms.losses import EXPLICIT_LOSSES, POLICY_LOSSES, PolicyLossInputs, PolicyLossOutputs
-from rlhf_megatron.algorithms.losses.base import ExplicitOutputs
+from benchmarks.kernels.eager import eager_value
+from benchmarks.kernels.policy_loss import eager_sums
+from rlhf_megatron.algorithms.losses import POLICY_LOSSES, PolicyLossInputs, PolicyLossOutputs
+from rlhf_megatron.algorithms.losses.base import TELL_GRADIENT, tells_gradient
 from rlhf_megatron.algorithms.losses.kl import KLType
-from rlhf_megatron.algorithms.losses.scratch import Scratch
-from rlhf_megatron.algorithms.losses.value_loss import value_loss
 from rlhf_megatron.algorithms.metric_names import METRICS
-from rlhf_megatron.config.schema import ActorConfig, KernelsConfig, PolicyLossConfig
-from rlhf_megatron.kernels.value_loss import fused_value_loss
-from rlhf_megatron.workers.losses import RowLoss, make_row_losses, value_sums, weighted
+from rlhf_megatron.config.schema import ActorConfig, PolicyLossConfig
+from rlhf_megatron.kernels.policy_loss import PolicyRowLoss
+from rlhf_megatron.kernels.row_loss import Sums, value_sums, weighted
+from rlhf_megatron.workers.losses import make_row_losses, policy_row_loss
 
 FULL = ActorConfig(entropy_coeff=0.03, use_kl_loss=True, kl_loss_coef=0.1)
-EAGER = KernelsConfig(fused_loss=False)
 
 
 def make_columns(num_rows: int, dtype: torch.dtype, device: str = "cpu") -> dict[str, Tensor]:
@@ -50,92 +51,73 @@ def make_columns(num_rows: int, dtype: torch.dtype, device: str = "cpu") -> dict
     return {name: column.to(device, dtype) for name, column in columns.items()}
 
 
-def run(row_loss: RowLoss, columns: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
+RowSums = Callable[[Tensor, Tensor | None, dict[str, Tensor]], Sums]
+
+
+def run(
+    row_loss: RowSums, columns: dict[str, Tensor], has_entropies: bool = True
+) -> tuple[dict[str, Tensor], list[Tensor]]:
     """(loss and metrics, gradients of log-probs and entropies)."""
     leaves = [columns[name].clone().requires_grad_() for name in ("log_probs", "entropies")]
-    value, sums = row_loss(leaves[0], leaves[1] if row_loss.needs_entropy else None, columns)
+    value, sums = row_loss(leaves[0], leaves[1] if has_entropies else None, columns)
     value.backward()
     return {"value": value.detach(), **sums}, [leaf.grad for leaf in leaves if leaf.grad is not None]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("kind", get_args(KLType))
 @pytest.mark.parametrize("num_rows", [0, 70])
-def test_fused_and_eager_give_the_same(kind: KLType, num_rows: int, small_blocks: None) -> None:  # noqa: F811
-    columns = make_columns(num_rows, torch.float32)
-    config = replace(FULL, kl_loss_type=kind)
-    fused, eager = (make_row_losses(some)["policy"] for some in (config, replace(config, kernels=EAGER)))
-    assert fused.fused is not None and eager.fused is None
-    (found, grads), (expected, expected_grads) = run(fused, columns), run(eager, columns)
+def test_fused_and_eager_give_the_same(kind: KLType, num_rows: int, dtype: torch.dtype, small_blocks: None) -> None:  # noqa: F811
+    columns = make_columns(num_rows, dtype)
+    fused = policy_row_loss(replace(FULL, kl_loss_type=kind))
+    (found, grads), (expected, expected_grads) = run(fused, columns), run(partial(eager_sums, fused), columns)
     assert list(found) == list(expected) and set(found) <= {"value", *METRICS} and "actor/kl_loss" in found
     assert torch.equal(found["value"], found["actor/loss"])
+    relative, absolute = (1e-5, 1e-6) if dtype == torch.float32 else (1e-12, 1e-14)
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+        torch.testing.assert_close(found[name], value, rtol=relative, atol=absolute, msg=name)
     assert len(grads) == len(expected_grads) == 2
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
-        torch.testing.assert_close(grad, expected_grad, rtol=1e-5, atol=1e-8)
-
-
-def test_float64_takes_the_specification() -> None:
-    columns = make_columns(40, torch.float64)
-    fused, eager = (make_row_losses(replace(FULL, kernels=kernels))["policy"] for kernels in (KernelsConfig(), EAGER))
-    assert fused.fused is not None
-    calls: list[torch.dtype] = []
-
-    def noted(log_probs_R: Tensor, *rest: Any) -> Any:
-        calls.append(log_probs_R.dtype)
-        return fused.fused(log_probs_R, *rest)  # type: ignore[misc]
-
-    watched = replace(fused, fused=noted)
-    (found, grads), (expected, expected_grads) = run(watched, columns), run(eager, columns)
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-    assert all(torch.equal(*pair) for pair in zip(grads, expected_grads, strict=True))
-    run(watched, make_columns(40, torch.float32))
-    assert calls == [torch.float32]
+        torch.testing.assert_close(grad, expected_grad, rtol=relative, atol=absolute / 100)
 
 
 @pytest.fixture
-def new_loss() -> Iterator[str]:
-    """A policy loss that brings its gradient; for the time of a test."""
+def new_loss() -> Iterator[PolicyRowLoss]:
+    """A policy loss that tells its gradient, registered for the time of a test."""
 
     @POLICY_LOSSES.register("newest", needs=("advantages",))
+    @tells_gradient
+    def newest(inputs: PolicyLossInputs, params: None) -> PolicyLossOutputs:
+        assert not inputs.log_probs_T.requires_grad or not torch.is_grad_enabled()
+        grad_T = -inputs.advantages_T
+        return PolicyLossOutputs(grad_T * inputs.log_probs_T, {}, grad_T)
+
+    yield policy_row_loss(replace(FULL, policy_loss=PolicyLossConfig("newest")))
+    TELL_GRADIENT.remove(newest)
+    del POLICY_LOSSES._entries["newest"]
+
+
+def test_a_new_loss_brings_its_gradient(new_loss: PolicyRowLoss) -> None:
+    columns = make_columns(30, torch.float32)
+
     def newest(inputs: PolicyLossInputs, params: None) -> PolicyLossOutputs:
         return PolicyLossOutputs(-inputs.advantages_T * inputs.log_probs_T, {})
 
-    @EXPLICIT_LOSSES.register("newest")
-    def newest_explicit(inputs: PolicyLossInputs, params: None, scratch: Scratch) -> ExplicitOutputs:
-        grad_T = torch.neg(inputs.advantages_T, out=scratch.take())
-        return ExplicitOutputs(torch.mul(grad_T, inputs.log_probs_T, out=scratch.take()), grad_T, {})
-
-    yield "newest"
-    del POLICY_LOSSES._entries["newest"], EXPLICIT_LOSSES._entries["newest"]
-
-
-def test_a_new_loss_brings_its_own_form(new_loss: str) -> None:
-    columns = make_columns(30, torch.float32)
-    config = replace(FULL, policy_loss=PolicyLossConfig(new_loss))
-    fused, eager = (make_row_losses(some)["policy"] for some in (config, replace(config, kernels=EAGER)))
-    assert fused.fused is not None
-    (found, grads), (expected, expected_grads) = run(fused, columns), run(eager, columns)
+    (found, grads), (expected, expected_grads) = run(new_loss, columns), run(replace(new_loss, loss=newest), columns)
     assert "actor/pg_clipfrac" not in found and list(found) == list(expected)
     for one, other in zip([*found.values(), *grads], [*expected.values(), *expected_grads], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
 
 
-def test_a_new_loss_without_one_is_taken_as_it_is(new_loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(EXPLICIT_LOSSES._entries, new_loss)
-    assert make_row_losses(replace(FULL, policy_loss=PolicyLossConfig(new_loss)))["policy"].fused is None
-
-
-def test_correction_weights_are_read_where_there_are_some() -> None:
+@pytest.mark.parametrize("loss", ["ppo_clip", "reinforce"])
+def test_correction_weights_are_read_where_there_are_some(loss: str) -> None:
     columns = make_columns(20, torch.float32)
-    plain = ActorConfig()
     twice = {**columns, "correction_weights": torch.full((20,), 2.0)}
-    for kernels in (KernelsConfig(), EAGER):
-        row_loss = make_row_losses(replace(plain, kernels=kernels))["policy"]
-        (found, grads), (once, grads_once) = run(row_loss, twice), run(row_loss, columns)
-        torch.testing.assert_close(found["actor/loss"], 2 * once["actor/loss"])
-        torch.testing.assert_close(grads[0], 2 * grads_once[0])
-        assert torch.equal(found["actor/pg_clipfrac"], once["actor/pg_clipfrac"])
+    row_loss = policy_row_loss(ActorConfig(policy_loss=PolicyLossConfig(loss)))
+    (found, grads), (once, grads_once) = (run(row_loss, read, has_entropies=False) for read in (twice, columns))
+    torch.testing.assert_close(found["actor/loss"], 2 * once["actor/loss"])
+    torch.testing.assert_close(grads[0], 2 * grads_once[0])
+    assert torch.equal(found["actor/ppo_kl"], once["actor/ppo_kl"])
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.5])
@@ -144,15 +126,14 @@ def test_correction_weights_are_read_where_there_are_some() -> None:
 def test_value_loss_equals_eager(clip: float, dtype: torch.dtype, num_rows: int, small_blocks: None) -> None:  # noqa: F811
     columns = make_columns(num_rows, dtype)
     read = [columns[name] for name in ("old_values", "returns")]
-    weights = columns["loss_weights"], columns["metric_weights"]
     values = [columns["values"].clone().requires_grad_() for _ in range(2)]
-    found, sums = fused_value_loss(values[0], *read, clip, *weights)
-    expected, expected_sums = weighted(value_loss(values[1], *read, clip), columns)
+    found, sums = value_sums(values[0], columns, clip)
+    expected, expected_sums = weighted(eager_value(values[1], *read, clip), columns)
     found.backward()
     expected.backward()
     tolerance = {"rtol": 1e-12, "atol": 1e-15} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-6}
     assert list(sums) == list(expected_sums) and set(sums) <= set(METRICS)
-    assert num_rows == 0 or clip == 0 or 0 < sums["critic/vf_clipfrac"] < weights[1].sum()
+    assert num_rows == 0 or clip == 0 or 0 < sums["critic/vf_clipfrac"] < columns["metric_weights"].sum()
     for one, other in zip([found, *sums.values()], [expected, *expected_sums.values()], strict=True):
         torch.testing.assert_close(one, other, **tolerance)
     torch.testing.assert_close(values[0].grad, values[1].grad, **tolerance)
@@ -161,9 +142,10 @@ def test_value_loss_equals_eager(clip: float, dtype: torch.dtype, num_rows: int,
 @pytest.mark.parametrize(("value", "old", "target", "loss", "grad", "clipped"), VALUE_LOSSES)
 def test_value_loss_by_hand(value: float, old: float, target: float, loss: float, grad: float, clipped: int) -> None:
     columns = [torch.tensor([number], dtype=torch.float64) for number in (value, old, target, 0.5, 0.25)]
-    values, old_values, returns, *weights = columns
+    values, *others = columns
     values.requires_grad_()
-    found, sums = fused_value_loss(values, old_values, returns, 0.5, *weights)
+    names = ("old_values", "returns", "loss_weights", "metric_weights")
+    found, sums = value_sums(values, dict(zip(names, others, strict=True)), 0.5)
     found.backward()
     assert values.grad is not None
     assert found.item() == pytest.approx(0.5 * loss, rel=1e-12)
@@ -176,7 +158,7 @@ def every_loss(columns: dict[str, Tensor]) -> Iterator[Tensor]:
     """Forward and backward of all that workers sum over rows; the gradients."""
     row_losses = make_row_losses(FULL)
     for name in ("policy", "sft"):
-        yield from run(row_losses[name], columns)[1]
+        yield from run(row_losses[name], columns, has_entropies=name == "policy")[1]
     values = columns["values"].clone().requires_grad_()
     value_sums(values, columns, 0.5)[0].backward()
     assert values.grad is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,33 +12,8 @@ from dist_pool import DistPool
 from torch import Tensor
 from workers_jobs import make_actor, share
 
-from benchmarks import split_pure
-from benchmarks.split_invariance import PURE_BAR, pure_rows
-from benchmarks.split_pure import LossCase, Split
-from rlhf_megatron.config.schema import ActorConfig
 from rlhf_megatron.data.batch import MiniBatch
-from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.parallel.world import World
-from rlhf_megatron.workers import losses
-from rlhf_megatron.workers.losses import make_row_losses
-
-FULL = ActorConfig(entropy_coeff=0.03, use_kl_loss=True, kl_loss_coef=0.1)
-
-
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
-def test_the_split_changes_nothing_with_explicit_gradients(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float64, where the workers take the eager loss: everything but the precision is as in training."""
-    monkeypatch.setattr(losses, "FUSED_DTYPES", (torch.float64,))
-    case = LossCase("ppo_clip + entropy + k3", "policy", replace(FULL, loss_agg_mode=mode))  # type: ignore[arg-type]
-    assert make_row_losses(case.config)["policy"].fused is not None
-    splits = [Split(parts=7, is_shuffled=True), Split(Layout(4, cp=2), parts=2)]
-    rows = list(pure_rows([case], splits))
-    assert {row.kind for row in rows} == {"plain means", "pure", "pure metrics"} and all(row.is_ok for row in rows)
-    explicit = split_pure.split_gradient(split_pure.make_batch(), case, Split())
-    monkeypatch.undo()
-    eager = split_pure.split_gradient(split_pure.make_batch(), case, Split())
-    for name, gradient in eager.gradients.items():
-        assert float((explicit.gradients[name] - gradient).norm()) <= PURE_BAR * float(gradient.norm()), name
 
 
 def waits_of_an_update(world: World, state: dict[str, Tensor], batch: MiniBatch) -> tuple[int, list[str]]:
