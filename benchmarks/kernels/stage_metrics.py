@@ -99,7 +99,7 @@ def parts_of(batch: TrainBatch, work: Workload) -> dict[str, Callable[[], object
         return lambda: correction_columns(columns, is_valid, params, is_bypass=False)
 
     def estimated(name: str, use_kl: bool = False) -> Callable[[], object]:
-        stage = AdvantageStage(AlgorithmConfig(use_kl_in_reward=use_kl, kl_penalty="k3"), parts_of(name, use_kl))
+        stage = AdvantageStage(AlgorithmConfig(use_kl_in_reward=use_kl, kl_penalty="k3"), run_parts(name, use_kl))
         return lambda: stage.estimate(columns, is_valid)
 
     return {

@@ -1,6 +1,6 @@
-"""Statistics of the samples of one prompt, over its valid samples. Shared by group estimators and filters. Pure.
+"""Statistics of the samples of one prompt, over its valid samples, for group estimators and filters. Pure.
 
-Also: Which samples are of a prompt that teaches something: dynamic sampling (DAPO, arXiv 2503.14476, equation 11).
+The filter keeps groups that teach something: dynamic sampling (DAPO, arXiv 2503.14476, equation 11).
 """
 # B samples, G groups, V valid samples
 # B samples

@@ -7,7 +7,89 @@ only where there is a direction), in the block of what hands it out.
 from __future__ import annotations
 
 from rlhf_megatron.algorithms.metric import OPTIMIZER_STEPS, STEP, TOKENS, VALID_TOKENS, Metric
-from rlhf_megatron.algorithms.rollout_correction.metric_names import METRICS as CORRECTION_METRICS
+
+RESPONSES = "whole responses of samples whose reward counts"
+ENTRIES = "response tokens, or whole responses where it is of sequences; of samples whose reward counts"
+
+
+def _divergence() -> dict[str, Metric]:
+    found = {
+        "training_ppl": Metric("1", "perplexity under the trainer: exp(-mean log-prob)", "mean", RESPONSES),
+        "training_log_ppl": Metric("nats", "its logarithm", "mean", RESPONSES),
+        "rollout_ppl": Metric("1", "perplexity under the engine", "mean", RESPONSES),
+        "rollout_log_ppl": Metric("nats", "its logarithm", "mean", RESPONSES),
+        "log_ppl_diff": Metric("nats", "logarithm of perplexity under trainer / engine", "mean", RESPONSES),
+        "log_ppl_abs_diff": Metric("nats", "absolute value of it", "mean", RESPONSES, "lower"),
+        "log_ppl_diff_max": Metric("nats", "largest of it", "max", RESPONSES),
+        "log_ppl_diff_min": Metric("nats", "smallest of it", "min", RESPONSES),
+        "ppl_ratio": Metric("1", "perplexity under trainer / engine", "mean", RESPONSES),
+        "kl": Metric("nats", "k1 estimate of KL(engine || trainer), -log r", "mean", VALID_TOKENS, "lower"),
+        "k3_kl": Metric("nats", "k3 estimate of it, r - 1 - log r", "mean", VALID_TOKENS, "lower"),
+        "chi2_token": Metric("1", "chi-squared divergence, mean of r^2 - 1", "mean", VALID_TOKENS, "lower"),
+        "chi2_seq": Metric(
+            "1", "the same of the product of a response's r, its logarithm clamped to +-20", "mean", RESPONSES, "lower"
+        ),
+    }
+    return {f"rollout_corr/{name}": metric for name, metric in found.items()}
+
+
+def _sequences(name: str, what: str) -> dict[str, Metric]:
+    """Of each response's mean."""
+    return {
+        f"{name}_seq_mean": Metric("1", f"a response's mean {what}", "mean", RESPONSES),
+        f"{name}_seq_std": Metric("1", "standard deviation of it", "std", RESPONSES),
+        f"{name}_seq_max": Metric("1", "largest of it", "max", RESPONSES),
+        f"{name}_seq_min": Metric("1", "smallest of it", "min", RESPONSES),
+        f"{name}_seq_max_deviation": Metric("1", "largest distance of it from where r is 1", "max", RESPONSES, "lower"),
+        f"{name}_seq_fraction_high": Metric("share", "responses where it is above the upper bound", "share", RESPONSES),
+        f"{name}_seq_fraction_low": Metric("share", "responses where it is below the lower bound", "share", RESPONSES),
+    }
+
+
+def _weights() -> dict[str, Metric]:
+    name = "rollout_corr/rollout_is"
+    return {
+        f"{name}_mean": Metric(
+            "1", "importance weight before it is cut; 1 where engine and trainer agree", "mean", ENTRIES
+        ),
+        f"{name}_max": Metric("1", "largest of it", "max", ENTRIES),
+        f"{name}_min": Metric("1", "smallest of it", "min", ENTRIES),
+        f"{name}_std": Metric("1", "standard deviation of the weights as they act, before batch norm", "std", ENTRIES),
+        f"{name}_eff_sample_size": Metric(
+            "share", "effective sample size of those weights, (sum w)^2 / (n sum w^2)", "share", ENTRIES, "higher"
+        ),
+        f"{name}_ratio_fraction_high": Metric("share", "weights above the upper bound", "share", ENTRIES),
+        f"{name}_ratio_fraction_low": Metric(
+            "share", "weights below the lower bound, of truncation 1 / the upper one", "share", ENTRIES
+        ),
+        f"{name}_oob_ratio": Metric("share", "weights that IcePop made 0", "share", ENTRIES),
+        f"{name}_batch_norm_factor": Metric("1", "mean that the weights were divided by", "last", STEP),
+        f"{name}_veto_fraction": Metric("share", "responses that the veto dropped", "share", RESPONSES),
+        f"{name}_catastrophic_token_fraction": Metric("share", "tokens below its threshold", "share", VALID_TOKENS),
+        **_sequences(name, "weight"),
+    }
+
+
+def _rejection() -> dict[str, Metric]:
+    name, option = "rollout_corr/rollout_rs", "rollout_corr/rollout_rs_<option>"
+    return {
+        f"{name}_masked_fraction": Metric(
+            "share", "tokens that are rejected, by a filter or the veto", "share", VALID_TOKENS
+        ),
+        f"{name}_seq_masked_fraction": Metric("share", "responses with rejected tokens", "share", RESPONSES),
+        f"{option}_seq_masked_fraction": Metric(
+            "share", "responses with tokens that a filter rejects", "share", RESPONSES
+        ),
+        f"{option}_masked_fraction": Metric("share", "tokens that a filter rejects", "share", VALID_TOKENS),
+        **_sequences(option, "of what a token filter bounds"),
+        f"{option}_mean": Metric("1", "what a filter bounds: r (k1), log(r)^2 / 2 or r - 1 - log r", "mean", ENTRIES),
+        f"{option}_std": Metric("1", "standard deviation of it", "std", ENTRIES),
+        f"{option}_max": Metric("1", "largest of it", "max", ENTRIES),
+        f"{option}_min": Metric("1", "smallest of it", "min", ENTRIES),
+        f"{option}_fraction_high": Metric("share", "above the upper bound", "share", ENTRIES),
+        f"{option}_fraction_low": Metric("share", "below the lower bound", "share", ENTRIES),
+    }
+
 
 HAVE_PART = "samples whose reward counts and has the part"
 METRICS: dict[str, Metric] = {
@@ -79,5 +161,14 @@ METRICS: dict[str, Metric] = {
     "training/rollout_probs_diff_std": Metric(
         "1", "standard deviation of it (unbiased; 0 for a single token)", "std", TOKENS, "lower"
     ),
-    **CORRECTION_METRICS,
+    # The rollout correction, under verl's names where it has them. r = probability of the trainer / engine.
+    "actor/rollout_is_mean": Metric(
+        "1", "in bypass mode: importance weight of the moving policy before it is cut", "mean", OPTIMIZER_STEPS
+    ),
+    "actor/rollout_rs_masked_fraction": Metric(
+        "share", "in bypass mode: tokens rejected for the ratio of the moving policy", "mean", OPTIMIZER_STEPS
+    ),
+    **_divergence(),
+    **_weights(),
+    **_rejection(),
 }

@@ -1,6 +1,5 @@
 """How far the engine's log-probs are from the trainer's on the tokens that were sampled.
-
-Also: How many tokens differ how much between engine and trainer: counts over logarithmic bins. Pure.
+A histogram counts how many tokens differ by how much, over logarithmic bins. All functions are pure.
 """
 # T packed tokens, N response tokens, K worst tokens
 # T packed tokens, N response tokens

@@ -2,9 +2,7 @@
 
 A rule reads the steps of a run, oldest first, and returns None where it cannot tell (too few steps, no such metric).
 docs/monitoring.md has the table of these rules; a test compares its numbers.
-
-Also: The health verdicts of a run, step after step: what is told when one changes, and what stands of them at the
-end.
+HealthWatch applies the rules step after step, tells each change, and sums up at the end.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What the loggers know of a run before its first step.
-
-Also: Versions of what a run is made of, as its records tell them.
-"""
+"""Facts of a run that loggers know before its first step, and the versions of what it is made of."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a run is, said when it begins, and what it came to: summary.json and the curve.
+"""The first line that a run prints, and its results at the end: summary.json and a picture of the reward curve.
 
-Also: The reward curve of a run as a picture. matplotlib is in the `demo` extra; without it a run says so and goes on.
+matplotlib is in the `demo` extra; without it a run says so and makes no picture.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rlhf_megatron.config.rules.run import has_critic
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.data.prompts import PromptSets
 from rlhf_megatron.evaluation.evaluation import EvaluationResult, majority_accuracy
-from rlhf_megatron.observe.attempts import Attempts
+from rlhf_megatron.observe.line_file import Attempts
 from rlhf_megatron.observe.run_dir import write_json
 from rlhf_megatron.observe.run_facts import versions
 from rlhf_megatron.observe.tracker import Tracker

@@ -10,8 +10,8 @@ from typing import Any
 
 from rlhf_megatron.data.batch import TrainBatch
 from rlhf_megatron.evaluation.evaluation import EvaluationResult
-from rlhf_megatron.observe.attempts import RunClock
 from rlhf_megatron.observe.health import HealthWatch
+from rlhf_megatron.observe.line_file import RunClock
 from rlhf_megatron.observe.loggers import LOGGERS, BatchView
 from rlhf_megatron.observe.metrics.batch import batch_metrics, distributions, variance_metrics
 from rlhf_megatron.observe.metrics.mismatch import mismatch_record

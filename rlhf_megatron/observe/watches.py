@@ -1,7 +1,6 @@
-"""The most memory that any rank has needed, and what device it is, asked of the ranks after each update.
+"""Watches ask the ranks after each update: the most memory that any needed, and which backend computes log-probs.
 
-Also: How the ranks compute log-probs, told once, and every fall-back to a simpler backend of the head, when it
-happens.
+A choice of backend is noted once, a fall-back to a simpler one when it happens.
 """
 
 from __future__ import annotations

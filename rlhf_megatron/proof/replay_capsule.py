@@ -12,7 +12,7 @@ import torch
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.data.batch import MiniBatch, TokenBatch, TrainBatch, ValueMiniBatch
 from rlhf_megatron.observe.line_file import strict
-from rlhf_megatron.observe.metrics.finite import BadColumn, bad_columns, describe
+from rlhf_megatron.observe.metrics.batch import BadColumn, bad_columns, describe
 from rlhf_megatron.observe.run_dir import write_json
 from rlhf_megatron.recovery.capsule import Capsule, read_capsule
 from rlhf_megatron.recovery.skip_facts import seen

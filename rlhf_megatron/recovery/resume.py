@@ -14,7 +14,7 @@ from rlhf_megatron.config.rules.schedule import takes_turns
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.show import as_yaml
 from rlhf_megatron.data.stream import PromptStream
-from rlhf_megatron.observe.attempts import read_attempts
+from rlhf_megatron.observe.line_file import read_attempts
 from rlhf_megatron.recovery.checkpointer import CHECKPOINTS, CONFIG, RunState, read_state
 
 _NO_ARCHITECTURE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "auto_map")

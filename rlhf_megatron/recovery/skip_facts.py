@@ -12,7 +12,7 @@ import torch
 
 from rlhf_megatron.data.batch import TokenBatch, TrainBatch
 from rlhf_megatron.data.plan import NO_OP, NO_OP_LENGTH, ReplicaPlan
-from rlhf_megatron.observe.metrics.finite import BadColumn, describe, sample_name
+from rlhf_megatron.observe.metrics.batch import BadColumn, describe, sample_name
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.runtime.dispatch import plan_call
 from rlhf_megatron.runtime.proxies import TrainedProxy

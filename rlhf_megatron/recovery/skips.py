@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rlhf_megatron.config.schema import TrainerConfig
 from rlhf_megatron.data.batch import TokenBatch, TrainBatch
-from rlhf_megatron.observe.metrics.finite import BadColumn, describe
+from rlhf_megatron.observe.metrics.batch import BadColumn, describe
 from rlhf_megatron.recovery.capsule import Capsules
 from rlhf_megatron.recovery.skip_facts import RoleSkips, of_batch, of_update, summary
 from rlhf_megatron.runtime.proxies import TrainedProxy, Workers

@@ -17,9 +17,8 @@ from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.show import as_yaml
 from rlhf_megatron.data.prompts import PromptSets
 from rlhf_megatron.data.tokenizer import Tokenizer
-from rlhf_megatron.observe.attempts import Attempts, RunClock
 from rlhf_megatron.observe.line_file import DIRECTORY as SUPERSEDED
-from rlhf_megatron.observe.line_file import evaluation_seconds, read_rows, supersede
+from rlhf_megatron.observe.line_file import Attempts, RunClock, evaluation_seconds, read_rows, supersede
 from rlhf_megatron.observe.run_dir import write_text
 from rlhf_megatron.observe.run_facts import run_facts
 from rlhf_megatron.observe.summary import description, finish, layouts_of

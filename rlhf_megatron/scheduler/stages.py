@@ -19,8 +19,7 @@ from rlhf_megatron.data.batch import (
 from rlhf_megatron.data.stream import PromptStream
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.evaluation.evaluation import EvaluationResult, EvaluationSet, evaluate, first_items
-from rlhf_megatron.observe.metrics.batch import version_metrics
-from rlhf_megatron.observe.metrics.finite import bad_columns
+from rlhf_megatron.observe.metrics.batch import bad_columns, version_metrics
 from rlhf_megatron.observe.metrics.mismatch import MismatchCheck
 from rlhf_megatron.observe.watches import HeadWatch, MemoryWatch
 from rlhf_megatron.recovery.desync import check_replicas

@@ -14,7 +14,7 @@ from rlhf_megatron import faults
 from rlhf_megatron.config.correction_presets import is_bypass
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.data.batch import MiniBatch, TokenBatch, TrainBatch
-from rlhf_megatron.observe.metrics.finite import BadColumn
+from rlhf_megatron.observe.metrics.batch import BadColumn
 from rlhf_megatron.recovery.skip_facts import RoleSkips
 from rlhf_megatron.recovery.skips import Skips
 from rlhf_megatron.runtime.proxies import TrainedProxy, Workers

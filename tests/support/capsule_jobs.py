@@ -14,8 +14,7 @@ from rlhf_megatron.config.correction_presets import is_bypass
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.data.batch import TrainBatch
 from rlhf_megatron.data.codec import read_file, write_file
-from rlhf_megatron.observe.metrics.batch import valid_samples
-from rlhf_megatron.observe.metrics.finite import bad_columns
+from rlhf_megatron.observe.metrics.batch import bad_columns, valid_samples
 from rlhf_megatron.parallel.world import World
 from rlhf_megatron.proof.replay_capsule import Outcome, replay_capsule
 from rlhf_megatron.recovery.capsule import Capsules

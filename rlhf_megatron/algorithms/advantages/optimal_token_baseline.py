@@ -11,9 +11,7 @@ over the valid samples of the group that have a response token at position t. rh
 trainer's policy against the engine's where a threshold truncates it.
 
 Position t counts all tokens from the first of the response on, a tool's too. `tir_optimal_token_baseline` counts only
-those that the policy sampled.
-
-Also: The optimal token baseline for tool-integrated reasoning: positions count only tokens that the policy sampled.
+those that the policy sampled (tool-integrated reasoning).
 """
 # B samples, T packed tokens, N response tokens of valid samples, G groups, C cells: positions of each group
 # B samples, N response tokens of valid samples

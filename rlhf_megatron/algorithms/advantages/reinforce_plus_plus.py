@@ -5,8 +5,7 @@
     A_t = whiten(G_t)        G_t = r_t + gamma G_{t+1}        over the response tokens of the step
 
 With KL in the reward (the paper's setting) r_t has the KL term of token t; without, only the last token has a reward.
-
-Also: REINFORCE++ with the mean of the group as baseline: rewards centered by group, then whitened over the step.
+`reinforce_plus_plus_baseline` takes the mean of the group as baseline: rewards centered by group, then whitened.
 """
 # T packed tokens, N response tokens of valid samples
 # B samples

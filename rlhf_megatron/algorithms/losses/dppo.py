@@ -1,4 +1,4 @@
-"""What both forms of DPPO share: tokens that a divergence takes out, and a truncated importance weight.
+"""DPPO, by KL divergence (`dppo_kl`) or total variation (`dppo_tv`): a divergence takes tokens out of the update.
 
 "Rethinking the Trust Region in LLM Reinforcement Learning" (arXiv 2602.04879, equations 11 and 12). With p and p_old
 the token's probabilities, the importance ratio r, its logarithm held in +-20, and sg the value without gradient:
@@ -11,9 +11,7 @@ PPO's clip asks for the ratio instead, which is large where a rare token moves a
 moves much. The truncation at c is that of the authors' code.
 
 p_old is the trainer's policy at the start of the update. The paper measures from the engine's: bypass mode has that.
-
-Also: DPPO with the KL divergence of two coins, KL(old || current). DPPO with the total variation between two coins:
-|p - p_old|.
+The divergence of `dppo_kl` is KL(old || current) of the two coins, that of `dppo_tv` is |p - p_old|.
 """
 # T tokens
 # T tokens

@@ -4,8 +4,7 @@ counted are those given: response tokens of valid samples; a sequence without an
 Weights and ratios are those before cutting, but for `rollout_is_std` and `rollout_is_eff_sample_size`, which are of
 what acts. What is shown of a k1 filter is the ratio that its bounds are bounds of.
 
-Also: Statistics of columns that come block by block: means, deviations, extremes and shares. Never a number that is
-not
+A Tally keeps statistics of columns that come block by block: means, deviations, extremes and shares, all finite.
 """
 # N rows, S sequences
 

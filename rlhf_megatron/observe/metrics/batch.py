@@ -1,14 +1,15 @@
-"""Metrics that are read off a finished batch. Pure.
+"""Metrics that are read off a finished batch, the columns whose distribution is shown, and columns that are not finite.
 
-Also: The columns of a batch whose distribution people look at. How much of a step's gradient is signal: cheap proxies
-without a second backward pass. Pure. How old the policy was that sampled a step's tokens. Pure.
+Proxies tell how much of a step's gradient is signal, without a second backward pass; lags tell how old the policy was
+that sampled the tokens. All functions are pure.
 """
 # T packed tokens, B samples
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import get_args
 
 import numpy as np
@@ -273,3 +274,49 @@ def distributions(batch: TrainBatch, version: int | None = None) -> dict[str, Te
         if column_T is not None:
             columns[name] = column_T[mask_T]
     return {name: finite for name, values in columns.items() if (finite := values[values.isfinite()]).numel()}
+
+
+COLUMNS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "advantages", "returns")
+NUM_NAMED = 8  # samples of a column that a message names
+PROMPT_LENGTH = 80  # characters of a prompt in a message
+
+
+@dataclass(frozen=True)
+class BadColumn:
+    """One column that would poison an update."""
+
+    name: str
+    samples: tuple[int, ...]  # indices into the batch, in order
+    num_tokens: int
+
+
+def bad_columns(batch: TrainBatch) -> tuple[BadColumn, ...]:
+    """Over the response tokens, also of samples that are masked: a weight of 0 does not stop a NaN."""
+    sample_of = torch.arange(len(batch)).repeat_interleave(batch.lengths)
+    found = []
+    for name in COLUMNS:
+        column = getattr(batch, name)
+        if column is None:
+            continue
+        is_bad = ~column.isfinite() & batch.response_mask
+        if is_bad.any():
+            samples = sample_of[is_bad].unique().tolist()
+            found.append(BadColumn(name, tuple(samples), int(is_bad.sum())))
+    return tuple(found)
+
+
+def describe(columns: Sequence[BadColumn], batch: TrainBatch) -> str:
+    """Columns, sample ids and prompts, for a person."""
+    parts = []
+    for column in columns:
+        named = ", ".join(sample_name(batch, sample) for sample in column.samples[:NUM_NAMED])
+        more = f" and {len(column.samples) - NUM_NAMED} more" if len(column.samples) > NUM_NAMED else ""
+        parts.append(f"{column.name} ({column.num_tokens} tokens of {named}{more})")
+    return "; ".join(parts)
+
+
+def sample_name(batch: TrainBatch, sample: int) -> str:
+    """Its id and the beginning of its prompt."""
+    prompt = batch.prompts[sample]
+    shown = prompt if len(prompt) <= PROMPT_LENGTH else prompt[:PROMPT_LENGTH] + "..."
+    return f"sample {int(batch.sample_ids[sample])} {shown!r}"

@@ -1,6 +1,6 @@
 """Engine against trainer on the sampled tokens: metrics every step, stop thresholds at the first of a process.
 
-Also: Engine against trainer in one step, as a line of mismatch.jsonl: histograms by group, and the worst tokens.
+A line of mismatch.jsonl has the histograms of a step by group, and its worst tokens.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Throughput, time a token, MFU and balance of a step: what its times and counts come to. Pure.
+"""Throughput, time a token, model FLOPs utilisation (MFU) and balance of a step, from its times and counts. Pure.
 
-Also: FLOPs that a model cannot do without, and the peaks of devices: what model FLOPs utilisation (MFU) is made of.
-Pure. What a run's rates refer to: its devices, layouts and models. Nothing here changes during a run.
+A Workload holds what the rates refer to (devices, layouts, models) and does not change during a run.
 """
 # B samples
 

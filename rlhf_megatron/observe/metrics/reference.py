@@ -7,25 +7,8 @@ import sys
 from collections.abc import Mapping
 
 from rlhf_megatron.algorithms.metric import PLACEHOLDERS, Metric
-from rlhf_megatron.algorithms.metric_names import METRICS as ALGORITHM_METRICS
-from rlhf_megatron.observe.metrics import names as of_steps
-from rlhf_megatron.observe.metrics import system_names as of_system
-from rlhf_megatron.observe.metrics.names import CATALOGUE
+from rlhf_megatron.observe.metrics.names import CATALOGUE, SECTIONS
 
-SECTIONS: tuple[tuple[str, Mapping[str, Metric]], ...] = (
-    ("Rewards", of_steps.REWARDS),
-    ("Advantages, values, returns", of_steps.SIGNALS),
-    ("Lengths", of_steps.LENGTHS),
-    ("Updates, versions, health", of_steps.UPDATES),
-    ("Losses, estimators, corrections", ALGORITHM_METRICS),
-    ("Evaluations", of_steps.VALIDATION),
-    ("Warm-up", of_steps.WARMUP),
-    ("Engines and weight syncs", of_system.ENGINES),
-    ("Schedules in the background", of_system.SCHEDULE),
-    ("Time and checkpoints", of_system.TIMES),
-    ("Throughput and balance", of_system.RATES),
-    ("Memory", of_system.MEMORY),
-)
 VERL_NAMES: Mapping[str, tuple[str, str]] = {  # verl's name -> (ours, what differs)
     "critic/score/mean": ("critic/rewards/mean", "what the reward says; the same for max and min"),
     "critic/rewards/mean": (

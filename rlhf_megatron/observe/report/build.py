@@ -11,8 +11,8 @@ from rlhf_megatron.observe.report.charts import section_charts
 from rlhf_megatron.observe.report.compare import compare_charts, compare_page, group_runs
 from rlhf_megatron.observe.report.figures import Figures
 from rlhf_megatron.observe.report.files import read_run
-from rlhf_megatron.observe.report.mismatch import mismatch
 from rlhf_megatron.observe.report.page import run_page
+from rlhf_megatron.observe.report.payload import mismatch
 from rlhf_megatron.observe.report.records import RunFiles
 
 PAGE = "index.html"

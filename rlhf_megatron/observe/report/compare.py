@@ -1,7 +1,4 @@
-"""The page of several runs: seeds of a configuration as mean and interval, configurations side by side.
-
-Also: Several runs as configurations with seeds: which belong together, and what they came to. Pure.
-"""
+"""The page of several runs: seeds of a configuration as mean and interval, configurations side by side."""
 
 from __future__ import annotations
 
@@ -17,7 +14,16 @@ from rlhf_megatron.config.show import as_text
 from rlhf_megatron.evaluation.intervals import t95
 from rlhf_megatron.observe.report import html
 from rlhf_megatron.observe.report.catalogue import SECTIONS, Spec
-from rlhf_megatron.observe.report.charts import Chart, Series, keys_of, make_chart, matching, rows_of
+from rlhf_megatron.observe.report.charts import (
+    Chart,
+    Series,
+    keys_of,
+    make_chart,
+    matching,
+    rows_of,
+    seed_interval,
+    significant,
+)
 from rlhf_megatron.observe.report.facts import (
     Estimate,
     duration,
@@ -29,7 +35,6 @@ from rlhf_megatron.observe.report.facts import (
     status,
     written_settings,
 )
-from rlhf_megatron.observe.report.numbers import seed_interval, significant
 from rlhf_megatron.observe.report.page import document, footer
 from rlhf_megatron.observe.report.payload import Payload
 from rlhf_megatron.observe.report.records import RunFiles

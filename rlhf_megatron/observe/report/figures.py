@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.observe.report.charts import Chart, Series
-from rlhf_megatron.observe.report.mismatch import Mismatch
+from rlhf_megatron.observe.report.payload import Mismatch
 
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a5195", "#6b7280")  # as in report.css
 COLUMNS, WIDTH, HEIGHT, DPI = 2, 5.6, 3.0, 110  # of a panel: inches

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.source import parse, plain
-from rlhf_megatron.observe.attempts import read_attempts
+from rlhf_megatron.observe.line_file import read_attempts
 from rlhf_megatron.observe.report.records import MismatchGroup, MismatchStep, Row, RunFiles, Sample, Span, WorstToken
 
 Record = TypeVar("Record")

@@ -1,16 +1,18 @@
-"""A whole page: head, bar, sections, data and scripts in one file that needs no network. Scripts are in assets/."""
+"""A whole page in one file without network: head with attempts and health, bar, sections, data, scripts (assets/)."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 from rlhf_megatron import __version__
+from rlhf_megatron.observe.health import HealthWatch
 from rlhf_megatron.observe.report import html
-from rlhf_megatron.observe.report.attempts import attempts_block
 from rlhf_megatron.observe.report.catalogue import SECTIONS
 from rlhf_megatron.observe.report.facts import (
     Status,
@@ -25,7 +27,6 @@ from rlhf_megatron.observe.report.facts import (
     settings,
     status,
 )
-from rlhf_megatron.observe.report.health import health_block
 from rlhf_megatron.observe.report.payload import Payload
 from rlhf_megatron.observe.report.records import RunFiles
 from rlhf_megatron.observe.report.sections import all_sections
@@ -170,3 +171,64 @@ def footer(notes: Sequence[str], pictures: Sequence[str] | None) -> str:
         parts.append("<p>No pictures: matplotlib was not installed where this page was made.</p>")
     parts.append(f"<p>Made by rlhf-megatron report {html.text(__version__)}.</p>")
     return "".join(parts)
+
+
+ATTEMPT_HEADINGS = ("attempt", "began", "from step", "lasted", "ended", "settings changed")
+
+
+def num_attempts(run: RunFiles) -> int:
+    return sum(line.get("kind") == "start" for line in run.attempts)
+
+
+def attempts_block(run: RunFiles) -> str:
+    """Empty for a run of one attempt."""
+    rows = attempt_rows(run.attempts)
+    if len(rows) < 2:
+        return ""
+    ettr = (run.summary or {}).get("ettr")
+    told = f" Effective training time: {ettr:.1%} of the time since the first." if isinstance(ettr, int | float) else ""
+    caption = f"Attempts. What a kill undid was done again and is shown once.{told}"
+    return html.block(f"{len(rows)} attempts", f'<div class="card">{html.table(caption, ATTEMPT_HEADINGS, rows)}</div>')
+
+
+def attempt_rows(lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """A row a start. One without an end before the next start was killed, unless it is the last."""
+    rows: list[list[str]] = []
+    starts = [i for i, line in enumerate(lines) if line.get("kind") == "start"]
+    for number, (i, following) in enumerate(zip(starts, [*starts, len(lines)][1:], strict=True), 1):
+        start = lines[i]
+        end = next((line for line in lines[i + 1 : following] if line.get("kind") == "end"), None)
+        is_last = following == len(lines)
+        began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start["time"]))
+        step = start.get("resumed_from_step")
+        changes = start.get("changes")
+        changed = [f"{key}: {' → '.join(map(str, pair))}" for key, pair in changes.items()] if changes else []
+        rows.append(
+            [
+                str(number),
+                began,
+                "–" if step is None else str(step),
+                f"{end['time'] - start['time']:.0f} s" if end else "–",
+                str(end.get("reason", "")) if end else ("no end yet" if is_last else "killed"),
+                "; ".join(changed) or "–",
+            ]
+        )
+    return rows
+
+
+HEALTH_HEADINGS = ["verdict", "steps", "first", "last", "at the last of them"]
+
+
+def health_block(run: RunFiles) -> str:
+    """Empty where no verdict was ever bad."""
+    watch = HealthWatch()
+    for row in run.steps:
+        watch.seen(row.step, row.metrics)
+    if not watch.troubles:
+        return ""
+    rows = [
+        [name + (" (now)" if found.is_now else ""), str(found.num_steps), str(found.first_step), str(found.last_step)]
+        + [found.text.partition(": ")[2]]
+        for name, found in sorted(watch.troubles.items(), key=lambda item: item[1].first_step)
+    ]
+    return f'<div class="card">{html.table("Health", HEALTH_HEADINGS, rows, range(1, 4))}</div>'

@@ -1,16 +1,188 @@
-"""The data of a page as JSON that may stand inside of a script element. Steps that charts share are written once."""
+"""The data that a page's scripts draw: timeline, mismatch histograms, samples and charts, gathered as JSON.
+
+The JSON may stand inside a script element. Steps that charts share are written once.
+"""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
-from rlhf_megatron.observe.report.charts import Chart, Series
-from rlhf_megatron.observe.report.mismatch import Cell, Mismatch
-from rlhf_megatron.observe.report.numbers import significant
-from rlhf_megatron.observe.report.records import Sample, WorstToken
-from rlhf_megatron.observe.report.timeline import Timeline
+from rlhf_megatron.observe.report.charts import STAGE_ORDER, Chart, Series, significant, spread_evenly
+from rlhf_megatron.observe.report.records import MismatchStep, Sample, Span, WorstToken
+
+MAX_STEPS = 400  # of which bars are embedded; of a longer run the slowest, and an even choice of the rest
+NUM_SLOWEST = 100
+
+
+@dataclass(frozen=True)
+class Bar:
+    stage: int  # index into Timeline.stages
+    step: int
+    start_s: float  # since the trace began
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StepTime:
+    step: int
+    start_s: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    stages: tuple[str, ...]  # in the order of a step; calls to hosts behind them
+    num_calls: int  # of the stages: the last so many are calls
+    steps: tuple[StepTime, ...]
+    bars: tuple[Bar, ...]
+    num_steps: int  # of the run; more than len(steps) where some were left out
+
+
+def timeline(spans: Sequence[Span]) -> Timeline | None:
+    """None: no span belongs to a step. A step that was cut off has the extent of its stages.
+
+    Of a step that a resumed run did again, the last time counts.
+    """
+    spans = _last_times(spans)
+    steps = {s.step: StepTime(s.step, s.start_s, s.seconds) for s in spans if s.is_step and s.step is not None}
+    stages = [(span.step, span) for span in spans if not span.is_step and span.step is not None]
+    extents: dict[int, tuple[float, float]] = {}
+    for step, span in stages:
+        begin, end = extents.get(step, (span.start_s, 0.0))
+        extents[step] = min(begin, span.start_s), max(end, span.start_s + span.seconds)
+    for step, (begin, end) in extents.items():
+        steps.setdefault(step, StepTime(step, begin, end - begin))
+    if not steps:
+        return None
+    kept = _chosen([steps[step] for step in sorted(steps)])
+    calls = sorted({span.name for _, span in stages if span.is_call})
+    names = sorted({span.name for _, span in stages} - set(calls), key=_place) + calls
+    numbers = {step.step for step in kept}
+    bars = [Bar(names.index(s.name), step, s.start_s, s.seconds) for step, s in stages if step in numbers]
+    return Timeline(tuple(names), len(calls), tuple(kept), tuple(bars), len(steps))
+
+
+def _last_times(spans: Sequence[Span]) -> list[Span]:
+    begins: dict[int, float] = {}
+    for span in spans:
+        if span.is_step and span.step is not None:
+            begins[span.step] = max(span.start_s, begins.get(span.step, span.start_s))
+    return [span for span in spans if span.step is None or span.start_s >= begins.get(span.step, span.start_s)]
+
+
+def _place(name: str) -> tuple[int, str]:
+    return (STAGE_ORDER.index(name) if name in STAGE_ORDER else len(STAGE_ORDER), name)
+
+
+def _chosen(steps: Sequence[StepTime]) -> list[StepTime]:
+    if len(steps) <= MAX_STEPS:
+        return list(steps)
+    even = [steps[i] for i in spread_evenly(len(steps), MAX_STEPS - NUM_SLOWEST)]
+    slowest = sorted(steps, key=lambda step: step.seconds)[-NUM_SLOWEST:]
+    return sorted({*even, *slowest}, key=lambda step: step.step)
+
+
+MAX_COLUMNS = 120  # of the map over steps; longer runs add neighbouring steps up
+MAX_VERSIONS = 60  # choices of policy versions; more are added up to ranges
+NUM_WORST, NUM_WORST_OF_STEPS = 100, 60  # tokens over all; and the worst of so many steps
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Tokens of some steps, one range of versions and one finish reason."""
+
+    column: int  # index into Mismatch.columns
+    version: int  # index into Mismatch.versions
+    reason: int  # index into Mismatch.reasons
+    num_tokens: int
+    mean: float
+    max: float
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    edges: tuple[float, ...]
+    columns: tuple[tuple[int, int], ...]  # first and last step of each
+    versions: tuple[str, ...]
+    version_ranges: tuple[tuple[int, int] | None, ...]  # first and last of each; None: unknown
+    reasons: tuple[str, ...]
+    cells: tuple[Cell, ...]
+    worst: tuple[tuple[int, WorstToken], ...]  # step and token, the largest difference first
+    notes: tuple[str, ...]
+
+
+def mismatch(steps: Sequence[MismatchStep]) -> Mismatch | None:
+    """None: there are no tokens."""
+    edges = Counter(step.edges for step in steps).most_common(1)[0][0] if steps else ()
+    used = sorted((step for step in steps if step.edges == edges), key=lambda step: step.step)
+    if not any(group.num_tokens for step in used for group in step.groups):
+        return None
+    notes = []
+    if len(used) < len(steps):
+        notes.append(f"{len(steps) - len(used)} steps with other bins are left out.")
+    found = sorted({g.policy_version for step in used for g in step.groups if g.policy_version is not None})
+    version_ranges = _ranges(found, MAX_VERSIONS)
+    column_ranges = _ranges(sorted({step.step for step in used}), MAX_COLUMNS)
+    reasons = sorted({group.finish_reason for step in used for group in step.groups})
+    has_unknown = any(group.policy_version is None for step in used for group in step.groups)
+    versions = [_range_text(first, last) for first, last in version_ranges] + ["unknown"] * has_unknown
+    sums: dict[tuple[int, int, int], Cell] = {}
+    for step in used:
+        column = _index(column_ranges, step.step)
+        for group in step.groups:
+            known = group.policy_version is not None
+            version = _index(version_ranges, group.policy_version or 0) if known else len(version_ranges)
+            place = (column, version, reasons.index(group.finish_reason))
+            cell = Cell(*place, group.num_tokens, group.mean, group.max, group.counts)
+            sums[place] = _sum(sums[place], cell) if place in sums else cell
+    return Mismatch(
+        edges=edges,
+        columns=tuple(column_ranges),
+        versions=tuple(versions),
+        version_ranges=(*version_ranges, *([None] * has_unknown)),
+        reasons=tuple(reasons),
+        cells=tuple(sums[place] for place in sorted(sums)),
+        worst=_worst_of(used),
+        notes=tuple(notes),
+    )
+
+
+def _ranges(values: Sequence[int], max_count: int) -> list[tuple[int, int]]:
+    """Neighbouring values put together to at most `max_count` ranges of about the same number of values."""
+    count = min(len(values), max_count)
+    cuts = [i * len(values) // count for i in range(count)] + [len(values)] if count else []
+    return [(values[begin], values[end - 1]) for begin, end in pairwise(cuts)]
+
+
+def _range_text(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first} to {last}"
+
+
+def _index(ranges: Sequence[tuple[int, int]], value: int) -> int:
+    return next(i for i, (first, last) in enumerate(ranges) if first <= value <= last)
+
+
+def _sum(one: Cell, other: Cell) -> Cell:
+    tokens = one.num_tokens + other.num_tokens
+    mean = (one.mean * one.num_tokens + other.mean * other.num_tokens) / max(1, tokens)
+    counts = tuple(a + b for a, b in zip(one.counts, other.counts, strict=True))
+    return Cell(one.column, one.version, one.reason, tokens, mean, max(one.max, other.max), counts)
+
+
+def _worst_of(steps: Sequence[MismatchStep]) -> tuple[tuple[int, WorstToken], ...]:
+    every = [(step.step, token) for step in steps for token in step.worst]
+    every.sort(key=lambda entry: -entry[1].difference)
+    with_tokens = [step for step in steps if step.worst]
+    of_steps = [with_tokens[i] for i in spread_evenly(len(with_tokens), NUM_WORST_OF_STEPS)]
+    chosen = every[:NUM_WORST] + [(s.step, max(s.worst, key=lambda token: token.difference)) for s in of_steps]
+    return tuple(sorted(dict.fromkeys(chosen), key=lambda entry: -entry[1].difference))
+
 
 # What could end the script element, or a line of a script, in any parser.
 _ESCAPES = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}

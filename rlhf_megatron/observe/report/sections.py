@@ -1,6 +1,6 @@
 """The sections of the page of one run, in order. Each writes its HTML and hands its data to the payload.
 
-Also: Which samples a page shows: whole steps, evenly chosen, within a budget of text. Pure.
+The samples that a page shows are those of whole steps, evenly chosen within a budget of text.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from rlhf_megatron.observe.report.charts import Chart, keys_of, other_charts, se
 from rlhf_megatron.observe.report.engine import engine_facts, memory_rows
 from rlhf_megatron.observe.report.facts import Estimate, ends, setting
 from rlhf_megatron.observe.report.files import MISMATCH, SAMPLES, TRACE
-from rlhf_megatron.observe.report.mismatch import mismatch
-from rlhf_megatron.observe.report.payload import Payload
+from rlhf_megatron.observe.report.payload import Payload, mismatch, timeline
 from rlhf_megatron.observe.report.records import RunFiles, Sample
-from rlhf_megatron.observe.report.timeline import timeline
 
 TEXT_BUDGET = 150_000  # characters of samples on a page
 OVERHEAD = 300  # characters that a sample takes beside its texts

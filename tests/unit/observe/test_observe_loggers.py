@@ -113,8 +113,8 @@ def session_groups(logdir: Path) -> list[Any]:
     from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
     from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
     from tensorboard.context import RequestContext
-    from tensorboard.parts.base_plugin import TBContext
-    from tensorboard.parts.hparams import api_pb2, backend_context, list_session_groups
+    from tensorboard.plugins.base_plugin import TBContext
+    from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
 
     multiplexer = EventMultiplexer()
     multiplexer.AddRunsFromDirectory(str(logdir))
@@ -155,7 +155,7 @@ def test_the_hparams_tab_shows_settings_and_final_metrics(tmp_path: Path) -> Non
     ("how", "status"), [("ends", "STATUS_SUCCESS"), ("fails", "STATUS_FAILURE"), ("dies", "STATUS_UNKNOWN")]
 )
 def test_the_hparams_tab_shows_how_a_run_ended(tmp_path: Path, how: str, status: str) -> None:
-    from tensorboard.parts.hparams import api_pb2
+    from tensorboard.plugins.hparams import api_pb2
 
     tracker = Tracker(tmp_path, ("tensorboard",), 3, RunFacts(settings=SETTINGS))
     track(tracker, 1)

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from rlhf_megatron.algorithms.metric import PLACEHOLDERS
-from rlhf_megatron.observe.metrics.names import CATALOGUE, find
-from rlhf_megatron.observe.metrics.reference import SECTIONS, VERL_NAMES, reference
+from rlhf_megatron.observe.metrics.names import CATALOGUE, SECTIONS, find
+from rlhf_megatron.observe.metrics.reference import VERL_NAMES, reference
 
 
 def test_the_reference_has_a_line_for_every_metric() -> None:

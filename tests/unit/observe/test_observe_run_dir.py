@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_megatron.observe.attempts import Attempts, read_attempts
+from rlhf_megatron.observe.line_file import Attempts, read_attempts
 from rlhf_megatron.observe.run_dir import RunLock, open_run_dir, take_lock
 from rlhf_megatron.stop import RunStopped
 

@@ -5,11 +5,10 @@ from pathlib import Path
 
 from report_samples import Page, write_lines, write_run_dir
 
-from rlhf_megatron.observe.report.attempts import attempt_rows
 from rlhf_megatron.observe.report.files import read_run
-from rlhf_megatron.observe.report.page import run_page
+from rlhf_megatron.observe.report.page import attempt_rows, run_page
+from rlhf_megatron.observe.report.payload import Bar, StepTime, timeline
 from rlhf_megatron.observe.report.records import Span
-from rlhf_megatron.observe.report.timeline import Bar, StepTime, timeline
 
 LINES = [
     {"kind": "start", "time": 1000.0, "resumed_from_step": None},

@@ -9,15 +9,13 @@ import pytest
 from report_samples import step_row, write_run_dir
 
 from rlhf_megatron.observe.report.catalogue import Spec
-from rlhf_megatron.observe.report.charts import matching, section_charts
+from rlhf_megatron.observe.report.charts import matching, section_charts, significant, spread_evenly, thin
 from rlhf_megatron.observe.report.compare import difference, mean_over_runs
 from rlhf_megatron.observe.report.facts import Estimate, duration, gain, mean_reward
 from rlhf_megatron.observe.report.files import read_run
-from rlhf_megatron.observe.report.mismatch import MAX_COLUMNS, mismatch
-from rlhf_megatron.observe.report.numbers import significant, spread_evenly, thin
+from rlhf_megatron.observe.report.payload import MAX_COLUMNS, MAX_STEPS, mismatch, timeline
 from rlhf_megatron.observe.report.records import MismatchGroup, MismatchStep, Row, Sample, Span
 from rlhf_megatron.observe.report.sections import choose, cut_text
-from rlhf_megatron.observe.report.timeline import MAX_STEPS, timeline
 
 
 def test_the_band_of_the_reward_is_over_the_samples_that_count(tmp_path: Path) -> None:

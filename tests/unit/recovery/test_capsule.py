@@ -32,7 +32,7 @@ from rlhf_megatron.config.schema import (
 )
 from rlhf_megatron.data.batch import MiniBatch, TrainBatch
 from rlhf_megatron.data.plan import ReplicaPlan
-from rlhf_megatron.observe.metrics.finite import BadColumn, bad_columns, describe
+from rlhf_megatron.observe.metrics.batch import BadColumn, bad_columns, describe
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.recovery.capsule import Capsules, read_capsule
 from rlhf_megatron.recovery.desync import ReplicasDiffer, check_replicas

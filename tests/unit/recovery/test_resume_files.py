@@ -13,8 +13,7 @@ from scheduler_samples import to_train
 
 from rlhf_megatron.config.schema import TrainerConfig
 from rlhf_megatron.evaluation.evaluation import EvaluationResult
-from rlhf_megatron.observe.attempts import RunClock
-from rlhf_megatron.observe.line_file import evaluation_seconds, read_rows, supersede
+from rlhf_megatron.observe.line_file import RunClock, evaluation_seconds, read_rows, supersede
 from rlhf_megatron.observe.run_facts import RunFacts
 from rlhf_megatron.observe.tracker import Tracker
 from rlhf_megatron.recovery.checkpointer import RunState

@@ -17,7 +17,7 @@ from rlhf_megatron.data.batch import PromptBatch, TokenBatch
 from rlhf_megatron.data.codec import write_file
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.evaluation.evaluation import EvaluationResult, EvaluationSet
-from rlhf_megatron.observe.attempts import Attempts
+from rlhf_megatron.observe.line_file import Attempts
 from rlhf_megatron.observe.metrics.rates import throughput
 from rlhf_megatron.observe.run_dir import fresh_run_dir, write_json
 from rlhf_megatron.observe.summary import draw_curve, summary

@@ -17,7 +17,7 @@ from rlhf_megatron.data.batch import AnnotatedBatch, ScoredBatch, gain
 from rlhf_megatron.data.items import PromptItem, PromptSource
 from rlhf_megatron.data.stream import PromptStream
 from rlhf_megatron.data.tokenizer import load_tokenizer
-from rlhf_megatron.observe.metrics.names import METRICS
+from rlhf_megatron.observe.metrics.names import CATALOGUE as METRICS
 from rlhf_megatron.recovery.journal import Journal
 from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
 from rlhf_megatron.rollout.engine import GeneratedSample, GenerateRequest

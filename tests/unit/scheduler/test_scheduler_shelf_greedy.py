@@ -14,7 +14,7 @@ from rlhf_megatron.algorithms.metric import find_in
 from rlhf_megatron.config.schema import AlgorithmConfig, DataConfig, FilterGroupsConfig, RolloutConfig, RunConfig
 from rlhf_megatron.data.batch import AnnotatedBatch, PromptBatch, ScoredBatch, gain, select
 from rlhf_megatron.data.tokenizer import load_tokenizer
-from rlhf_megatron.observe.metrics.names import METRICS
+from rlhf_megatron.observe.metrics.names import CATALOGUE as METRICS
 from rlhf_megatron.recovery.journal import Journal
 from rlhf_megatron.recovery.recorder import Recorder
 from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
