@@ -39,6 +39,11 @@ def load_plugins(plugins: Sequence[str], where: str = "") -> None:
         raise ConfigError(problems)
 
 
+def loaded() -> list[str]:
+    """Those that this process has run: what it starts for parts of theirs runs them too."""
+    return list(_loaded)
+
+
 def not_loaded(plugins: Sequence[str]) -> list[str]:
     """Those that were not run in this process."""
     return [plugin for plugin in plugins if plugin not in _loaded]

@@ -21,7 +21,9 @@ PACKAGES = {
     "policy loss": "rlhf_megatron.algorithms.losses",
     "aggregation": "rlhf_megatron.algorithms.aggregate",
     "reward": "rlhf_megatron.rewards.scorers",
+    "model family": "rlhf_megatron.models.families",
     "schedule": "rlhf_megatron.scheduler.schedules",
+    "logger": "rlhf_megatron.observe.loggers",
     "task": "rlhf_megatron.data.tasks",
 }
 """Kind of part -> what must be imported for those of ours to be registered; none of it imports torch."""

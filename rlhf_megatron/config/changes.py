@@ -85,14 +85,17 @@ def compare(before: Mapping[str, str], now: Mapping[str, str]) -> Changes:
     return Changes(layout, {key: pair for key, pair in changed.items() if key not in layout})
 
 
-def settings_digest(settings: Mapping[str, str]) -> str:
+def settings_digest(settings: Mapping[str, str], sources: Mapping[str, str] | None = None) -> str:
     """Of the settings that the batches of a run's steps depend on, for one history of its policy.
 
     Layout, engines, deadlines and what is written do not count: a step's samples stay right when those change.
+    `sources`: digests of plugins, which count.
     """
     kept = {
         key: value
         for key, value in settings.items()
         if not key.startswith(OF_LAYOUT) and (key.startswith(_OF_A_STEP) or key in _OF_A_STEP_TOO)
     }
+    if sources:
+        kept["plugins"] = ",".join(sorted(sources.values()))
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]

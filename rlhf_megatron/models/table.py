@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch
-from torch import Tensor
+from rlhf_megatron.lazy import Tensor, torch
 
 Split = Literal["replicated", "rows", "columns", "gated_rows"]
 """How tp shards a full Megatron tensor: not at all; dim 0; dim 1; dim 0 of each half (gate, up) apart."""

@@ -45,6 +45,7 @@ class RunState:
     num_consecutive_skips: int = 0  # optimizer steps in a row with non-finite gradients
     productive_s: float = 0.0  # time in steps, evaluations and warm-up that this state came from
     architecture: dict[str, str] = field(default_factory=dict)  # of the policy: entries of its config.json, as JSON
+    plugins: dict[str, str] = field(default_factory=dict)  # as configured -> digest of the source
     untrained: tuple[int, ...] = ()  # positions of the stream before the cursor whose groups were in flight
 
 

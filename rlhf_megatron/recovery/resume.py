@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.show import as_yaml
 from rlhf_megatron.data.stream import PromptStream
 from rlhf_megatron.observe.line_file import read_attempts
+from rlhf_megatron.plugins import digests
 from rlhf_megatron.recovery.checkpointer import CHECKPOINTS, CONFIG, RunState, read_state
 
 _NO_ARCHITECTURE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "auto_map")
@@ -83,21 +85,28 @@ def find_start(config: RunConfig, run_dir: Path, stream: PromptStream | None) ->
         return None
     state = read_state(found)
     before = flat((found.path / CONFIG).read_text())
-    changes = compare(before, flat(as_yaml(config)))
+    now = digests(config.plugins)
+    changes = compare(before | _sources(state.plugins), flat(as_yaml(config)) | _sources(now))
     _check_architecture(config, state)
     _check_steps(config, state, found.path, is_same_run)
     check_schedule(config, state)
     _restore_stream(stream, state, changes)
-    return Start(found, state, changes, is_same_run)
+    return Start(found, replace(state, plugins=now), changes, is_same_run)
+
+
+def _sources(plugins: Mapping[str, str]) -> dict[str, str]:
+    """As settings that may have changed."""
+    return {f"source of {plugin}": digest for plugin, digest in plugins.items()}
 
 
 def facts_of(start: Start | None, config: RunConfig) -> dict[str, Any]:
     """What attempts.jsonl keeps of where a process began."""
+    own = {"plugins": digests(config.plugins)} if config.plugins else {}
     if start is None:
-        return {"resumed_from_step": None}
+        return {"resumed_from_step": None, **own}
     path = start.found.path.name if start.is_same_run else str(config.trainer.resume_from_path)
     changes = {key: list(pair) for key, pair in start.changes.all.items()}
-    return {"resumed_from_step": start.state.step, "resumed_from": path, "changes": changes or None}
+    return {"resumed_from_step": start.state.step, "resumed_from": path, "changes": changes or None, **own}
 
 
 def architecture_of(config: RunConfig) -> dict[str, str]:

@@ -25,6 +25,7 @@ from rlhf_megatron.observe.summary import description, finish, layouts_of
 from rlhf_megatron.observe.traced_group import TracedGroup
 from rlhf_megatron.observe.tracker import Tracker
 from rlhf_megatron.observe.watches import HeadWatch, MemoryWatch
+from rlhf_megatron.plugins import digests
 from rlhf_megatron.recovery.capsule import Capsules
 from rlhf_megatron.recovery.checkpointer import Checkpointer, RunState
 from rlhf_megatron.recovery.guard import StageGuard
@@ -112,7 +113,7 @@ def train(
         )
         recorder = Recorder(run_dir / "record") if is_recorded else None
         is_foreground = takes_turns(config.schedule)
-        digest, journals = settings_digest(flat(as_yaml(config))), run_dir / "journal"
+        digest, journals = settings_digest(flat(as_yaml(config)), digests(config.plugins)), run_dir / "journal"
         journal = Journal(journals, digest) if trainer.save_freq and is_foreground else None
         groups = GroupJournal(journals, digest) if trainer.save_freq and not is_foreground else None
         skips = Skips(trainer, Capsules(run_dir, config, tracker.note), tracker.note)
@@ -226,7 +227,9 @@ def _warmed_up(config: RunConfig, stages: Stages, tracker: Tracker, sets: Prompt
     if stages.recorder:
         stages.recorder.write_start(RecordedStart(warm.num_steps, stages.weight_sync.version + 1))
     accuracy = warm.evaluation.accuracy if warm.evaluation else None
-    return RunState(0, 0, None, {}, warm.num_steps, accuracy, architecture=architecture_of(config))
+    return RunState(
+        0, 0, None, {}, warm.num_steps, accuracy, architecture=architecture_of(config), plugins=digests(config.plugins)
+    )
 
 
 def capture(stages: Stages, supply: Supply, clock: RunClock, before: RunState, step: int) -> RunState:

@@ -13,6 +13,7 @@ from typing import Any
 
 from rlhf_megatron.config.errors import Problem
 from rlhf_megatron.config.rules import Idle, idle, rule
+from rlhf_megatron.config.rules.parts import entry_of, params_of
 from rlhf_megatron.config.schema import DataConfig, FewShotConfig, RunConfig, SourceConfig
 from rlhf_megatron.config.source import Loaded
 
@@ -20,7 +21,6 @@ SOURCES = "data.sources"
 CHAT = "data.apply_chat_template"
 OF_ROWS = ("data.prompt_key", "data.label_key", "data.skip_bad_rows")
 OF_CHAT = ("data.system_prompt", "data.apply_chat_template_kwargs")
-FEW_SHOT_TASK = "few_shot_addition"  # has solved problems of its own
 
 
 @idle
@@ -126,7 +126,7 @@ def _few_shot(key: str, shots: FewShotConfig) -> Iterator[Problem]:
 
 
 def _few_shot_task(key: str, shots: FewShotConfig, task: str | None, params: Mapping[str, object]) -> Iterator[Problem]:
-    if shots.num_shots > 0 and task == FEW_SHOT_TASK and params.get("num_shots") != 0:
+    if task is not None and shots.num_shots > 0 and getattr(params_of("task", task, params), "has_own_shots", False):
         yield Problem(
             f"{key}.num_shots ({shots.num_shots}) and task {task} exclude each other: the task has solved problems of"
             " its own; set task_params: {num_shots: 0}, or num_shots here to 0.",
@@ -167,9 +167,8 @@ def _located(loaded: Loaded, problem: Problem) -> Problem:
 
 
 BY_SOURCE, TERMS, LONGEST = "reward.by_source", "reward.terms", "data.max_response_length"
+OWN_PROCESS = "own_process"  # a need of rewards that run in processes of their own
 OF_PROCESSES = ("reward.num_workers", "reward.timeout_s")
-# Rewards of ours that are called in the controller's own process. A name that is not here may need one of its own.
-IN_CONTROLLER = ("character_share", "exact_match", "format", "overlong")
 
 
 @idle
@@ -177,7 +176,8 @@ def idle_reward_settings(config: RunConfig) -> Iterator[Idle]:
     r = config.reward
     names = [r.name, *(one.name for one in (*r.by_source.values(), *r.terms))]
     fix = "name a reward that runs in a process of its own, such as math_verify or function"
-    yield all(name in IN_CONTROLLER for name in names), OF_PROCESSES, "reward.name", fix
+    entries = [entry_of("reward", name) for name in names]
+    yield not any(entry is None or OWN_PROCESS in entry.needs for entry in entries), OF_PROCESSES, "reward.name", fix
     all_have_their_own = bool(config.data.sources) and {s.name for s in config.data.sources} <= set(r.by_source)
     yield all_have_their_own, ("reward.name", "reward.params"), BY_SOURCE, "leave a source out there"
 
@@ -215,16 +215,13 @@ def weights(loaded: Loaded) -> Iterator[Problem]:
 
 @rule
 def reward_lengths(loaded: Loaded) -> Iterator[Problem]:
-    """The over-long term against the longest response that is generated."""
+    """Terms that act on long responses against the longest that is generated."""
     longest = loaded.config.data.max_response_length
     for i, term in enumerate(loaded.config.reward.terms):
-        max_len, buffer = term.params.get("max_len"), term.params.get("buffer")
-        if term.name != "overlong" or not isinstance(max_len, int) or not isinstance(buffer, int):
-            continue
-        if max_len - buffer >= longest:
+        acts_from = getattr(params_of("reward", term.name, term.params), "acts_from", 0)
+        if acts_from >= longest:
             yield Problem(
-                f"{TERMS}[{i}]: a response is over-long from max_len - buffer ({max_len} - {buffer} ="
-                f" {max_len - buffer} tokens) on, but none has more than {LONGEST} ({longest}); use max_len:"
-                f" {longest}.",
+                f"{TERMS}[{i}]: {term.name} acts on responses from {acts_from} tokens on, but none has more than"
+                f" {LONGEST} ({longest}); lower its parameters.",
                 (TERMS, LONGEST),
             )

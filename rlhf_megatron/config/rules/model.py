@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.config.errors import Problem
-from rlhf_megatron.config.rope import read_rotary
 from rlhf_megatron.config.rules import rule
 from rlhf_megatron.config.rules.run import LENGTHS, megatron_sections
 from rlhf_megatron.config.schema import MegatronConfig, RunConfig
 from rlhf_megatron.config.source import Loaded
+from rlhf_megatron.plugins import not_loaded
+from rlhf_megatron.registry import parts_of
 
 
 @rule
@@ -116,37 +117,6 @@ SIZES = (
 )
 OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 
-EVERYWHERE = {
-    "hidden_act": "silu",
-    "attention_dropout": 0.0,
-    "use_sliding_window": False,
-    "quantization_config": None,
-}
-MUST_BE: dict[str, dict[str, Any]] = {
-    "qwen3": {**EVERYWHERE, "attention_bias": False, "mlp_bias": False},
-    "llama": EVERYWHERE,
-    "qwen2": {**EVERYWHERE, "qkv_bias": True},
-}
-"""By model_type, settings of config.json that a family implements in one way only; a missing one has that value."""
-
-FAMILIES = tuple(MUST_BE)
-"""`model_type` of the model families that have a weight table (models/families)."""
-
-
-def unsupported(hf_config: Mapping[str, Any]) -> Iterator[str]:
-    """What a config.json of one of FAMILIES asks for and its family does not implement."""
-    for key, only in MUST_BE[hf_config["model_type"]].items():
-        value = hf_config.get(key, only)
-        if value != only and value is not None:
-            yield f"{key} ({value!r}) is not supported; it must be {only!r}: choose another model."
-    kinds = sorted(set(hf_config.get("layer_types") or ()) - {"full_attention"})
-    if kinds:
-        yield f"layer_types {kinds} are not supported; only full_attention is: choose another model."
-    try:
-        read_rotary(hf_config)
-    except ValueError as error:
-        yield str(error)
-
 
 def model_problems(config: RunConfig, hf_config: Mapping[str, Any]) -> Iterator[Problem]:
     """Every reason why this model cannot be the policy; nor the critic, where that starts as the policy."""
@@ -166,11 +136,14 @@ def critic_model_problems(config: RunConfig, hf_config: Mapping[str, Any]) -> It
 def _problems(
     config: RunConfig, hf_config: Mapping[str, Any], pools: Sequence[tuple[str, MegatronConfig, int]]
 ) -> Iterator[Problem]:
-    family = hf_config.get("model_type")
-    if family not in FAMILIES:
-        yield _problem(f"model_type ({family!r}) must be one of {', '.join(FAMILIES)}; choose such a model.")
+    families, name = parts_of("model family"), str(hf_config.get("model_type"))
+    family = families.find(name)
+    if family is None:
+        if not not_loaded(config.plugins):
+            names, wrong = ", ".join(families), hf_config.get("model_type")
+            yield _problem(f"model_type ({wrong!r}) must be one of {names}; choose such a model.")
         return
-    yield from map(_problem, unsupported(hf_config))
+    yield from map(_problem, family.build.unsupported(hf_config))
     sizes = _sizes(hf_config)
     for key, value in sizes.items():
         if value is None:

@@ -24,7 +24,7 @@ from rlhf_megatron.config.rules import (
     schedule,
 )
 from rlhf_megatron.config.rules.files import file_problems
-from rlhf_megatron.config.rules.model import FAMILIES, model_problems
+from rlhf_megatron.config.rules.model import model_problems
 from rlhf_megatron.config.rules.run import GPUS, NODES, megatron_sections, world_size
 from rlhf_megatron.config.schema import MegatronConfig, RunConfig
 from rlhf_megatron.config.source import DEFAULT, Loaded
@@ -79,7 +79,7 @@ def _show(value: object) -> str:
     return str(list(value) if isinstance(value, tuple) else value)
 
 
-__all__ = ["FAMILIES", "check_world_size", "problems_of", "problems_of_files", "validate", "validate_model"]
+__all__ = ["check_world_size", "problems_of", "problems_of_files", "validate", "validate_model"]
 
 
 def validate(source: RunConfig | Loaded) -> list[str]:

@@ -161,9 +161,7 @@ class TrainerConfig:
     )
     capsules_kept: int = doc("steps with non-finite numbers whose weights and batch are kept for --replay", 1)
     desync_freq: int = doc("steps between comparisons of parameters that several ranks hold; 0: never", 10)
-    logger: tuple[Literal["console", "jsonl", "tensorboard", "wandb"], ...] = doc(
-        "where metrics go", ("console", "jsonl", "tensorboard")
-    )
+    logger: tuple[str, ...] = doc("names of registered loggers: where metrics go", ("console", "jsonl", "tensorboard"))
     samples_kept: int = doc("samples of a step in samples.jsonl: best, worst and random ones", 6)
     record: bool = doc("write every step's batches under the run directory, for --replay", False)
     stage_timeout_s: float = doc(

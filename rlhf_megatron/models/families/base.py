@@ -5,14 +5,10 @@ A family is one file in this package that registers itself under the `model_type
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from rlhf_megatron.config.rules.model import unsupported
 from rlhf_megatron.models.table import Head, HFTensor, Impl, Rule, plain_rule, with_names_of
 from rlhf_megatron.registry import Registry
 
@@ -25,6 +21,8 @@ class Family:
     """Everything that is particular to one architecture. All functions raise ValueError for what is not supported."""
 
     name: str  # model_type in config.json
+    unsupported: Callable[[HFConfig], Iterator[str]]
+    """What a config.json asks for and the family does not implement, one sentence each; read before torch is there."""
     transformer_arguments: Callable[[HFConfig], dict[str, Any]]
     """Keyword arguments of megatron-core's TransformerConfig, plain values; `activation_func` is a name ("silu")."""
     gpt_arguments: Callable[[HFConfig], dict[str, Any]]
@@ -42,16 +40,14 @@ VALUE_HEAD = "score"
 """The value head's name in Hugging Face layout, as in transformers' ...ForTokenClassification with one label."""
 
 
-families: Registry[Family] = Registry("model family")
+FAMILIES: Registry[Family] = Registry("model family")
 
 
 def family_for(hf_config: HFConfig) -> Family:
     """The family of a config.json. Raises ValueError when model_type is missing or unknown."""
-    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        importlib.import_module(f"{__package__}.{module.name}")
     if not hf_config.get("model_type"):
         raise ValueError("config.json has no model_type; is this a model in Hugging Face layout?")
-    return families.get(str(hf_config["model_type"])).build
+    return FAMILIES.get(str(hf_config["model_type"])).build
 
 
 def table_for(
@@ -92,6 +88,6 @@ def require_int(hf_config: HFConfig, key: str, default: int | None = None) -> in
 
 def refuse_unsupported(hf_config: HFConfig) -> None:
     """Raises ValueError that lists every setting of config.json which its family does not implement."""
-    problems = list(unsupported(hf_config))
+    problems = list(family_for(hf_config).unsupported(hf_config))
     if problems:
         raise ValueError(f"config.json ({hf_config.get('model_type')}): {' '.join(problems)}")

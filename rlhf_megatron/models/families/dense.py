@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
-
 from rlhf_megatron.config.rope import Rotary, read_rotary
+from rlhf_megatron.lazy import Tensor, torch
 from rlhf_megatron.models.families.base import Family, HFConfig, refuse_unsupported, require_int
 from rlhf_megatron.models.table import HFTensor, Owner, Part, Rule, Split, plain_rule
 
@@ -77,14 +75,33 @@ def read_dense_model(
     )
 
 
-def family(name: str, read: Callable[[HFConfig], DenseModel]) -> Family:
-    """The family of a model_type whose config.json `read` understands."""
+ONLY = {"hidden_act": "silu", "attention_dropout": 0.0, "use_sliding_window": False, "quantization_config": None}
+"""Settings of config.json that all dense families implement in one way; a missing one has that value."""
+
+
+def family(name: str, read: Callable[[HFConfig], DenseModel], **only: Any) -> Family:
+    """The family of a model_type whose config.json `read` understands. `only`: as in ONLY, of this family."""
     return Family(
         name=name,
+        unsupported=partial(_unsupported, {**ONLY, **only}),
         transformer_arguments=lambda hf_config: _transformer_arguments(read(hf_config)),
         gpt_arguments=lambda hf_config: _gpt_arguments(read(hf_config)),
         table=lambda hf_config, padded_vocab_size: _table(read(hf_config), padded_vocab_size),
     )
+
+
+def _unsupported(only: Mapping[str, Any], hf_config: HFConfig) -> Iterator[str]:
+    for key, implemented in only.items():
+        value = hf_config.get(key, implemented)
+        if value != implemented and value is not None:
+            yield f"{key} ({value!r}) is not supported; it must be {implemented!r}: choose another model."
+    kinds = sorted(set(hf_config.get("layer_types") or ()) - {"full_attention"})
+    if kinds:
+        yield f"layer_types {kinds} are not supported; only full_attention is: choose another model."
+    try:
+        read_rotary(hf_config)
+    except ValueError as error:
+        yield str(error)
 
 
 def _transformer_arguments(model: DenseModel) -> dict[str, Any]:

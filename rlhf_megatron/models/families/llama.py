@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from rlhf_megatron.models.families import dense
-from rlhf_megatron.models.families.base import HFConfig, families
+from rlhf_megatron.models.families.base import FAMILIES, HFConfig
 
 
 def _read(hf_config: HFConfig) -> dense.DenseModel:
@@ -21,4 +21,4 @@ def _read(hf_config: HFConfig) -> dense.DenseModel:
     )
 
 
-families.register("llama")(dense.family("llama", _read))
+FAMILIES.register("llama")(dense.family("llama", _read))

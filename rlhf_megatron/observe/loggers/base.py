@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from rlhf_megatron.observe.metrics.mismatch import MismatchRecord
-from rlhf_megatron.observe.run_facts import RunFacts
-from rlhf_megatron.observe.samples import Sample
+from rlhf_megatron.lazy import Tensor
 from rlhf_megatron.registry import Registry
+
+if TYPE_CHECKING:
+    from rlhf_megatron.observe.metrics.mismatch import MismatchRecord
+    from rlhf_megatron.observe.run_facts import RunFacts
+    from rlhf_megatron.observe.samples import Sample
 
 
 @dataclass(frozen=True)

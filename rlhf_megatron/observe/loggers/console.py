@@ -7,13 +7,16 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column as ProgressColumn
 
 from rlhf_megatron.observe.loggers.base import LOGGERS, Logger
-from rlhf_megatron.observe.run_facts import RunFacts
+
+if TYPE_CHECKING:
+    from rlhf_megatron.observe.run_facts import RunFacts
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlhf_megatron.observe.line_file import LineFile, strict
 from rlhf_megatron.observe.loggers.base import LOGGERS, BatchView, Logger
-from rlhf_megatron.observe.run_facts import RunFacts
+
+if TYPE_CHECKING:
+    from rlhf_megatron.observe.run_facts import RunFacts
 
 
 @LOGGERS.register("jsonl")

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_megatron.observe.loggers.base import LOGGERS, BatchView, Logger, is_view_step
-from rlhf_megatron.observe.run_facts import RunFacts
-from rlhf_megatron.observe.samples import Sample
 
 if TYPE_CHECKING:
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    from rlhf_megatron.observe.run_facts import RunFacts
+    from rlhf_megatron.observe.samples import Sample
 
 MAX_TEXT = 2000  # characters of a prompt or a response
 FLUSH_S = 5

@@ -9,11 +9,12 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf_megatron.observe.loggers.base import LOGGERS, BatchView, Logger, is_view_step
-from rlhf_megatron.observe.run_facts import RunFacts
-from rlhf_megatron.observe.samples import Sample
+
+if TYPE_CHECKING:
+    from rlhf_megatron.observe.run_facts import RunFacts
 
 logger = logging.getLogger(__name__)
 WITHOUT_SERVICE = ("offline", "disabled", "dryrun")  # values of WANDB_MODE
@@ -81,6 +82,8 @@ class WandbLogger(Logger):
 
     def _log_batch(self, step: int, view: BatchView) -> None:
         import wandb
+
+        from rlhf_megatron.observe.samples import Sample
 
         values: dict[str, Any] = {
             f"histogram/{name}": wandb.Histogram(column.double().numpy()) for name, column in view.distributions.items()

@@ -5,7 +5,8 @@
 
 Aborted samples are masked before a reward sees them. A reward that may be slow, or that runs a user's code, is
 registered with `needs=(OWN_PROCESS,)` and is called in a worker process that is killed when it takes too long. Params
-with a method `prepare()` have it called once in that process, before anything is scored.
+with a method `prepare()` have it called once in that process, before anything is scored. Params of a term that acts on
+long responses only may have `acts_from`, in tokens: a run whose responses are all shorter is refused.
 
 A status says who is to blame for a missing score. What the policy can have caused scores 0 and trains; what it cannot
 have caused is masked: the sample is left out of its group's statistics and trains nothing.

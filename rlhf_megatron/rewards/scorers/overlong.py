@@ -21,6 +21,10 @@ class OverlongParams:
         if not 1 <= self.buffer <= self.max_len:
             raise ValueError(f"buffer ({self.buffer} tokens) must be from 1 to max_len ({self.max_len}).")
 
+    @property
+    def acts_from(self) -> int:
+        return self.max_len - self.buffer
+
 
 @REWARDS.register("overlong", OverlongParams)
 def overlong(sample: RewardSample, params: OverlongParams) -> RewardResult:

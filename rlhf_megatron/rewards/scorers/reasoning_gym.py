@@ -1,4 +1,4 @@
-"""Rewards for problems of the library reasoning-gym (the task of that name, data/reasoning_gym.py).
+"""Rewards for problems of the library reasoning-gym (the task of that name, data/tasks/reasoning_gym.py).
 
 The score is 1 when the parsed answer equals the label. The library's own score of that answer is a part, for metrics:
 it gives credit to an answer that merely contains the right one, in proportion to lengths, which a policy learns to use.

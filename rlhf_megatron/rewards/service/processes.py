@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.config.errors import ConfigError
+from rlhf_megatron.plugins import loaded
 from rlhf_megatron.rewards.service.wire import CONTROL_BYTES, Lines, Task, encode, encode_tasks
 
 POLL_S = 0.05  # between two looks
@@ -132,7 +133,7 @@ class TemplateProcess:
 
     def __init__(self, rewards: Sequence[Mapping[str, Any]], log: Path | None) -> None:
         """`rewards`: name, params and key in the configuration of each. `log`: what it prints; None: nowhere."""
-        message = encode(list(rewards))
+        message = encode({"plugins": loaded(), "rewards": list(rewards)})
         if len(message) > CONTROL_BYTES:
             raise ValueError(
                 f"the parameters of the rewards have {len(message)} bytes, at most {CONTROL_BYTES} can be sent; put"

@@ -22,6 +22,7 @@ from typing import Any
 
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.typed import params_from_mapping
+from rlhf_megatron.plugins import load_plugins
 from rlhf_megatron.rewards.scorers import REWARDS
 from rlhf_megatron.rewards.scorers.base import Prepared
 from rlhf_megatron.rewards.service.outcome import end_of_traceback
@@ -137,7 +138,9 @@ def main() -> None:
     die_with(parent)
     faulthandler.enable()
     control = socket.socket(fileno=control_fd)
-    rewards, problems = load(json.loads(control.recv(CONTROL_BYTES)))
+    message = json.loads(control.recv(CONTROL_BYTES))
+    load_plugins(message["plugins"])  # the controller has run them too, so they can be
+    rewards, problems = load(message["rewards"])
     if problems:
         control.send(encode({"problems": [problem[:MAX_PROBLEM_CHARS] for problem in problems[:8]]}))
         return

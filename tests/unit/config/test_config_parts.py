@@ -4,16 +4,9 @@ from dataclasses import fields
 
 from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS
 from rlhf_megatron.algorithms.losses import POLICY_LOSSES
-from rlhf_megatron.config.rules.model import FAMILIES
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.verl_names import VERL_NAMES
-from rlhf_megatron.models.families import base
 from rlhf_megatron.rewards.scorers import REWARDS
-
-
-def test_model_families() -> None:
-    base.family_for({"model_type": FAMILIES[0]})  # imports all
-    assert set(FAMILIES) == set(base.families)
 
 
 def test_defaults_name_registered_parts() -> None:

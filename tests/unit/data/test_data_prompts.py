@@ -8,7 +8,6 @@ import pytest
 from data_samples import written
 
 from rlhf_megatron.config.schema import DataConfig, FewShotConfig, SourceConfig
-from rlhf_megatron.data.arithmetic import FewShotParams, few_shot_addition
 from rlhf_megatron.data.items import (
     Limit,
     PromptFormat,
@@ -22,6 +21,7 @@ from rlhf_megatron.data.items import (
 )
 from rlhf_megatron.data.prompts import load_prompts
 from rlhf_megatron.data.rows import ChatMessage, PromptRow
+from rlhf_megatron.data.tasks.arithmetic import FewShotParams, few_shot_addition
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer, write_character_tokenizer
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.schema import RewardConfig
-from rlhf_megatron.data.reasoning_gym import ReasoningGymParams
 from rlhf_megatron.data.rows import PromptRow
 from rlhf_megatron.data.tasks import TASKS
+from rlhf_megatron.data.tasks.reasoning_gym import ReasoningGymParams
 from rlhf_megatron.rewards.scorers import RewardSample
 from rlhf_megatron.rewards.scorers.reasoning_gym import ReasoningGymParams as RewardParams
 from rlhf_megatron.rewards.scorers.reasoning_gym import reasoning_gym as score_sample

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_megatron.data.rows import PromptRow, TaskRows
+from rlhf_megatron.data.tasks import TASKS
 
 EXTRA_KEY = "reasoning_gym"
 MAX_DRAWS = 20  # a problem wanted: so many are looked at before the dataset counts as too small
@@ -37,6 +38,7 @@ class ReasoningGymParams:
             raise ValueError(f"config ({taken}) must not set {' or '.join(taken)}; they stand beside it.")
 
 
+@TASKS.register("reasoning_gym", ReasoningGymParams)
 def reasoning_gym(params: ReasoningGymParams) -> TaskRows:
     """`num_val` held-out and `size` training problems with different questions, in the order in which they are drawn.
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_megatron.data.rows import PromptRow, TaskRows
+from rlhf_megatron.data.tasks import TASKS
 
 Operation = Literal["add", "sub", "mul"]
 OPERATIONS = {"add": ("+", operator.add), "sub": ("-", operator.sub), "mul": ("*", operator.mul)}
@@ -26,6 +27,7 @@ class AdditionParams:
         _check_num_val(self.num_val, 10 ** (2 * self.num_digits) - 1)
 
 
+@TASKS.register("addition", AdditionParams)
 def addition(params: AdditionParams) -> TaskRows:
     """Zero-padded addition, "07+45=" -> "052". All pairs of summands, shuffled; the first `num_val` are held out."""
     width = params.num_digits
@@ -58,10 +60,15 @@ class FewShotParams:
             _check_num_val(self.num_val, 81 - max(1, len(set(_solved(self, operation)))))
 
     @property
+    def has_own_shots(self) -> bool:
+        return self.num_shots > 0
+
+    @property
     def operations(self) -> tuple[Operation, ...]:
         return (self.operation,) if isinstance(self.operation, str) else self.operation
 
 
+@TASKS.register("few_shot_addition", FewShotParams)
 def few_shot_addition(params: FewShotParams) -> TaskRows:
     """One-digit problems behind solved ones, for a pretrained model: "2+3=5\\n4+8=12\\n...7+6=" -> "13".
 
