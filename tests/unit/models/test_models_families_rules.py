@@ -109,7 +109,7 @@ def test_an_mlp_with_biases_is_not_recomputed() -> None:
         ),
         (
             {**SMALL_LLAMA, "model_type": "qwen2_moe"},
-            "model_type ('qwen2_moe') must be one of qwen3, llama, qwen2; choose such a model.",
+            "model_type ('qwen2_moe') must be one of llama, qwen2, qwen3; choose such a model.",
         ),
     ],
 )
