@@ -9,16 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_megatron.config.rules.engines import num_engines
-from rlhf_megatron.config.rules.run import has_critic
-from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.schema import ModelConfig, TrainerConfig
 from rlhf_megatron.data.prompts import PromptSets
 from rlhf_megatron.evaluation.evaluation import EvaluationResult, majority_accuracy
 from rlhf_megatron.observe.line_file import Attempts
 from rlhf_megatron.observe.run_dir import write_json
 from rlhf_megatron.observe.run_facts import versions
 from rlhf_megatron.observe.tracker import Tracker
-from rlhf_megatron.runtime.pool import pools_of
 from rlhf_megatron.runtime.worker_group import WorkerGroup
 
 
@@ -60,13 +57,10 @@ def draw_curve(
 PACKAGES = ("torch", "megatron-core", "transformers", "rlhf-megatron")
 
 
-def description(config: RunConfig, sets: PromptSets) -> str:
-    """The first line that a run says."""
-    pools = pools_of(config)
-    where = " and ".join(map(str, pools)) + (" with the critic" if has_critic(config) and len(pools) == 1 else "")
+def description(name: str, model: ModelConfig, where: str, engines: str, sets: PromptSets) -> str:
+    """Return the first line that a run says. `where`: its pools and layouts; `engines`: number and kind."""
     text = (
-        f"{config.trainer.experiment_name}: {config.model.path} ({config.model.dtype}), {where},"
-        f" {num_engines(config)} {config.rollout.engine} engine(s),"
+        f"{name}: {model.path} ({model.dtype}), {where}, {engines} engine(s),"
         f" {len(sets.train)} training and {len(sets.held_out)} held-out prompts"
     )
     skipped = {"malformed rows skipped": sets.num_bad_rows, "over-long prompts dropped": sets.num_overlong}
@@ -82,7 +76,8 @@ def description(config: RunConfig, sets: PromptSets) -> str:
 
 
 def finish(
-    config: RunConfig,
+    trainer: TrainerConfig,
+    model_path: str,
     tracker: Tracker,
     run_dir: Path,
     sets: PromptSets,
@@ -90,11 +85,12 @@ def finish(
     attempts: Attempts,
     layouts: Mapping[str, str],
 ) -> None:
-    """Curve and summary.json of a run that has all of its steps."""
+    """Write curve and summary.json of a run that has all of its steps."""
     majority = majority_accuracy([item.label for item in sets.held_out]) if sets.held_out else None
-    title = f"{config.trainer.experiment_name} ({layouts['actor']})"
+    title = f"{trainer.experiment_name} ({layouts['actor']})"
     has_curve = draw_curve(run_dir / "curve.png", title, tracker.rewards, tracker.evaluations, majority)
-    write_json(run_dir / "summary.json", summary(config, tracker, layouts, majority, warmup_accuracy, attempts))
+    found = summary(tracker, layouts, majority, warmup_accuracy, attempts)
+    write_json(run_dir / "summary.json", found | {"seed": trainer.seed, "model": model_path})
     tracker.note(f"summary: {run_dir / 'summary.json'}")
     tracker.note(
         f"curve: {run_dir / 'curve.png'}" if has_curve else "no curve: install matplotlib (pip install '.[demo]')"
@@ -103,19 +99,18 @@ def finish(
 
 
 def layouts_of(group: WorkerGroup) -> dict[str, str]:
-    """Pool -> its layout."""
+    """Return the layout of each pool."""
     return {pool: str(layout) for pool, layout in group.layouts.items()}
 
 
 def summary(
-    config: RunConfig,
     tracker: Tracker,
     layouts: Mapping[str, str],
     majority: float | None,
     warmup_accuracy: float | None,
     attempts: Attempts,
 ) -> dict[str, Any]:
-    """What a run came to, for people and for scripts."""
+    """Return what a run came to, for people and for scripts."""
     found: dict[str, Any] = {}
     evaluations = tracker.evaluations
     before, after = [r for step, r in evaluations if step == 0], [r for step, r in evaluations if step > 0]
@@ -137,9 +132,7 @@ def summary(
         "ettr": round(tracker.clock.ettr(), 4),
         "num_attempts": attempts.count,
         "resumed_from_step": attempts.resumed_from_step,
-        "seed": config.trainer.seed,
         "log_prob_max_abs_diff": tracker.first_mismatch,
         "health": tracker.health.summary(),
-        "model": config.model.path,
         "versions": versions(PACKAGES),
     }

@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 
 from rlhf_megatron.config.changes import flat, settings_digest
+from rlhf_megatron.config.rules.engines import num_engines
+from rlhf_megatron.config.rules.run import has_critic
 from rlhf_megatron.config.rules.schedule import takes_turns
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.show import as_yaml
@@ -48,6 +50,7 @@ from rlhf_megatron.rollout.fleet.start import (
     transfer_bytes,
     transfer_parent,
 )
+from rlhf_megatron.runtime.pool import pools_of
 from rlhf_megatron.runtime.proxies import Workers
 from rlhf_megatron.runtime.worker_group import WorkerGroup
 from rlhf_megatron.scheduler.loop import LoopPlan, run
@@ -88,7 +91,8 @@ def train(
         stack.enter_context(attempts.attempt(since, **facts_of(start, config)))
         write_text(run_dir / CONFIG, as_yaml(config))
         tracker = stack.enter_context(_tracker(config, run_dir, tokenizer, start, attempts))
-        tracker.note(description(config, sets))
+        engines = f"{num_engines(config)} {config.rollout.engine}"
+        tracker.note(description(trainer.experiment_name, config.model, _where(config), engines, sets))
         watchdog = stack.enter_context(StageWatchdog(trainer.stage_timeout_s, trainer.stage_timeouts_s, run_dir))
         hosts = _hosts(stack, config, connect_group, tracker) if config.rollout.colocated else None
         fleet, transfer_dir = _engines(stack, config, run_dir, tracker, stop, place)
@@ -153,7 +157,12 @@ def train(
         keeper.finish()
         if trainer.save_hf:
             stages.save_hf(run_dir)
-        finish(config, tracker, run_dir, sets, state.warmup_accuracy, attempts, layouts_of(group))
+        finish(trainer, config.model.path, tracker, run_dir, sets, state.warmup_accuracy, attempts, layouts_of(group))
+
+
+def _where(config: RunConfig) -> str:
+    pools = pools_of(config)
+    return " and ".join(map(str, pools)) + (" with the critic" if has_critic(config) and len(pools) == 1 else "")
 
 
 def _tracker(

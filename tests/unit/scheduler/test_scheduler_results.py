@@ -240,7 +240,7 @@ def test_summary_takes_before_from_step_0_and_after_from_the_last(
     with Tracker(tmp_path, (), total_steps=4) as tracker:
         for step in steps:
             tracker.evaluation(step, replace(RESULT, accuracy=step / 10))
-        found = summary(RunConfig(), tracker, {"actor": "tp1 pp1 dp1"}, None, None, Attempts(tmp_path))
+        found = summary(tracker, {"actor": "tp1 pp1 dp1"}, None, None, Attempts(tmp_path))
     assert found.get("accuracy_before") == before and found.get("accuracy_after") == after
     assert found["reward_first"] is None and found["steps"] == 0
     if steps:
