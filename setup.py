@@ -19,7 +19,6 @@ REQUIRES = [
     "tokenizers>=0.21",
     "transformers>=5.3,<6",  # the bundled engine
     "aiohttp>=3.9",
-    "urllib3>=2",
     "rich>=13",
     "tensorboard>=2.14",
 ]
@@ -37,6 +36,7 @@ EXTRAS = {
         "pyarrow>=14",
         "pytest>=8",
         "hypothesis>=6",
+        "urllib3>=2",  # tests ask servers with it
         "ruff>=0.6",
         "mypy>=1.11",
         "types-PyYAML",

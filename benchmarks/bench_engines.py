@@ -33,12 +33,13 @@ from rlhf_megatron.config.load import read_run_config
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.data.batch import PromptBatch
 from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
-from rlhf_megatron.rollout.clients import connect
 from rlhf_megatron.rollout.engine import EngineAddress, GenerateRequest, SamplingParams
 from rlhf_megatron.rollout.fleet.fleet import EngineFleet
-from rlhf_megatron.rollout.fleet.process import EngineServers, start_local_engines
-from rlhf_megatron.rollout.fleet.start import engine_dtype, start_engines
+from rlhf_megatron.rollout.fleet.process import EngineServers
+from rlhf_megatron.rollout.fleet.start import EngineSetup
 from rlhf_megatron.rollout.http import HttpClient
+from rlhf_megatron.rollout.kinds import connect
+from rlhf_megatron.rollout.local.process import start_local_engines
 from rlhf_megatron.rollout.requests import build_requests
 from rlhf_megatron.scheduler.run_data import load_data, run_data
 
@@ -97,7 +98,7 @@ def _start(name: str, config: RunConfig, folder: Path, transfer_dir: Path) -> En
             1,
             folder,
             transfer_dir=transfer_dir,
-            dtype=engine_dtype(config),
+            dtype=EngineSetup.of(config).dtype,
             max_num_seqs=rollout.max_num_seqs,
             max_num_batched_tokens=rollout.max_num_batched_tokens,
             startup_timeout_s=rollout.startup_timeout_s,
@@ -105,7 +106,7 @@ def _start(name: str, config: RunConfig, folder: Path, transfer_dir: Path) -> En
     arguments = {key: value for key, value in rollout.sglang.args.items() if key != SEEDED}
     arguments |= {"load_format": "auto"} | ({SEEDED: True} if name == "sglang_seeded" else {})
     sglang = replace(rollout.sglang, args=arguments)
-    return start_engines(replace(config, rollout=replace(rollout, sglang=sglang)), folder, transfer_dir, None)
+    return EngineSetup.of(replace(config, rollout=replace(rollout, sglang=sglang))).start(folder, transfer_dir, None)
 
 
 def measure(

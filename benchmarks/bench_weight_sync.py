@@ -90,6 +90,7 @@ def rank_main(model: str, tp: int, repetitions: int, output: Path) -> None:
     from rlhf_megatron.parallel.layout import Layout
     from rlhf_megatron.parallel.world import create_world
     from rlhf_megatron.resharding import gather, sender
+    from rlhf_megatron.rollout.transports.tensor import SharedMemoryBuffers
 
     torch.set_num_threads(1)
     world = create_world(Layout(tp, tp=tp), torch.device("cpu"))
@@ -113,8 +114,7 @@ def rank_main(model: str, tp: int, repetitions: int, output: Path) -> None:
             version=version,
             dtype=torch.float32,
             bucket_bytes=bucket_bytes,
-            transfer_dir=transfer_dir,
-            deliver=deliver,
+            open_buffers=lambda *sizes: SharedMemoryBuffers(transfer_dir, str(world.coordinates), *sizes, deliver),
         )
 
     if world.rank:
@@ -131,8 +131,8 @@ def rank_main(model: str, tp: int, repetitions: int, output: Path) -> None:
 def engine(hf_config: dict[str, Any], bucket_bytes: int) -> Iterator[tuple[Any, Path]]:
     """A local engine without weights, its client, and the directory of the buckets."""
     from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
-    from rlhf_megatron.rollout.fleet.process import start_local_engines
     from rlhf_megatron.rollout.local.client import LocalEngine
+    from rlhf_megatron.rollout.local.process import start_local_engines
 
     with tempfile.TemporaryDirectory() as folder, make_transfer_dir(None, 2 * bucket_bytes) as transfer:
         Path(folder, "config.json").write_text(json.dumps(hf_config))

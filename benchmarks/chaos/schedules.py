@@ -29,11 +29,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.chaos.bucket_faults import BUCKET_KINDS
+from benchmarks.chaos.fault_proxy import ProxyFault
 from benchmarks.chaos.stand import Pace, Stand, tiny_config
 from benchmarks.common import RESULTS, ROOT, write_result
-from rlhf_megatron.rollout.bucket_faults import BUCKET_KINDS
 from rlhf_megatron.rollout.engine import EngineError, GeneratedSample, GenerateRequest, SamplingParams
-from rlhf_megatron.rollout.fault_proxy import ProxyFault
 
 DIRECTORY = ROOT / "runs" / "chaos_schedules"
 NUM_GROUPS, GROUP_SIZE, NUM_TOKENS = 8, 3, 6

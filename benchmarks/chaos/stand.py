@@ -19,20 +19,21 @@ import psutil
 import torch
 import yaml
 
+from benchmarks.chaos.fault_proxy import FaultProxy, ProxyFault
 from benchmarks.chaos.task import LAYOUTS, MODEL, overrides, place, write_task
 from benchmarks.common import ROOT
 from rlhf_megatron.config.load import load_run_config
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
-from rlhf_megatron.rollout.clients import connect
 from rlhf_megatron.rollout.engine import Engine, EngineAddress
-from rlhf_megatron.rollout.fault_proxy import FaultProxy, ProxyFault
 from rlhf_megatron.rollout.fleet.fleet import EngineFleet
 from rlhf_megatron.rollout.fleet.process import EngineServers
-from rlhf_megatron.rollout.fleet.start import MIB, make_router, start_engines, transfer_bytes
+from rlhf_megatron.rollout.fleet.start import MIB, EngineSetup
 from rlhf_megatron.rollout.fleet.supervisor import Supervision
+from rlhf_megatron.rollout.kinds import connect
 from rlhf_megatron.runtime.inline import InlineGroup
 from rlhf_megatron.runtime.pool import Pool
+from rlhf_megatron.runtime.proxies import Workers
 from rlhf_megatron.runtime.roles import role_builder
 from rlhf_megatron.sync.weight_sync import WeightSync
 
@@ -147,9 +148,11 @@ class Stand:
         self.config = config
         self.directory = directory
         self.pace = PACES[config.rollout.engine]
-        transfer = stack.enter_context(make_transfer_dir(directory / "transfer", transfer_bytes(config)))
+        transfer = stack.enter_context(
+            make_transfer_dir(directory / "transfer", EngineSetup.of(config).transfer_bytes())
+        )
         self.transfer_dir = transfer.path
-        self.servers = stack.enter_context(start_engines(config, directory, transfer.path, None))
+        self.servers = stack.enter_context(EngineSetup.of(config).start(directory, transfer.path, None))
         self.proxies = Proxies(self.servers, transfer.path, stack, 1.25 * self.pace.request_s)
         build = role_builder(config)
 
@@ -167,13 +170,15 @@ class Stand:
         rollout, pace = self.config.rollout, self.pace
         supervision = Supervision(self.servers, self.proxies.connect, 0.5, pace.health_s, max_restarts=10_000)
         engines = [self.proxies.connect(address) for address in self.servers.addresses]
-        balancer = make_router(self.config, self.directory) if rollout.router == "sglang" else None
+        balancer = EngineSetup.of(self.config).balancer(self.directory)
         is_closed = rollout.engine == "local"
         self.fleet = EngineFleet(
             engines, pace.request_s, 20, supervision=supervision, balancer=balancer, is_closed=is_closed
         )
         bucket_bytes = rollout.update_weights_bucket_megabytes * MIB
-        self.sync = WeightSync(self.group, self.fleet, self.transfer_dir, bucket_bytes, "float32", self.version)
+        self.sync = WeightSync(
+            Workers(self.group).host, self.fleet, self.transfer_dir, bucket_bytes, "float32", self.version
+        )
 
     def restart(self) -> None:
         """As a run that is started again would: another fleet, the version kept. Servers that take long to start and

@@ -47,13 +47,13 @@ def engine(args: argparse.Namespace) -> int:
 
 
 def _command(config: RunConfig, port: int) -> str:
-    from rlhf_megatron.rollout.fleet.start import engine_dtype
+    from rlhf_megatron.rollout.fleet.start import EngineSetup
     from rlhf_megatron.rollout.sglang.environment import check_sglang
     from rlhf_megatron.rollout.sglang.process import shell_command
 
     sglang = config.rollout.sglang
     installed = check_sglang(sglang.python, sglang.args, sglang.env, deterministic=config.trainer.deterministic)
-    return shell_command(installed, config.model.path, engine_dtype(config), _shared(config), port)
+    return shell_command(installed, config.model.path, EngineSetup.of(config).dtype, _shared(config), port)
 
 
 def _shared(config: RunConfig) -> Path:
@@ -66,7 +66,7 @@ def _shared(config: RunConfig) -> Path:
 def _serve(config: RunConfig, directory: Path) -> int:
     from rlhf_megatron.rollout.engine import EngineError
     from rlhf_megatron.rollout.fleet.process import write_token
-    from rlhf_megatron.rollout.fleet.start import start_sglang
+    from rlhf_megatron.rollout.fleet.start import EngineSetup
 
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -74,7 +74,8 @@ def _serve(config: RunConfig, directory: Path) -> int:
     directory.mkdir(parents=True, exist_ok=True)
     key_file = directory / "key"
     try:
-        with start_sglang(config, directory, _shared(config), _Report(stopped), write_token(key_file)) as servers:
+        setup, key = EngineSetup.of(config), write_token(key_file)
+        with setup.start_sglang(directory, _shared(config), _Report(stopped), key) as servers:
             _say_how(config, servers, directory, key_file)
             return _watch(servers, stopped)
     except EngineError as error:

@@ -15,7 +15,7 @@ from rlhf_megatron.observe.loggers import check_loggers
 from rlhf_megatron.recovery.capsule import read_capsule
 from rlhf_megatron.recovery.recorder import Recorder
 from rlhf_megatron.rewards.service.scorer import check_reward, check_sources
-from rlhf_megatron.rollout.fleet.start import check_engines
+from rlhf_megatron.rollout.fleet.start import EngineSetup
 from rlhf_megatron.scheduler.parts import load_parts
 from rlhf_megatron.scheduler.run_data import load_data, run_data
 
@@ -42,7 +42,7 @@ def check_run(
     elif replay_from is not None and last_step is not None:
         checks.append(lambda: Recorder(replay_from / "record").read(last_step))
     else:
-        checks.append(lambda: check_engines(config))
+        checks.append(EngineSetup.of(config).check)
     problems: list[str] = []
     for check in checks:
         try:

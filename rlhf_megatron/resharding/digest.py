@@ -14,8 +14,6 @@ Every word has a factor of its own, so the digest of a tensor is the sum of thos
 shards can be digested where they stand, on any device, and added up. It finds accidents, not an adversary: any change
 of one word, and of several but for a few patterns, such as x and -x exchanged between two lanes of one group that are
 alike otherwise.
-
-Also: Digests of parts of a tensor, taken where they stand: parts that cover a tensor once add up to its digest.
 """
 
 from __future__ import annotations

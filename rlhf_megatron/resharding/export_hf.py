@@ -17,16 +17,15 @@ from rlhf_megatron.checkpoint.aside import fsync, refuse_existing
 from rlhf_megatron.checkpoint.hf_writer import write_companions, write_index
 from rlhf_megatron.checkpoint.safetensors_writer import SafetensorsWriter, TensorSpec, dtype_name
 from rlhf_megatron.models.table import Rule
-from rlhf_megatron.resharding.agreement import agree
+from rlhf_megatron.resharding.buffers import Buffers, in_memory
 from rlhf_megatron.resharding.manifest import BucketManifest
-from rlhf_megatron.resharding.sender import Place, send_weights
-from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
+from rlhf_megatron.resharding.sender import Place, agree, send_weights
 
 _FILE_BYTES = 512 << 20
 
 
 class ExportPlace(Place, Protocol):
-    """What is needed of a `parallel.world.World`."""
+    """The part of a `parallel.world.World` that exporting needs."""
 
     @property
     def pp_group(self) -> ProcessGroup: ...
@@ -70,7 +69,7 @@ def export_hf(
 
 
 def _attempt(work: Callable[[], None]) -> Exception | None:
-    """What `work` raised: the other ranks are told before it goes on."""
+    """Returns what `work` raised: the other ranks are told before it goes on."""
     try:
         work()
     except Exception as failure:
@@ -93,22 +92,16 @@ def _write_stage(
     export: Iterable[tuple[Rule, Tensor]], place: ExportPlace, aside: Path, dtype: torch.dtype, file_bytes: int
 ) -> None:
     files: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
-    with make_transfer_dir(None, 2 * file_bytes) as transfer:
 
-        def deliver(manifest: BucketManifest, bucket: Tensor) -> None:
-            name = f"stage-{place.coordinates.pp:05d}-{manifest.bucket:05d}.safetensors"
-            _write_file(aside / name, manifest, bucket)
-            files[name] = [(entry.name, entry.shape) for entry in manifest.tensors]
+    def write(manifest: BucketManifest, bucket: Tensor) -> None:
+        name = f"stage-{place.coordinates.pp:05d}-{manifest.bucket:05d}.safetensors"
+        _write_file(aside / name, manifest, bucket)
+        files[name] = [(entry.name, entry.shape) for entry in manifest.tensors]
 
-        send_weights(
-            export,
-            place,
-            version=0,
-            dtype=dtype,
-            bucket_bytes=file_bytes,
-            transfer_dir=transfer.path,
-            deliver=deliver,
-        )
+    def open_buffers(capacity: int, num_buckets: int) -> Buffers:
+        return in_memory(torch.device("cpu"), capacity, num_buckets, write)
+
+    send_weights(export, place, version=0, dtype=dtype, bucket_bytes=file_bytes, open_buffers=open_buffers)
     if place.coordinates.tp == 0:
         (aside / f"stage-{place.coordinates.pp:05d}.json").write_text(json.dumps(files))
 

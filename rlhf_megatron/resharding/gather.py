@@ -34,7 +34,7 @@ def gather_packed(mine: Tensor, tp_group: ProcessGroup) -> list[Tensor]:
 
 
 def unpack_shards(bucket: Bucket, packed: list[Tensor], shards: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-    """By Megatron name the shards of all tp ranks. Replicated tensors have one entry: this rank's own."""
+    """Returns by Megatron name the shards of all tp ranks; of replicated tensors this rank's own."""
     gathered: dict[str, list[Tensor]] = {}
     start = 0
     for rule in bucket.rules:

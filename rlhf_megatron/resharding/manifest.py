@@ -39,7 +39,7 @@ class BucketManifest:
     file_offset: int = 0  # bytes of the file before the bucket
 
     def __str__(self) -> str:
-        """For messages: which bucket, whose, and what is in it."""
+        """Names the bucket, its sender and what is in it, for messages."""
         first, *others = [entry.name for entry in self.tensors] or ["nothing"]
         more = f" and {len(others)} more" if others else ""
         return f"bucket {self.bucket} of {self.sender} ({first}{more})"

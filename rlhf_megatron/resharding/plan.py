@@ -86,7 +86,7 @@ def fingerprint(buckets: Sequence[Bucket]) -> int:
 
 @dataclass(frozen=True)
 class StageTraffic:
-    """What one pipeline stage moves in a weight sync, bytes."""
+    """Bytes that one pipeline stage moves in a weight sync."""
 
     stage: int
     num_buckets: int
@@ -119,7 +119,7 @@ def stage_traffic(
 
 @dataclass(frozen=True)
 class EngineTraffic:
-    """What reaches the ranks of one engine in a weight sync, by plan, bytes."""
+    """Bytes that reach the ranks of one engine in a weight sync, by plan."""
 
     moved: int  # what they read, or are sent
     needed: int  # of what stands in them: what is split once, what is replicated once a rank

@@ -39,7 +39,7 @@ class TransferDir:
 
 
 def default_parent() -> Path:
-    """Where transfer directories are made unless the user says otherwise, as long as there is room."""
+    """The parent of transfer directories unless the user says otherwise, as long as there is room."""
     return _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
 
 

@@ -1,6 +1,6 @@
 """What the trainer asks of an inference engine. Shaped against the bundled server and stock SGLang alike.
 
-Token ids in, token ids and log-probs out. All calls block; the balancer runs them in threads.
+Token ids in, token ids and log-probs out. All calls block; the fleet runs them in threads.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class EngineAddress:
     """How a host reaches an engine to send it weights."""
 
     name: str  # "engine0", used in messages
-    kind: Literal["local", "sglang"]
+    kind: str  # a name of `kinds.ENGINES`
     url: str
     token: str = field(repr=False)  # bearer token of the admin verbs; never logged
     tp_size: int = 1
@@ -103,7 +103,7 @@ class Engine(Protocol):
     ) -> list[list[GeneratedSample]]:
         """Per request its samples, in order. Raises EngineError; never returns fewer samples than asked for.
 
-        `name`: of this call, for `abort`; made by `calls.call_name`.
+        `name`: of this call, for `abort`; made by `fleet.calls.call_name`.
         """
 
     def abort(self, names: Collection[str] = ()) -> None:
@@ -146,6 +146,9 @@ class Engine(Protocol):
     def resume_memory(self, parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
         """Undo `release_memory` for these parts. Weights are undefined until the next sync, which needs no key-value
         cache; serving needs both."""
+
+    def held_bytes(self) -> int | None:
+        """Bytes of weights and key-value cache that it holds; None: it does not say. Asks the server."""
 
     def health(self, timeout_s: float) -> None:
         """Makes the scheduler do work, not only the HTTP thread. Raises EngineError when it does not answer in time."""

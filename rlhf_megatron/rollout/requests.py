@@ -58,5 +58,5 @@ def collect(prompts: PromptBatch, groups: Sequence[Sequence[GeneratedSample]], t
 
 
 def spans_of(sample: GeneratedSample) -> Spans:
-    """As plain numbers: `data` knows no engines."""
+    """Returns the sample's version spans as plain numbers: `data` knows no engines."""
     return tuple((span.version, span.start, span.end) for span in sample.version_spans)

@@ -24,10 +24,10 @@ from rlhf_megatron.parallel.device import device_for, local_rank
 from rlhf_megatron.parallel.world import World, create_world, destroy_world
 from rlhf_megatron.resharding.export_hf import export_hf
 from rlhf_megatron.resharding.sender import SendReport, send_weights
-from rlhf_megatron.rollout.delivery.choose import alignment_of, couriers_for
-from rlhf_megatron.rollout.delivery.delivery import Delivery
-from rlhf_megatron.rollout.delivery.process_group import Groups
 from rlhf_megatron.rollout.engine import EngineAddress, WeightTransport
+from rlhf_megatron.rollout.kinds import engine_kind
+from rlhf_megatron.rollout.transports.delivery import Delivery
+from rlhf_megatron.rollout.transports.process_group import Groups
 from rlhf_megatron.runtime.host import BuildRoles
 from rlhf_megatron.runtime.pool import ACTOR, CRITIC, Pool, pool_of_role, pools_of
 from rlhf_megatron.runtime.proxies import CriticWorker, HostWorker
@@ -68,18 +68,19 @@ class HostRole:
 
         An engine that fails stands in the report and ends nothing here.
         """
-        couriers = couriers_for(transport, engines, transfer_dir, self.world, self._groups)
-        with Delivery(transport, couriers) as delivery:
+        transports = [
+            engine_kind(address.kind).transport(address, transport, transfer_dir, self.world, self._groups)
+            for address in engines
+        ]
+        with Delivery(transports, transport, transfer_dir, self.world) as delivery:
             report = send_weights(
                 self.actor.export(),
                 self.world,
                 version=version,
                 dtype=getattr(torch, dtype),
                 bucket_bytes=bucket_bytes,
-                transfer_dir=transfer_dir,
-                deliver=delivery,
-                choose_medium=delivery.choose_medium,
-                alignment=alignment_of(transport),
+                open_buffers=delivery.open_buffers,
+                alignment=delivery.alignment,
             )
         moved, needed = delivery.traffic.moved, delivery.traffic.needed
         return replace(report, failures=delivery.failures, bytes_moved=moved, bytes_needed=needed)

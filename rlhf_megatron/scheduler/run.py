@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rlhf_megatron.config.changes import flat, settings_digest
 from rlhf_megatron.config.rules.engines import num_engines
-from rlhf_megatron.config.rules.run import has_critic
+from rlhf_megatron.config.rules.run import has_critic, needs_reference
 from rlhf_megatron.config.rules.schedule import takes_turns
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.show import as_yaml
@@ -43,12 +43,8 @@ from rlhf_megatron.rollout.fleet.fleet import EngineFleet
 from rlhf_megatron.rollout.fleet.process import Place, here
 from rlhf_megatron.rollout.fleet.start import (
     MIB,
-    engine_dtype,
-    make_fleet,
+    EngineSetup,
     register_engine_faults,
-    start_engines,
-    transfer_bytes,
-    transfer_parent,
 )
 from rlhf_megatron.runtime.pool import pools_of
 from rlhf_megatron.runtime.proxies import Workers
@@ -62,7 +58,7 @@ from rlhf_megatron.scheduler.supply.group_journal import GroupJournal
 from rlhf_megatron.scheduler.supply.make import make_supply, with_progress
 from rlhf_megatron.scheduler.warmup import warm_up_policy
 from rlhf_megatron.stop import StopRequest
-from rlhf_megatron.sync.colocation import leave_devices, make_turns, refuse_probe
+from rlhf_megatron.sync.colocation import Colocation, NoTurns, Turns, leave_devices, refuse_probe
 from rlhf_megatron.sync.probe import make_probe
 from rlhf_megatron.sync.weight_sync import WeightSync
 
@@ -99,17 +95,21 @@ def train(
         group = hosts or _hosts(stack, config, connect_group, tracker)
         workers = Workers(group)
         watchdog.look_at(group, fleet.calls)
-        turns = make_turns(config, group, fleet)
+        turns: Turns = NoTurns()
+        if config.rollout.colocated:
+            reference = workers.reference if needs_reference(config) else None
+            turns = Colocation(workers.learning(has_critic(config)), reference, fleet)
+            turns.to_trainer()
         scorer = stack.enter_context(make_scorer(config.reward, run_dir / REWARD_LOG))
         bucket_bytes = config.rollout.update_weights_bucket_megabytes * MIB
         prompts = [item.prompt_ids for item in sets.train]
-        probe = refuse_probe if config.rollout.colocated else make_probe(config, group, prompts)
+        probe = refuse_probe if config.rollout.colocated else make_probe(config, workers.actor, prompts)
         weight_sync = WeightSync(
-            group,
+            workers.host,
             fleet,
             transfer_dir,
             bucket_bytes,
-            engine_dtype(config),
+            config.rollout.dtype or config.model.dtype,
             probe=probe,
             transport=config.rollout.weight_transport,
             model_path=Path(config.model.path),
@@ -193,7 +193,7 @@ def _hosts(
     group = TracedGroup(connect_group(), tracker.trace)
     stack.callback(group.close)
     if config.rollout.colocated:
-        leave_devices(config, group)
+        leave_devices(Workers(group).learning(has_critic(config)))
     return group
 
 
@@ -205,11 +205,12 @@ def _engines(
     def report(name: str, seconds: float, line: str) -> None:
         tracker.waiting(f"{name} starts ({seconds:.0f} s) {line[-80:]}")
 
-    transfer = stack.enter_context(make_transfer_dir(transfer_parent(config, run_dir), transfer_bytes(config)))
-    servers = start_engines(config, run_dir, transfer.path, report, place)
+    setup = EngineSetup.of(config)
+    transfer = stack.enter_context(make_transfer_dir(setup.transfer_parent(run_dir), setup.transfer_bytes()))
+    servers = setup.start(run_dir, transfer.path, report, place)
     stack.enter_context(servers)
     register_engine_faults(servers)
-    fleet = make_fleet(config, servers, run_dir, transfer.path, stop.check)
+    fleet = setup.fleet(servers, run_dir, transfer.path, stop.check)
     stack.callback(fleet.close)
     return fleet, transfer.path
 

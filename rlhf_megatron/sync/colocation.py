@@ -17,25 +17,23 @@ the trainer's parameters come and go; what the other engines were generating goe
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Literal, Protocol
 
 from rlhf_megatron import faults
-from rlhf_megatron.config.rules.run import has_critic, needs_reference
-from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.rollout.engine import Engine, EngineError
 from rlhf_megatron.rollout.fleet.fleet import EngineFleet
-from rlhf_megatron.rollout.local.client import LocalEngine
-from rlhf_megatron.runtime.worker_group import WorkerGroup
+from rlhf_megatron.runtime.proxies import ReferenceProxy, TrainedProxy
 from rlhf_megatron.workers.memory import MemoryReport
-from rlhf_megatron.workers.offload import TRAINER_PARTS, TrainerPart
+from rlhf_megatron.workers.offload import TRAINER_PARTS
 
 Phase = Literal["training", "sync", "generation"]
 
 
 class Turns(Protocol):
-    """What stages, weight syncs and checkpoints say before they need the devices. Called by the controller's thread."""
+    """Hands the devices over; stages, weight syncs and checkpoints call it first, on the controller's thread."""
 
     resend: Callable[[], object]  # the current weights to all engines again, verified; set by WeightSync
 
@@ -52,7 +50,7 @@ class Turns(Protocol):
         """Engines have their caches, and can serve, when this returns."""
 
     def take_metrics(self) -> dict[str, float]:
-        """Of the turns since the last time."""
+        """Metrics of the turns since the last call."""
 
 
 class NoTurns:
@@ -77,18 +75,19 @@ class NoTurns:
 
 
 class Colocation:
-    """`roles`: those that learn. Made when it is the engines' turn: see `leave_devices`.
+    """Made when it is the engines' turn: see `leave_devices`.
 
     Every step can be made again from wherever an error has left it, so that a run that ends can still save its state.
     """
 
     resend: Callable[[], object]
 
-    def __init__(self, group: WorkerGroup, fleet: EngineFleet, roles: Sequence[str], has_reference: bool) -> None:
-        self._group = group
-        self._fleet = fleet
+    def __init__(self, roles: Sequence[TrainedProxy], reference: ReferenceProxy | None, fleet: EngineFleet) -> None:
+        """`roles`: those that learn, the actor first."""
         self._roles = tuple(roles)
-        self._has_reference = has_reference
+        self._actor, self._others = roles[0], roles[1:]
+        self._reference = reference
+        self._fleet = fleet
         self._turn: Literal["trainer", "engines", None] = "engines"  # None: on the way
         self._metrics: dict[str, float] = {}
         self._seconds = 0.0
@@ -99,7 +98,7 @@ class Colocation:
         with self._changing("trainer"):
             self._fleet.release_memory()
             faults.reach("turns.before_restore")
-            self._on_roles("onload", self._roles, TRAINER_PARTS)
+            _wait(role.onload(parts=TRAINER_PARTS) for role in self._roles)
 
     def to_engines(self) -> None:
         if self._turn != "engines":
@@ -110,20 +109,19 @@ class Colocation:
         if self._turn == "engines":  # one of them was started again
             with self._changing(None):
                 self._fleet.release_memory(("kv_cache",))
-                self._on_roles("onload", ["actor"], ["parameters"], is_read_only=True)
+                self._actor.onload(parts=("parameters",), is_read_only=True).result()
             return
         self._measure("training")
         with self._changing(None):
-            others = [role for role in self._roles if role != "actor"]
-            self._on_roles("offload", ["actor"], ["gradients", "optimizer"])
-            self._on_roles("offload", others, TRAINER_PARTS)
+            self._actor.offload(parts=("gradients", "optimizer")).result()
+            _wait(role.offload(parts=TRAINER_PARTS) for role in self._others)
             faults.reach("turns.before_stream")
             self._fleet.resume_memory(("weights",))
         self._measure("sync")
 
     def after_stream(self) -> None:
         with self._changing("engines"):
-            self._on_roles("offload", ["actor"], TRAINER_PARTS)
+            self._actor.offload(parts=TRAINER_PARTS).result()
             faults.reach("turns.after_stream")
             self._fleet.resume_memory()
         self._measure("generation")
@@ -140,28 +138,19 @@ class Colocation:
         self._turn = turn
         self._seconds += time.monotonic() - start
 
-    def _on_roles(self, verb: str, roles: Sequence[str], parts: Sequence[TrainerPart], **arguments: bool) -> None:
-        """At the same time where they have ranks of their own."""
-        calls = [self._group.broadcast(f"{role}.{verb}", parts=tuple(parts), **arguments) for role in roles]
-        for call in calls:
-            call.result()
-
     def _measure(self, phase: Phase) -> None:
         """The most that any rank holds, and any engine."""
-        roles = [*self._roles, *(["reference"] if self._has_reference else [])]
-        calls = {role: self._group.broadcast(f"{role}.memory_report") for role in roles}
-        reports: dict[str, list[MemoryReport]] = {role: call.result() for role, call in calls.items()}
-        pools = [
-            [of_role for role, of_role in reports.items() if self._pool(role) == pool] for pool in self._group.layouts
-        ]
-        ranks = [reports_of_rank for pool in pools for reports_of_rank in zip(*pool, strict=True)]
+        models: list[TrainedProxy | ReferenceProxy] = [*self._roles]
+        models += [self._reference] if self._reference is not None else []
+        calls = [(model.pool, model.memory_report()) for model in models]
+        pools: dict[str, list[list[MemoryReport]]] = {}
+        for pool, call in calls:
+            pools.setdefault(pool, []).append(call.result())
+        ranks = [reports_of_rank for reports in pools.values() for reports_of_rank in zip(*reports, strict=True)]
         self._metrics |= {f"memory/{phase}_{name}": float(value) for name, value in most(ranks).items()}
         engines = list(engine_bytes(self._fleet.live))
         if engines:
             self._metrics[f"memory/{phase}_engine_bytes"] = float(max(engines))
-
-    def _pool(self, role: str) -> str:
-        return role if role in self._group.layouts else "actor"
 
 
 def most(ranks: Sequence[Sequence[MemoryReport]]) -> dict[str, int]:
@@ -176,35 +165,28 @@ def most(ranks: Sequence[Sequence[MemoryReport]]) -> dict[str, int]:
 
 
 def engine_bytes(engines: Sequence[Engine]) -> Iterator[int]:
-    """Of weights and key-value cache, for engines that can tell."""
+    """Yields bytes of weights and key-value cache, for engines that can tell."""
     for engine in engines:
-        if isinstance(engine, LocalEngine):
-            with suppress(EngineError):  # one that is down
-                held = engine.info()["memory"]
-                yield held["weights_bytes"] + held["kv_cache_bytes"]
+        with suppress(EngineError):  # one that is down
+            if (held := engine.held_bytes()) is not None:
+                yield held
 
 
-def learning_roles(config: RunConfig) -> tuple[str, ...]:
-    return ("actor", "critic") if has_critic(config) else ("actor",)
+def leave_devices(roles: Sequence[TrainedProxy]) -> None:
+    """Take a colocated trainer off its devices before the engines start: they shall find the memory free that they are
+    to use."""
+    for role in roles:
+        role.offload().result()
 
 
-def leave_devices(config: RunConfig, group: WorkerGroup) -> None:
-    """Of a colocated trainer, before the engines start: they shall find the memory free that they are to use."""
-    for role in learning_roles(config):
-        group.broadcast(f"{role}.offload").result()
-
-
-def make_turns(config: RunConfig, group: WorkerGroup, fleet: EngineFleet) -> Turns:
-    """It is the trainer's turn when this returns. `leave_devices` was called before the engines started."""
-    if not config.rollout.colocated:
-        return NoTurns()
-    turns = Colocation(group, fleet, learning_roles(config), needs_reference(config))
-    turns.to_trainer()
-    return turns
+def _wait(calls: Iterable[Future[list[None]]]) -> None:
+    """Start all calls, then wait: roles with ranks of their own work at the same time."""
+    for call in list(calls):
+        call.result()
 
 
 def refuse_probe(engine: Engine) -> None:
-    """In place of a probe, for which the trainer would have to score while the engine holds the device."""
+    """Stands in place of a probe, for which the trainer would have to score while the engine holds the device."""
     raise EngineError(
         f"{engine.address.name} cannot tell digests of the weights that stand in it, and rollout.colocated leaves no"
         " room for a probe; use engines that the run starts, or rollout.colocated: false."

@@ -12,7 +12,7 @@ from rlhf_megatron.config.schema import CheckConfig, RunConfig
 from rlhf_megatron.data.batch import TokenBatch, offsets_from_lengths
 from rlhf_megatron.observe.metrics.mismatch import past_thresholds
 from rlhf_megatron.rollout.engine import Engine, EngineError, GeneratedSample, GenerateRequest, SamplingParams
-from rlhf_megatron.runtime.worker_group import WorkerGroup
+from rlhf_megatron.runtime.proxies import ActorProxy
 
 NUM_TOKENS = 16  # that are sampled for a prompt
 _SEED = 20_000  # of the first; the others count up
@@ -23,7 +23,7 @@ class Probe:
 
     def __init__(
         self,
-        group: WorkerGroup,
+        actor: ActorProxy,
         prompts: Sequence[tuple[int, ...]],
         checks: CheckConfig,
         *,
@@ -35,7 +35,7 @@ class Probe:
     ) -> None:
         """`prompts`: token ids. `is_exact`: trainer and engine both compute in float32. `timeout_s`: of the engine."""
         params = SamplingParams(num_tokens, temperature)
-        self.group = group
+        self.actor = actor
         self.checks = checks
         self.is_exact = is_exact
         self.token_budget = token_budget
@@ -49,17 +49,8 @@ class Probe:
             raise EngineError(f"{engine.address.name} sampled nothing for a prompt of the probe.")
         tokens = self._batch(samples)
         by_engine = self._on_tokens(samples)
-        by_trainer: Tensor = (
-            self.group.scatter(
-                "actor.log_probs",
-                tokens,
-                token_budget=self.token_budget,
-                temperature=self._requests[0].params.temperature,
-                with_entropy=False,
-            )
-            .result()
-            .log_probs
-        )
+        temperature = self._requests[0].params.temperature
+        by_trainer = self.actor.log_probs(tokens, self.token_budget, temperature=temperature).result().log_probs
         found = mismatch_statistics(by_engine, by_trainer, tokens.response_mask)
         past = past_thresholds(self.checks, self.is_exact, found)
         if past:
@@ -93,10 +84,10 @@ def _worst(by_engine: Tensor, by_trainer: Tensor, tokens: TokenBatch) -> str:
     )
 
 
-def make_probe(config: RunConfig, group: WorkerGroup, prompts: Sequence[tuple[int, ...]]) -> Probe:
+def make_probe(config: RunConfig, actor: ActorProxy, prompts: Sequence[tuple[int, ...]]) -> Probe:
     """The probe of a run, on the first of its `prompts`."""
     return Probe(
-        group,
+        actor,
         prompts[: config.checks.probe_prompts],
         config.checks,
         is_exact=config.model.dtype == "float32" and config.rollout.dtype in (None, "float32"),

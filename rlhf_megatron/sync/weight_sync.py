@@ -6,24 +6,24 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 from rlhf_megatron import faults
 from rlhf_megatron.checkpoint.hf_reader import read_hf_config
 from rlhf_megatron.resharding.sender import SendReport
-from rlhf_megatron.resharding.transports.disk import complete_checkpoint, remove_versions
-from rlhf_megatron.rollout.delivery.disk import load_directory
-from rlhf_megatron.rollout.engine import Engine, EngineError, WeightTransport
+from rlhf_megatron.rollout.engine import Engine, EngineAddress, EngineError, WeightTransport
 from rlhf_megatron.rollout.fleet.fleet import EngineFleet
-from rlhf_megatron.runtime.worker_group import WorkerGroup
+from rlhf_megatron.rollout.transports.disk import complete_checkpoint, load_directory, remove_versions
+from rlhf_megatron.runtime.proxies import HostProxy
 from rlhf_megatron.sync.colocation import NoTurns, Turns
 
 NAMES_SHOWN = 5
 
 
 class Sync(Protocol):
-    """What the loop ends a step with, unless the step left the policy as it was."""
+    """The last act of a step, unless the step left the policy as it was."""
 
     version: int  # of the policy: how many times this was called
 
@@ -36,7 +36,7 @@ class WeightSync:
 
     def __init__(
         self,
-        group: WorkerGroup,
+        host: HostProxy,
         fleet: EngineFleet,
         transfer_dir: Path,
         bucket_bytes: int,
@@ -51,7 +51,7 @@ class WeightSync:
         the directory whose configuration and tokenizer go with files of weights (`transport` disk). `turns`: of trainer
         and engines, where they share devices."""
         assert transport != "disk" or model_path is not None, "files of weights need a configuration"
-        self.group = group
+        self.host = host
         self.fleet = fleet
         self.transfer_dir = transfer_dir
         self.bucket_bytes = bucket_bytes
@@ -62,23 +62,20 @@ class WeightSync:
         self.model_path = model_path
         self._sent: dict[str, str] | None = None  # digests of what `version` is
         self.turns = turns or NoTurns()
-        self.turns.resend = self.again
+        self.turns.resend = partial(self, full_resync=True)
         fleet.resync = self.resync
 
-    def __call__(self) -> dict[str, float]:
-        """Trainer's weights to all engines. Raises EngineError when none is left in which they stand as sent."""
-        return self._sync(self.version + 1)
-
-    def again(self) -> None:
-        """The same version once more, to engines that have released theirs. Raises EngineError as a sync does."""
-        self._sync(self.version, full_resync=True)
-
-    def _sync(self, version: int, full_resync: bool = False) -> dict[str, float]:
+    def __call__(self, full_resync: bool = False) -> dict[str, float]:
+        """Trainer's weights to all engines. `full_resync`: the same version once more, to engines that have released
+        theirs. Raises EngineError when none is left in which they stand as sent."""
         start = time.monotonic()
+        version = self.version if full_resync else self.version + 1
         self.turns.before_stream()
         self.fleet.begin_update(version, full_resync)
         faults.reach("sync.after_begin")
-        sent = self._send(version, self.fleet.live)
+        engines = self.fleet.live
+        reports = self.host.send_weights(**self._stream(version, engines)).result()
+        sent = self._sent_by(reports, version, engines)
         if full_resync:
             self._assert_unchanged(sent)
         for name, reason in sent.failures.items():
@@ -108,7 +105,7 @@ class WeightSync:
         }
 
     def resync(self, engines: Sequence[Engine]) -> None:
-        """The same version again to these engines, verified: they were started again, or the run was.
+        """Sends the same version again to these engines, verified: they were started again, or the run was.
 
         To be called between a sync and the next update, while no call runs on the hosts. Raises EngineError naming the
         engines that failed, which are STALE then; the others serve.
@@ -117,7 +114,8 @@ class WeightSync:
         opened = _each(engines, lambda engine: engine.begin_update(self.version, full_resync=True), failures)
         if opened:
             self.turns.before_stream()
-            sent = self._send(self.version, opened)
+            reports = self.host.send_weights(**self._stream(self.version, opened)).result()
+            sent = self._sent_by(reports, self.version, opened)
             self._assert_unchanged(sent)
             failures |= sent.failures
             self._sent = sent.digests
@@ -130,16 +128,20 @@ class WeightSync:
     def _assert_unchanged(self, sent: _Sent) -> None:
         assert self._sent in (None, sent.digests), f"the weights have changed since version {self.version} was sent"
 
-    def _send(self, version: int, engines: Sequence[Engine]) -> _Sent:
-        reports: list[SendReport] = self.group.broadcast(
-            "host.send_weights",
-            version=version,
-            engines=[engine.address for engine in engines],
-            transfer_dir=self.transfer_dir,
-            bucket_bytes=self.bucket_bytes,
-            dtype=self.dtype,
-            transport=self.transport,
-        ).result()
+    def _stream(self, version: int, engines: Sequence[Engine]) -> _Stream:
+        """The arguments of `send_weights`, which its callers call themselves: the way to the bytes stays short."""
+        return {
+            "version": version,
+            "engines": [engine.address for engine in engines],
+            "transfer_dir": self.transfer_dir,
+            "bucket_bytes": self.bucket_bytes,
+            "dtype": self.dtype,
+            "transport": self.transport,
+        }
+
+    def _sent_by(self, reports: Sequence[SendReport], version: int, engines: Sequence[Engine]) -> _Sent:
+        """Adds up what senders report. Files become a model directory, for engines that could not take them one by
+        one."""
         failures: dict[str, list[str]] = {}
         for report in reports:
             for name, reason in report.failures.items():
@@ -152,19 +154,15 @@ class WeightSync:
             failures={name: "; ".join(reasons) for name, reasons in failures.items()},
         )
         if self.transport == "disk":
-            sent.failures.update(self._complete(version, engines, sent))
+            assert self.model_path is not None
+            config = read_hf_config(self.model_path)
+            directory = complete_checkpoint(self.transfer_dir, version, sent.digests, config, self.model_path)
+            sent.failures.update(load_directory([engine.address for engine in engines], directory))
         return sent
 
-    def _complete(self, version: int, engines: Sequence[Engine], sent: _Sent) -> dict[str, str]:
-        """The files become a model directory, for engines that could not take them one by one: what those said that
-        failed."""
-        assert self.model_path is not None
-        config = read_hf_config(self.model_path)
-        directory = complete_checkpoint(self.transfer_dir, version, sent.digests, config, self.model_path)
-        return load_directory([engine.address for engine in engines], directory)
-
     def _probe(self, engine: Engine) -> None:
-        """Of an engine that has no digests. One that fails is set aside; raises its EngineError when none is left."""
+        """Probes an engine that has no digests. One that fails is set aside; raises its EngineError when none is
+        left."""
         try:
             self._try(engine)
         except EngineError as error:
@@ -193,9 +191,18 @@ class WeightSync:
             self._try(engine)
 
 
+class _Stream(TypedDict):
+    version: int
+    engines: list[EngineAddress]
+    transfer_dir: Path
+    bucket_bytes: int
+    dtype: str
+    transport: WeightTransport
+
+
 @dataclass(frozen=True)
 class _Sent:
-    """What all senders report."""
+    """The reports of all senders, added up."""
 
     num_bytes: int
     bytes_moved: int
@@ -218,7 +225,7 @@ def _each(engines: Sequence[Engine], act: Callable[[Engine], None], failures: di
 
 
 def verify(engine: str, sent: dict[str, str], standing: dict[str, str] | None) -> None:
-    """What stands in the engine against what was exported, bit for bit. None: the engine cannot tell."""
+    """Compares what stands in the engine with what was exported, bit for bit. None: the engine cannot tell."""
     if standing is None:
         return
     wrong = sorted(name for name in sent.keys() | standing.keys() if sent.get(name) != standing.get(name))

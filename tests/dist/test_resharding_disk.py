@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 from rlhf_megatron.checkpoint.random_init import random_hf_tensors
 from rlhf_megatron.resharding.digest import as_hex, digest
 from rlhf_megatron.resharding.manifest import BucketManifest, TensorEntry
-from rlhf_megatron.resharding.transports.disk import (
-    DiskTransport,
+from rlhf_megatron.rollout.transports.disk import (
+    FileBuffers,
     complete_checkpoint,
     remove_versions,
     safetensors_header,
@@ -41,7 +41,7 @@ def bucket_of(*tensors: torch.Tensor) -> tuple[tuple[TensorEntry, ...], torch.Te
 
 def deliver_one(directory: Path, tensors: list[torch.Tensor], deliver: Any, number: int = 0) -> None:
     entries, raw = bucket_of(*tensors)
-    transport = DiskTransport(directory, "dp0 pp0 tp0", raw.numel(), 1, deliver)
+    transport = FileBuffers(directory, "dp0 pp0 tp0", raw.numel(), 1, deliver)
     try:
         transport.buffer(number)[: raw.numel()].copy_(raw)
         transport.send(BucketManifest(1, "dp0 pp0 tp0", number, transport.file(number), raw.numel(), entries))
@@ -92,7 +92,7 @@ def test_the_files_of_all_senders_are_a_model_that_transformers_loads(
         transfer_dir=tmp_path,
         dtype=dtype,
         bucket_bytes=bucket_bytes,
-        medium="disk",
+        memory="files",
         timeout_s=300,
         **axes,
     )

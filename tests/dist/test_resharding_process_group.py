@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -29,13 +30,13 @@ import torch
 from broadcast_engine import HANG_S
 from torch import Tensor
 
+from rlhf_megatron.resharding.buffers import Buffers
 from rlhf_megatron.resharding.digest import as_hex, digest
 from rlhf_megatron.resharding.manifest import BucketManifest, TensorEntry
-from rlhf_megatron.resharding.transports.device_memory import DeviceMemoryTransport
-from rlhf_megatron.rollout.delivery import process_group
-from rlhf_megatron.rollout.delivery.delivery import Delivery
-from rlhf_megatron.rollout.delivery.process_group import Groups, ProcessGroupCourier, own_address
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError
+from rlhf_megatron.rollout.transports import process_group
+from rlhf_megatron.rollout.transports.delivery import Delivery
+from rlhf_megatron.rollout.transports.process_group import Groups, ProcessGroupTransport, own_address
 
 pytestmark = pytest.mark.dist
 Started = tuple[EngineAddress, subprocess.Popen[str]]
@@ -93,10 +94,17 @@ def a_bucket(sender: str, number: int, numel: int = 5000) -> tuple[BucketManifes
     return BucketManifest(1, sender, number, f"in-memory-{number % 2}", raw.numel(), tuple(entries)), raw
 
 
-def couriers(
+def transports(
     engines: list[Started], directory: Path, groups: Groups, sender: str = "s", timeout_s: float = 60.0
-) -> list[ProcessGroupCourier]:
-    return [ProcessGroupCourier(a, directory, sender, "gloo", groups, 60.0, timeout_s) for a, _ in engines]
+) -> list[ProcessGroupTransport]:
+    return [ProcessGroupTransport(a, directory, sender, "gloo", groups, 60.0, timeout_s) for a, _ in engines]
+
+
+def delivering(
+    engines: list[Started], directory: Path, groups: Groups, sender: str = "s", timeout_s: float = 60.0
+) -> Delivery:
+    place: Any = SimpleNamespace(coordinates=sender, device=torch.device("cpu"))
+    return Delivery(transports(engines, directory, groups, sender, timeout_s), "process_group", directory, place)
 
 
 def receipts(directory: Path, name: str) -> dict[str, str]:
@@ -128,14 +136,14 @@ def test_what_stands_is_what_was_broadcast_and_the_group_is_kept(pair: list[Star
     address = engines[0][0]
     buckets = [a_bucket("kept", number) for number in range(4)]
     for sync in range(2):
-        with Delivery("process_group", couriers(engines, folder, groups)) as delivery:
-            assert delivery.choose_medium() == "device_memory"
-            transport = DeviceMemoryTransport(torch.device("cpu"), 1 << 16, 2, delivery)
+        with delivering(engines, folder, groups) as delivery:
+            buffers = delivery.open_buffers(1 << 16, 2)
+            assert type(buffers) is Buffers, "they lie in the sender's own memory"
             for manifest, raw in buckets[2 * sync : 2 * sync + 2]:
-                transport.buffer(manifest.bucket)[: raw.numel()].copy_(raw)
-                transport.send(manifest)
-            transport.drain()
-            transport.close()
+                buffers.buffer(manifest.bucket)[: raw.numel()].copy_(raw)
+                buffers.send(manifest)
+            buffers.drain()
+            buffers.close()
         assert delivery.failures == {}
         size = 4 * (5000 + 21)
         assert (delivery.traffic.moved, delivery.traffic.needed) == (2 * size, 2 * size)
@@ -156,8 +164,8 @@ def test_two_senders_and_two_engines_at_once(pair: list[Started], folder: Path) 
 
     def send(sender: str) -> dict[str, str]:
         groups = Groups()
-        with Delivery("process_group", couriers(pair, folder, groups, sender)) as delivery:
-            delivery.choose_medium()
+        with delivering(pair, folder, groups, sender) as delivery:
+            delivery.open_buffers(1, 1).close()
             for manifest, raw in sent[sender]:
                 delivery(manifest, raw)
         groups.close()
@@ -184,8 +192,8 @@ def deliver_with_a_fault(
     ask(engines[0][0], "/fault", {"kind": kind, "nth": 2})
     buckets = [a_bucket(kind, number, 400_000) for number in range(4)]
     begin = time.monotonic()
-    with Delivery("process_group", couriers(engines, directory, groups, timeout_s=3.0)) as delivery:
-        delivery.choose_medium()
+    with delivering(engines, directory, groups, timeout_s=3.0) as delivery:
+        delivery.open_buffers(1, 1).close()
         for manifest, raw in buckets:
             delivery(manifest, raw)
     assert list(delivery.failures) == ["engine0"], delivery.failures
@@ -210,8 +218,8 @@ def test_an_engine_that_fails_in_a_bucket_is_left_out_and_the_next_sync_mends_it
     pair: list[Started], folder: Path, kind: str, words: str
 ) -> None:
     groups, buckets = deliver_with_a_fault(kind, pair, folder, words, 25.0)
-    with Delivery("process_group", couriers(pair, folder, groups)) as delivery:
-        delivery.choose_medium()
+    with delivering(pair, folder, groups) as delivery:
+        delivery.open_buffers(1, 1).close()
         for manifest, raw in buckets:
             delivery(manifest, raw)
     assert delivery.failures == {}
@@ -224,8 +232,8 @@ def test_a_flipped_bit_is_seen_in_the_receipt(pair: list[Started], folder: Path)
     manifest, raw = a_bucket("flipped", 0)
     damaged = raw.clone()
     damaged[7 * 4 + 1] ^= 16
-    with Delivery("process_group", couriers(pair[:1], folder, groups)) as delivery:
-        delivery.choose_medium()
+    with delivering(pair[:1], folder, groups) as delivery:
+        delivery.open_buffers(1, 1).close()
         delivery(manifest, damaged)
         delivery(*a_bucket("flipped", 1))  # it is left out: nothing of this comes
     words = "engine0, bucket 0 of flipped: 1 of 2 tensors do not stand in it as they were sent: tensor 'flipped.0.0': "
@@ -239,10 +247,10 @@ def test_an_engine_that_dies_in_a_bucket_is_left_out_and_gets_a_new_group_when_i
         groups, buckets = deliver_with_a_fault("die", engines, tmp_path, "([Cc]onnection|closed)", 20.0)
         back = engines[1]  # stands for it: the same name at another port
         again = (replace(engines[0][0], url=back[0].url), back[1])
-        (courier,) = couriers([again], tmp_path, groups)
-        courier.open()
+        (transport,) = transports([again], tmp_path, groups)
+        transport.open()
         for manifest, raw in buckets:
-            courier.deliver(manifest, raw)
+            transport.deliver(manifest, raw)
         expect(again, tmp_path, *[manifest for manifest, _ in buckets])
         assert len(ask(back[0], "/log")["groups"]) == 2  # its own, and the new one
         groups.close()
@@ -254,16 +262,16 @@ def test_a_group_that_cannot_be_made(pair: list[Started], folder: Path, monkeypa
     manifest, raw = a_bucket("never", 0)
     with monkeypatch.context() as patch:
         patch.setattr(process_group, "own_address", lambda url: "192.0.2.1")  # no address of this host
-        with Delivery("process_group", couriers(pair[:1], folder, Groups())) as delivery:
-            delivery.choose_medium()
+        with delivering(pair[:1], folder, Groups()) as delivery:
+            delivery.open_buffers(1, 1).close()
             delivery(manifest, raw)
     assert "cannot listen on 192.0.2.1 towards http://127.0.0.1" in delivery.failures["engine0"]
     assert "use another rollout.weight_transport" in delivery.failures["engine0"]
 
-    courier = ProcessGroupCourier(pair[0][0], folder, "never", "no-such-backend", Groups(), 20.0, 20.0)
+    transport = ProcessGroupTransport(pair[0][0], folder, "never", "no-such-backend", Groups(), 20.0, 20.0)
     begin = time.monotonic()
     with pytest.raises(EngineError, match=r"process group weights-.*no-such-backend|NO-SUCH-BACKEND"):
-        courier.open()
+        transport.open()
     assert time.monotonic() - begin < 15
 
 
@@ -271,10 +279,10 @@ def test_a_group_that_cannot_be_made(pair: list[Started], folder: Path, monkeypa
 def test_an_engine_that_never_joins(tmp_path: Path) -> None:
     with running(1, tmp_path) as ((address, process),):
         os.kill(process.pid, signal.SIGSTOP)
-        courier = ProcessGroupCourier(address, tmp_path, "s", "gloo", Groups(), 2.0, 20.0)
+        transport = ProcessGroupTransport(address, tmp_path, "s", "gloo", Groups(), 2.0, 20.0)
         begin = time.monotonic()
         with pytest.raises(EngineError, match="engine0, process group weights-"):
-            courier.open()
+            transport.open()
         assert time.monotonic() - begin < 15
 
 

@@ -40,16 +40,19 @@ def send(
     bucket_bytes: int,
     fail: str = "",
     fail_on: str = "",
-    medium: Any = "shared_memory",
+    memory: Any = "shared_memory",
 ) -> dict[str, Any]:
     """On every rank: build the real model, load it, send it; the deliver callback reads the bucket as an engine does:
-    from its file, or the sender's memory where that is the medium.
+    from its file, or the sender's memory where it lies there.
 
     `fail`: "deliver" | "export" | "plan" | "gather", on the rank with coordinates `fail_on`.
     """
     from rlhf_megatron.models.build import build_model
+    from rlhf_megatron.resharding.buffers import Buffers, in_memory
     from rlhf_megatron.resharding.sender import send_weights
     from rlhf_megatron.rollout.local.weights import open_bucket
+    from rlhf_megatron.rollout.transports.disk import FileBuffers
+    from rlhf_megatron.rollout.transports.tensor import SharedMemoryBuffers
 
     table = table_for(config, world.layout.tp)
     model = build_model(config, world, torch.float32)
@@ -59,7 +62,7 @@ def send(
     is_bad = str(world.coordinates) == fail_on
 
     def in_file(manifest: BucketManifest) -> torch.Tensor:
-        if medium == "shared_memory":
+        if memory == "shared_memory":
             return open_bucket(transfer_dir, manifest)
         data = (transfer_dir / manifest.file).read_bytes()
         assert len(data) == manifest.file_offset + manifest.num_bytes
@@ -70,12 +73,18 @@ def send(
         if is_bad and fail == "deliver" and manifest.bucket == 1:
             raise OSError("engine0 said no")
         assert raw.numel() == manifest.num_bytes
-        bucket = raw if medium == "device_memory" else in_file(manifest)
+        bucket = raw if memory == "device_memory" else in_file(manifest)
         manifests.append(manifest)
         for entry in manifest.tensors:
             part = bucket[entry.offset : entry.offset + entry.num_bytes].clone()
             received[entry.name] = part.view(getattr(torch, entry.dtype)).view(entry.shape)
             assert as_hex(digest(received[entry.name])) == entry.digest
+
+    def open_buffers(capacity: int, num_buckets: int) -> Buffers:
+        if memory == "device_memory":
+            return in_memory(world.device, capacity, num_buckets, deliver)
+        in_files = FileBuffers if memory == "files" else SharedMemoryBuffers
+        return in_files(transfer_dir, str(world.coordinates), capacity, num_buckets, deliver)
 
     shards = list(local_shards(model.chunks, table))
     if is_bad and fail == "export":
@@ -92,10 +101,8 @@ def send(
             version=3,
             dtype=getattr(torch, dtype),
             bucket_bytes=bucket_bytes * 8 if is_bad and fail == "plan" else bucket_bytes,
-            transfer_dir=transfer_dir,
-            deliver=deliver,
-            choose_medium=lambda: medium,
-            alignment=64 if medium == "shared_memory" else 1,
+            open_buffers=open_buffers,
+            alignment=64 if memory == "shared_memory" else 1,
         )
     except Exception as exception:
         error = f"{type(exception).__name__}: {exception}"
@@ -155,17 +162,17 @@ def test_what_arrives_is_what_was_loaded(
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("medium", ["shared_memory", "device_memory", "disk"])
-def test_buckets_smaller_than_a_tensor(dist_pool: DistPool, tmp_path: Path, medium: str) -> None:
+@pytest.mark.parametrize("memory", ["shared_memory", "device_memory", "files"])
+def test_buckets_smaller_than_a_tensor(dist_pool: DistPool, tmp_path: Path, memory: str) -> None:
     """One byte: each fusion group is whole in a bucket of its own, and what is in flight is two of the largest."""
     results = dist_pool.run(
-        send, tp=2, config=LLAMA, transfer_dir=tmp_path, dtype="bfloat16", bucket_bytes=1, medium=medium
+        send, tp=2, config=LLAMA, transfer_dir=tmp_path, dtype="bfloat16", bucket_bytes=1, memory=memory
     )
     check(results, LLAMA, "bfloat16", num_senders=1)
     groups = [sorted(entry.name for entry in manifest.tensors) for manifest in results[0]["manifests"]]
     assert sorted(map(len, groups)) == [1] * 18 + [2] * 4 + [3] * 4 and len(groups) == 26
     assert any(names[0].endswith("q_proj.weight") or "k_proj" in names[0] for names in groups)
-    assert len(list(tmp_path.iterdir())) == (26 if medium == "disk" else 0)
+    assert len(list(tmp_path.iterdir())) == (26 if memory == "files" else 0)
 
 
 @pytest.mark.dist

@@ -23,6 +23,7 @@ from rlhf_megatron.config.load import read_run_config
 from rlhf_megatron.config.rules.validate import validate
 from rlhf_megatron.observe.metrics import names as metric_names
 from rlhf_megatron.rollout.engine import MEMORY_PARTS, Engine
+from rlhf_megatron.runtime.proxies import Workers
 from rlhf_megatron.sync.colocation import Colocation, most
 from rlhf_megatron.workers.memory import MemoryReport
 
@@ -70,7 +71,8 @@ def make(roles: Sequence[str] = ("actor",), layouts: Sequence[str] = ("actor",))
     """And what was asked of hosts and engines; weights that are sent again stand there as "stream"."""
     log: list[str] = []
     hosts = Hosts(log, layouts)
-    turns = Colocation(hosts, Fleet(log), roles, has_reference=False)
+    workers = Workers(hosts)
+    turns = Colocation([getattr(workers, role) for role in roles], None, Fleet(log))
 
     def resend() -> None:
         turns.before_stream()

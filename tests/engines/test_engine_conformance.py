@@ -246,7 +246,6 @@ def test_an_unknown_parameter_is_refused(server: Server) -> None:
     http = HttpClient(server.engine.address)
     with pytest.raises(EngineError, match="warmth" if server.kind == "local" else "500"):  # SGLang does not say which
         http.post("/generate", bodies[server.kind], 30)
-    http.close()
     server.engine.health(30)
 
 

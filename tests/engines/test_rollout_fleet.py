@@ -16,8 +16,9 @@ from rollout_tools import assert_same, request, tiny_qwen3, weights_of, write_bu
 from rlhf_megatron.rollout.engine import EngineError, EngineRequestError, GeneratedSample
 from rlhf_megatron.rollout.fleet.balancer import cut
 from rlhf_megatron.rollout.fleet.fleet import EngineFleet
-from rlhf_megatron.rollout.fleet.process import EngineServers, start_local_engines
+from rlhf_megatron.rollout.fleet.process import EngineServers
 from rlhf_megatron.rollout.local.client import LocalEngine
+from rlhf_megatron.rollout.local.process import start_local_engines
 
 pytestmark = pytest.mark.dist
 REQUESTS = [request((1 + i % 30, 2), tuple(range(100 * i, 100 * i + 8)), 100 + i) for i in range(24)]

@@ -25,10 +25,11 @@ from rlhf_megatron.rollout.engine import (
     GeneratedSample,
     VersionSpan,
 )
-from rlhf_megatron.rollout.fleet.process import EngineServers, start_local_engines, write_token
+from rlhf_megatron.rollout.fleet.process import EngineServers, write_token
 from rlhf_megatron.rollout.local.client import LocalEngine
 from rlhf_megatron.rollout.local.generator import Generator
 from rlhf_megatron.rollout.local.model import LocalModel
+from rlhf_megatron.rollout.local.process import start_local_engines
 from rlhf_megatron.rollout.local.server import main, read_token
 from rlhf_megatron.rollout.local.service import DecodeService, StaleError
 from rlhf_megatron.rollout.local.weights import WeightReceiver

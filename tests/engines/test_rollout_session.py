@@ -15,8 +15,9 @@ from session_tools import FITS, Poller, Rig, Work, prove
 
 from rlhf_megatron.rollout.engine import GenerateRequest
 from rlhf_megatron.rollout.fleet.fleet import EngineFleet
-from rlhf_megatron.rollout.fleet.process import EngineServers, start_local_engines
+from rlhf_megatron.rollout.fleet.process import EngineServers
 from rlhf_megatron.rollout.local.client import LocalEngine
+from rlhf_megatron.rollout.local.process import start_local_engines
 
 MAX_NUM_SEQS = 16
 

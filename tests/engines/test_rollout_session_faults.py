@@ -16,9 +16,10 @@ from session_tools import FITS, Groups, Poller, Rig, Work, prove
 from test_rollout_session import MAX_NUM_SEQS, await_ends, rig_of, work_of
 
 from rlhf_megatron.rollout.engine import EngineError, EngineRequestError, GenerateRequest, VersionSpan
-from rlhf_megatron.rollout.fleet.process import EngineServers, start_local_engines
+from rlhf_megatron.rollout.fleet.process import EngineServers
 from rlhf_megatron.rollout.fleet.supervisor import State
 from rlhf_megatron.rollout.local.client import LocalEngine
+from rlhf_megatron.rollout.local.process import start_local_engines
 
 pytestmark = [pytest.mark.dist, pytest.mark.long]
 

@@ -25,11 +25,12 @@ from rlhf_megatron.rollout.engine import (
 )
 from rlhf_megatron.rollout.fleet.balancer import cut, unknown_runs, without_known
 from rlhf_megatron.rollout.fleet.fleet import EngineFleet
-from rlhf_megatron.rollout.fleet.process import EngineServers, start_local_engines
+from rlhf_megatron.rollout.fleet.process import EngineServers
 from rlhf_megatron.rollout.fleet.supervisor import Supervision
 from rlhf_megatron.rollout.local.client import LocalEngine
 from rlhf_megatron.rollout.local.generator import Generator
 from rlhf_megatron.rollout.local.model import load_model
+from rlhf_megatron.rollout.local.process import start_local_engines
 from rlhf_megatron.stop import RunStopped, StopRequest
 
 REQUESTS = [request((1 + i % 30, 2), tuple(range(100 * i, 100 * i + 4)), 20 + 3 * i) for i in range(12)]

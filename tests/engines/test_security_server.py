@@ -16,8 +16,9 @@ import urllib3
 from rollout_tools import digests_of, request, tiny_qwen3, weights_of, write_buckets
 
 from rlhf_megatron.resharding.manifest import BucketManifest
-from rlhf_megatron.rollout.fleet.process import EngineServers, start_local_engines
+from rlhf_megatron.rollout.fleet.process import EngineServers
 from rlhf_megatron.rollout.local.client import LocalEngine
+from rlhf_megatron.rollout.local.process import start_local_engines
 from rlhf_megatron.rollout.local.wire import requests_to_json
 
 pytestmark = pytest.mark.dist

@@ -23,9 +23,8 @@ from sglang_tools import STARTUP_S, needs_sglang, sglang_python
 
 from rlhf_megatron.rollout.engine import EngineError
 from rlhf_megatron.rollout.http import HttpClient
-from rlhf_megatron.rollout.sglang.attach import AttachedEngines, addresses_of, look_at_all
+from rlhf_megatron.rollout.sglang.attach import SLOTS, AttachedEngines, addresses_of, look_at_all
 from rlhf_megatron.rollout.sglang.attached_server import Expected
-from rlhf_megatron.rollout.sglang.lease import SLOTS
 
 pytestmark = [pytest.mark.sglang, pytest.mark.long, needs_sglang]
 

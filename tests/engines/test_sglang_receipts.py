@@ -27,7 +27,7 @@ from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.rollout.engine import EngineError
 from rlhf_megatron.rollout.sglang.client import SGLangEngine
 from rlhf_megatron.rollout.sglang.process import start_sglang_engines
-from rlhf_megatron.rollout.sglang.verbs import SGLangVerbs
+from rlhf_megatron.rollout.sglang.weights import SGLangVerbs
 
 pytestmark = [pytest.mark.sglang, pytest.mark.long, needs_sglang]
 COMMON: dict[str, Any] = {

@@ -17,8 +17,8 @@ from session_tools import FITS, Poller, Rig, Work, prove
 from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, needs_sglang, sglang_python
 from test_rollout_session import await_ends
 
-from rlhf_megatron.rollout.clients import connect
 from rlhf_megatron.rollout.fleet.process import EngineServers
+from rlhf_megatron.rollout.kinds import connect
 from rlhf_megatron.rollout.router.balancer import SGLangRouter
 from rlhf_megatron.rollout.router.process import prepare_router
 from rlhf_megatron.rollout.sglang.process import start_sglang_engines

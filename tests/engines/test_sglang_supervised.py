@@ -20,13 +20,13 @@ import torch
 from rollout_tools import digests_of, reference_log_probs, request, tiny_qwen3, weights_of, write_buckets
 from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, needs_sglang, sglang_python
 
-from rlhf_megatron.rollout.clients import connect
+from benchmarks.chaos.fault_proxy import FaultProxy, ProxyFault
 from rlhf_megatron.rollout.engine import Engine, EngineAddress, GeneratedSample, GenerateRequest
-from rlhf_megatron.rollout.fault_proxy import FaultProxy, ProxyFault
 from rlhf_megatron.rollout.fleet.balancer import Balancer
 from rlhf_megatron.rollout.fleet.fleet import EngineFleet
 from rlhf_megatron.rollout.fleet.process import EngineServers
 from rlhf_megatron.rollout.fleet.supervisor import Supervision
+from rlhf_megatron.rollout.kinds import connect
 from rlhf_megatron.rollout.router.balancer import SGLangRouter
 from rlhf_megatron.rollout.router.process import prepare_router
 from rlhf_megatron.rollout.sglang.process import start_sglang_engines

@@ -15,14 +15,16 @@ from rollout_tools import assert_same
 from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, needs_sglang, sglang_python
 from sync_tools import BUCKET_BYTES, REQUESTS, Rig, change_weights, rig_of, trainer, write_model
 
-from rlhf_megatron.rollout.clients import connect
+from benchmarks.chaos.fault_proxy import FaultProxy, ProxyFault
 from rlhf_megatron.rollout.engine import EngineError
-from rlhf_megatron.rollout.fault_proxy import FaultProxy, ProxyFault
 from rlhf_megatron.rollout.fleet.fleet import EngineFleet
-from rlhf_megatron.rollout.fleet.process import EngineServers, start_local_engines
+from rlhf_megatron.rollout.fleet.process import EngineServers
+from rlhf_megatron.rollout.kinds import connect
 from rlhf_megatron.rollout.local.client import LocalEngine
+from rlhf_megatron.rollout.local.process import start_local_engines
 from rlhf_megatron.rollout.sglang.process import start_sglang_engines
 from rlhf_megatron.runtime.inline import InlineGroup
+from rlhf_megatron.runtime.proxies import Workers
 from rlhf_megatron.sync.weight_sync import WeightSync
 
 pytestmark = pytest.mark.dist
@@ -147,7 +149,7 @@ def test_a_probe_finds_wrong_weights_in_an_engine_without_digests(
     engine = rig.fleet.engines[0]
     if rig.kind == "sglang":
         monkeypatch.setattr(engine, "weight_digests", lambda: None)  # as if nothing in it could be compared
-        monkeypatch.setattr("rlhf_megatron.rollout.sglang.verbs.check", lambda *arguments: None)
+        monkeypatch.setattr("rlhf_megatron.rollout.sglang.weights.check", lambda *arguments: None)
     hidden = ProxyFault("no_digests", "/weight_digests", times=ALWAYS)
     wrong = ProxyFault("swap_names", nth=rig.proxy.num_buckets + 1, times=ALWAYS)
     rig.plan(hidden, *([wrong] if is_wrong else []))
@@ -211,7 +213,7 @@ def test_an_engine_that_never_answers_a_commit_is_set_aside(
     drop = ProxyFault("drop", "/commit_weight_update")
     with FaultProxy(servers.addresses[0], transfer, [drop], timeout_s=30.0) as proxy:
         fleet = EngineFleet([LocalEngine(proxy.address, 2.0), LocalEngine(servers.addresses[1])], 60.0, 1)
-        sync = WeightSync(group, fleet, transfer, BUCKET_BYTES, "float32")
+        sync = WeightSync(Workers(group).host, fleet, transfer, BUCKET_BYTES, "float32")
         sync()
         assert [engine.address.name for engine in fleet.live] == ["engine1"]
         assert {s.policy_version for samples in fleet.generate(REQUESTS) for s in samples} == {sync.version}
@@ -226,7 +228,7 @@ def test_one_engine_that_fails_leaves_the_others_to_commit(
     with FaultProxy(servers.addresses[0], transfer, kill_engine=servers.processes[0].stop) as proxy:
         engines = [LocalEngine(proxy.address, 20.0), LocalEngine(servers.addresses[1])]
         fleet = EngineFleet(engines, 60.0, 2)
-        sync = WeightSync(group, fleet, transfer, BUCKET_BYTES, "float32", version=10)
+        sync = WeightSync(Workers(group).host, fleet, transfer, BUCKET_BYTES, "float32", version=10)
         sync()
         assert len(fleet.live) == 2
         expected = fleet.generate(REQUESTS)

@@ -29,6 +29,7 @@ from rlhf_megatron.rollout.engine import GeneratedSample, WeightTransport
 from rlhf_megatron.rollout.fleet.fleet import EngineFleet
 from rlhf_megatron.rollout.sglang.client import SGLangEngine
 from rlhf_megatron.rollout.sglang.process import start_sglang_engines
+from rlhf_megatron.runtime.proxies import Workers
 from rlhf_megatron.sync.weight_sync import WeightSync
 
 pytestmark = [pytest.mark.sglang, pytest.mark.long, pytest.mark.dist, needs_sglang]
@@ -147,7 +148,7 @@ def test_what_stands_in_sglang_is_what_was_exported(
     ranks = Ranks(dist_pool, LAYOUTS[layout], seed)
     fleet = EngineFleet([server.engine], 300.0, 1)
     sync = WeightSync(
-        ranks,  # type: ignore[arg-type]
+        Workers(ranks).host,  # type: ignore[arg-type]
         fleet,
         server.transfer,
         BUCKET_BYTES,

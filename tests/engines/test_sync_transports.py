@@ -1,6 +1,6 @@
 """Whole weight syncs by every transport, with and without faults: refused, left out, mended by the next one.
 
-Trainer, engines and syncs are those of a run; the damage is done between a courier and its medium.
+Trainer, engines and syncs are those of a run; the damage is done between a transport and its engine.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from transformers import AutoModelForCausalLM
 
 from rlhf_megatron.resharding.digest import as_hex, digest
 from rlhf_megatron.resharding.manifest import BucketManifest
-from rlhf_megatron.rollout.clients import connect
-from rlhf_megatron.rollout.delivery import process_group
-from rlhf_megatron.rollout.delivery.courier import Courier, Traffic
 from rlhf_megatron.rollout.engine import EngineError, WeightTransport
 from rlhf_megatron.rollout.fleet.fleet import EngineFleet
-from rlhf_megatron.rollout.fleet.process import EngineServers, start_local_engines
+from rlhf_megatron.rollout.fleet.process import EngineServers
+from rlhf_megatron.rollout.kinds import EngineKind, LocalKind, SGLangKind, connect
+from rlhf_megatron.rollout.local.process import start_local_engines
 from rlhf_megatron.rollout.sglang.process import start_sglang_engines
-from rlhf_megatron.runtime import roles
+from rlhf_megatron.rollout.transports import process_group
+from rlhf_megatron.rollout.transports.base import Traffic, Transport
 from rlhf_megatron.runtime.inline import InlineGroup
+from rlhf_megatron.runtime.proxies import Workers
 from rlhf_megatron.sync.probe import make_probe
 from rlhf_megatron.sync.weight_sync import WeightSync
 
@@ -55,7 +56,7 @@ def group(model: Path) -> Iterator[InlineGroup]:
 
 @dataclass
 class Damage:
-    """What happens to the nth bucket of the next sync. Stands between the couriers and their media."""
+    """What happens to the nth bucket of the next sync. Stands between the transports and their engines."""
 
     kind: str = ""
     nth: int = 0
@@ -67,42 +68,42 @@ class Damage:
         self.seen.clear()
 
 
-class DamagedCourier:
-    """The courier of a run but for one bucket."""
+class DamagedTransport:
+    """The transport of a run but for one bucket."""
 
-    def __init__(self, courier: Courier, damage: Damage, directory: Path) -> None:
-        self.courier = courier
+    def __init__(self, transport: Transport, damage: Damage, directory: Path) -> None:
+        self.transport = transport
         self.damage = damage
         self.directory = directory
-        self.name = courier.name
-        self.open, self.close = courier.open, courier.close
+        self.name = transport.name
+        self.open = transport.open
 
     @property
-    def medium(self) -> Any:
-        return self.courier.medium
+    def memory(self) -> Any:
+        return self.transport.memory
 
     def deliver(self, manifest: BucketManifest, bucket: Tensor) -> Traffic:
         self.damage.seen.append(manifest)
         if len(self.damage.seen) != self.damage.nth:
-            return self.courier.deliver(manifest, bucket)
+            return self.transport.deliver(manifest, bucket)
         if self.damage.kind == "lost":
             return Traffic()
         if self.damage.kind == "doubled":
-            self.courier.deliver(manifest, bucket)
+            self.transport.deliver(manifest, bucket)
         if self.damage.kind == "killed":
             threading.Timer(0.02, self.damage.kill).start()
             bucket = bucket.repeat(1)  # it stays as it is, whatever the sender fills next
         if self.damage.kind == "flipped":
             return self._deliver_flipped(manifest, bucket)
-        return self.courier.deliver(manifest, bucket)
+        return self.transport.deliver(manifest, bucket)
 
     def _deliver_flipped(self, manifest: BucketManifest, bucket: Tensor) -> Traffic:
         """One bit, where the engine takes the bytes from."""
         place = manifest.tensors[0].offset + 5
-        if self.medium == "device_memory":
+        if self.memory == "device_memory":
             bucket = bucket.clone()
             bucket[place] ^= 8
-            return self.courier.deliver(manifest, bucket)
+            return self.transport.deliver(manifest, bucket)
         with (self.directory / manifest.file).open("r+b") as file:
             file.seek(manifest.file_offset + place)
             value = file.read(1)[0]
@@ -110,7 +111,7 @@ class DamagedCourier:
             file.write(bytes([value ^ 8]))
             file.flush()
             try:
-                return self.courier.deliver(manifest, bucket)
+                return self.transport.deliver(manifest, bucket)
             finally:
                 file.seek(manifest.file_offset + place)
                 file.write(bytes([value]))
@@ -130,9 +131,9 @@ class Rig:
         change_weights(self.group, seed=self.version)
         address = replace(self.servers.addresses[0], has_loader=has_loader)
         fleet = EngineFleet([connect(address, self.transfer)], 60.0, 0)
-        probe = make_probe(config_of(self.model), self.group, PROMPTS)
+        probe = make_probe(config_of(self.model), Workers(self.group).actor, PROMPTS)
         return WeightSync(
-            self.group,
+            Workers(self.group).host,
             fleet,
             self.transfer,
             BUCKET_BYTES,
@@ -174,12 +175,12 @@ class Rig:
 
 def rig_with(servers: EngineServers, group: InlineGroup, model: Path, transfer: Path, patch: pytest.MonkeyPatch) -> Rig:
     damage = Damage(kill=lambda: os.killpg(servers.processes[0].pid, signal.SIGKILL))
-    real = roles.couriers_for
+    for kind in (LocalKind, SGLangKind):
 
-    def damaged(*arguments: Any) -> list[Any]:
-        return [DamagedCourier(courier, damage, transfer) for courier in real(*arguments)]
+        def damaged(self: EngineKind, *arguments: Any, real: Any = kind.transport) -> Any:
+            return DamagedTransport(real(self, *arguments), damage, transfer)
 
-    patch.setattr(roles, "couriers_for", damaged)
+        patch.setattr(kind, "transport", damaged)
     return Rig(group, servers, transfer, model, damage)
 
 

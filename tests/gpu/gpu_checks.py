@@ -194,9 +194,10 @@ def check_offload(device: torch.device, dtype: torch.dtype, use_distributed_opti
 
 def check_sync(device: torch.device, dtype: torch.dtype) -> Figures:
     """The actor's weights to a local engine on the same device: digests are equal, log-probs of what it samples too."""
-    need("megatron", "transformers", "aiohttp", "urllib3")
+    need("megatron", "transformers", "aiohttp")
     from rlhf_megatron.resharding.sender import send_weights
     from rlhf_megatron.rollout.engine import GenerateRequest, SamplingParams
+    from rlhf_megatron.rollout.transports.tensor import SharedMemoryBuffers
 
     generator = torch.Generator().manual_seed(3)
     prompts = [tuple(torch.randint(0, CONFIG["vocab_size"], (n,), generator=generator).tolist()) for n in (1, 5, 9, 30)]
@@ -213,8 +214,9 @@ def check_sync(device: torch.device, dtype: torch.dtype) -> Figures:
             version=1,
             dtype=dtype,
             bucket_bytes=1 << 20,
-            transfer_dir=Path(folder),
-            deliver=lambda manifest, _: engine.update_weights(manifest),
+            open_buffers=lambda *sizes: SharedMemoryBuffers(
+                Path(folder), "s", *sizes, lambda manifest, _: engine.update_weights(manifest)
+            ),
         )
         standing = engine.weight_digests()
         engine.commit_update(1)
@@ -282,8 +284,8 @@ def one_rank_critic(device: torch.device, dtype: torch.dtype) -> Iterator[Any]:
 @contextmanager
 def local_engine(folder: Path, device: torch.device, dtype: torch.dtype) -> Iterator[Any]:
     """The client of an engine without weights that takes buckets from `folder`."""
-    from rlhf_megatron.rollout.fleet.process import start_local_engines
     from rlhf_megatron.rollout.local.client import LocalEngine
+    from rlhf_megatron.rollout.local.process import start_local_engines
 
     (folder / "config.json").write_text(json.dumps(CONFIG))
     servers = start_local_engines(

@@ -12,10 +12,10 @@ import torch
 from places import ROOT
 
 from rlhf_megatron.parallel import device_sharing
+from rlhf_megatron.resharding.buffers import in_memory
 from rlhf_megatron.resharding.digest import as_hex, digest
 from rlhf_megatron.resharding.manifest import BucketManifest
-from rlhf_megatron.resharding.transports.device_memory import DeviceMemoryTransport
-from rlhf_megatron.resharding.transports.process_group import UpdateGroup
+from rlhf_megatron.rollout.transports.process_group import UpdateGroup
 
 READER = """
 import pickle, sys, torch
@@ -70,7 +70,7 @@ def test_another_process_reads_each_bucket_where_it_lies() -> None:
         answers.append(reader.stdout.readline().strip())
 
     try:
-        transport = DeviceMemoryTransport(device, 1 << 20, 5, deliver)
+        transport = in_memory(device, 1 << 20, 5, deliver)
         for number in range(5):
             filled = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, device=device)
             transport.buffer(number).copy_(filled)

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_megatron.rollout.engine import Engine, EngineError, GeneratedSample, GenerateRequest
-from rlhf_megatron.rollout.fleet.process import start_local_engines
 from rlhf_megatron.rollout.local.client import LocalEngine
+from rlhf_megatron.rollout.local.process import start_local_engines
 from rlhf_megatron.rollout.sglang.client import SGLangEngine
 from rlhf_megatron.rollout.sglang.process import start_sglang_engines
 

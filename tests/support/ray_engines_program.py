@@ -16,7 +16,8 @@ from end_to_end_tools import QUICKSTART
 
 from rlhf_megatron.config.load import load_run_config
 from rlhf_megatron.rollout.engine import EngineError
-from rlhf_megatron.rollout.fleet.process import EngineServers, start_local_engines
+from rlhf_megatron.rollout.fleet.process import EngineServers
+from rlhf_megatron.rollout.local.process import start_local_engines
 from rlhf_megatron.runtime.ray import environment as ray_environment
 from rlhf_megatron.runtime.ray.places import cpus_of_own_cluster, engine_bundles, rank_bundles
 

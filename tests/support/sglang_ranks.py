@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from rlhf_megatron.resharding.digest import as_hex, digest
 from rlhf_megatron.resharding.manifest import BucketManifest, TensorEntry
-from rlhf_megatron.rollout.sglang import receipts
+from rlhf_megatron.rollout.sglang import weights as receipts
 from rlhf_megatron.rollout.sglang.server import loader
 
 HEADS, HEAD_DIM, HIDDEN, LAYERS, EXPERTS = 8, 16, 128, 2, 8

@@ -10,12 +10,13 @@ from pathlib import Path
 import torch
 from rollout_tools import request, tiny_qwen3
 
+from benchmarks.chaos.fault_proxy import FaultProxy, ProxyFault
 from rlhf_megatron.config.schema import ModelConfig, RolloutConfig, RunConfig, TrainerConfig
 from rlhf_megatron.parallel.world import destroy_world
 from rlhf_megatron.rollout.engine import Engine, GenerateRequest
-from rlhf_megatron.rollout.fault_proxy import FaultProxy, ProxyFault
 from rlhf_megatron.rollout.fleet.fleet import EngineFleet
 from rlhf_megatron.runtime.inline import InlineGroup
+from rlhf_megatron.runtime.proxies import Workers
 from rlhf_megatron.sync.probe import Probe, make_probe
 from rlhf_megatron.sync.weight_sync import WeightSync
 
@@ -89,7 +90,7 @@ def rig_of(
     model: Path,
 ) -> Rig:
     fleet = EngineFleet([connect()], 60.0, 1)
-    probe = make_probe(config_of(model), group, PROMPTS)
-    sync = WeightSync(group, fleet, transfer_dir, BUCKET_BYTES, "float32", probe=probe)
+    probe = make_probe(config_of(model), Workers(group).actor, PROMPTS)
+    sync = WeightSync(Workers(group).host, fleet, transfer_dir, BUCKET_BYTES, "float32", probe=probe)
     proxy.faults = (KEEPS_OLD,)
     return Rig(kind, group, proxy, fleet, sync, probe, straight)

@@ -15,7 +15,7 @@ from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.kernels.head_memory import HeadMemory, HeadShape, head_memory
 from rlhf_megatron.models.families.base import padded_vocab_size, table_for
 from rlhf_megatron.resharding.plan import StageTraffic, stage_traffic
-from rlhf_megatron.rollout.fleet.start import MIB, engine_dtype
+from rlhf_megatron.rollout.fleet.start import MIB, EngineSetup
 from rlhf_megatron.workers.head_backend import stash_bytes_of
 from rlhf_megatron.workers.memory import StageMemory, plan_memory
 
@@ -85,7 +85,7 @@ def plan(config: RunConfig, hf_config: Mapping[str, Any], critic_config: Mapping
         table_for(hf_config, megatron.tensor_model_parallel_size),
         megatron.tensor_model_parallel_size,
         megatron.pipeline_model_parallel_size,
-        engine_dtype(config),
+        EngineSetup.of(config).dtype,
         config.rollout.update_weights_bucket_megabytes * MIB,
     )
     return Memory(

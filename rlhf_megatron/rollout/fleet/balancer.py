@@ -1,6 +1,6 @@
-"""Who spreads requests over the engines that serve: one interface, and the run's own way to do it.
+"""The interface of what spreads requests over the engines that serve, and the run's own balancer.
 
-Also: How the requests of a generate call are cut into pieces: by the configuration alone, whatever fails or is known.
+The requests of a generate call are cut into pieces by the configuration alone, whatever fails or is known.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def cut(requests: Sequence[GenerateRequest], num_engines: int, is_closed: bool =
 
 
 def without_known(chunks: Sequence[Chunk], known: Container[int], is_closed: bool) -> list[Chunk]:
-    """What is left to ask for. `is_closed`: a piece of which something is missing is asked for whole, since what an
+    """Returns the pieces still to ask for. `is_closed`: a piece that lacks something is asked for whole, since what an
     engine answers depends on what it decodes together."""
     left: list[Chunk] = []
     for chunk in chunks:
@@ -93,7 +93,7 @@ class Sent:
 
 
 class Load:
-    """What is on its way: pieces and samples of each engine. Open pieces, a session's, are counted apart: they fill the
+    """Counts pieces and samples on their way to each engine. Open pieces, a session's, are counted apart: they fill the
     engines whatever a `generate` asks for, so neither is held up by the limits of the other."""
 
     def __init__(self, running: Iterable[Sent] = ()) -> None:
@@ -121,13 +121,13 @@ class Load:
 
 
 class Balancer(Protocol):
-    """One thread at a time calls it, the one whose turn it is."""
+    """One thread at a time calls it, the one that has the fleet's lock."""
 
     def cut(self, requests: Sequence[GenerateRequest], num_engines: int, is_closed: bool) -> list[Chunk]:
-        """The pieces that travel, by the configuration alone. `is_closed`: see `chunks.cut`."""
+        """Cuts requests into the pieces that travel, by the configuration alone. `is_closed`: see `cut`."""
 
     def place(self, chunk: Chunk, serving: Sequence[Member], load: Load, version: int | None) -> Sent | None:
-        """Where that piece goes. None: nowhere yet; it is asked again in a moment. Returns at once.
+        """Chooses where that piece goes; None: nowhere yet, it is asked again in a moment. Returns at once.
 
         `serving`: at least one. `version`: of the weights that they serve. Raises EngineError where it will never go.
         """
@@ -167,5 +167,5 @@ class LeastOutstanding:
 
 
 def samples_in_flight(member: Member) -> int:
-    """Of a session, so that the engine's batch stays full while samples of unfinished groups have ended."""
+    """Samples of a session that keep the engine's batch full while others of unfinished groups have ended."""
     return OVERFILL * (member.max_running or _MAX_RUNNING)

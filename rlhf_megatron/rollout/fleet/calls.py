@@ -1,4 +1,5 @@
-"""Calls to engines: a thread each, and a record of the last ones for the report on a run that hangs."""
+"""Calls to engines: a thread each, a record of the last ones for the report on a run that hangs, and the lock of
+the one thread that may change what a fleet knows of its engines."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -23,7 +25,7 @@ def call_name(num_samples: int) -> str:
 
 
 def sample_names(name: str) -> list[str]:
-    """Of the samples of a call."""
+    """Returns the names of a call's samples."""
     return [f"{name}-{index}" for index in range(int(name.rsplit("-", 1)[1]))]
 
 
@@ -79,3 +81,67 @@ class EngineCalls:
     def last(self) -> list[EngineCall]:
         """The newest calls, oldest first."""
         return list(self._calls)
+
+
+_LONGEST_S = 7200.0  # that the lock is waited for: two syncs at their deadlines
+
+
+class FairLock:
+    """Taken in the order in which it was asked for; whoever has it gets it again. Thread-safe.
+
+    threading.RLock is not fair: a session that polls could keep a weight sync waiting.
+    """
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._queue: deque[threading.Thread] = deque()  # the first one has it
+        self._depth = 0
+        self._since = 0.0  # when it was taken
+        self._taken_s = 0.0  # altogether, before
+
+    @property
+    def is_mine(self) -> bool:
+        return bool(self._depth) and self._queue[0] is threading.current_thread()
+
+    def clock(self) -> float:
+        """Seconds that stand still while somebody has the lock: what engines have had to work."""
+        with self._condition:
+            now = time.monotonic()
+            return now - self._taken_s - (now - self._since if self._depth else 0.0)
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Raises RuntimeError naming the thread that keeps it."""
+        with self.tried(_LONGEST_S) as is_mine:
+            if not is_mine:
+                raise RuntimeError(f"the engines of this run were kept by {self._queue[0].name} for {_LONGEST_S:g} s.")
+            yield
+
+    @contextmanager
+    def tried(self, timeout_s: float) -> Iterator[bool]:
+        """False: another thread had it all that time."""
+        me = threading.current_thread()
+        with self._condition:
+            has_come = self.is_mine
+            if not has_come:
+                self._queue.append(me)
+                try:
+                    has_come = self._condition.wait_for(lambda: self._queue[0] is me, max(0.0, timeout_s))
+                finally:
+                    if not has_come:
+                        self._leave(me)
+            if has_come:
+                self._since = self._since if self._depth else time.monotonic()
+                self._depth += 1
+        try:
+            yield has_come
+        finally:
+            with self._condition:
+                self._depth -= has_come
+                if has_come and not self._depth:
+                    self._taken_s += time.monotonic() - self._since
+                    self._leave(me)
+
+    def _leave(self, thread: threading.Thread) -> None:
+        self._queue.remove(thread)
+        self._condition.notify_all()  # another one may be the first now

@@ -1,6 +1,6 @@
 """Several engines as one: a balancer spreads the work, and what an engine fails to do another does.
 
-A supervisor says which engines serve; see `rollout.supervisor`.
+A supervisor says which engines serve; see `supervisor`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,10 @@ from rlhf_megatron.rollout.fleet.balancer import (
     unknown_runs,
     without_known,
 )
-from rlhf_megatron.rollout.fleet.calls import EngineCall, EngineCalls
+from rlhf_megatron.rollout.fleet.calls import EngineCall, EngineCalls, FairLock
 from rlhf_megatron.rollout.fleet.session import Session
 from rlhf_megatron.rollout.fleet.supervisor import Member, State, Supervision, Supervisor
-from rlhf_megatron.rollout.fleet.turn import Turn
-from rlhf_megatron.rollout.fleet.work import Call, Generation
-from rlhf_megatron.rollout.versions import Served, closed_problem
+from rlhf_megatron.rollout.fleet.work import Call, Generation, Served, closed_problem
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -91,7 +89,7 @@ class EngineFleet:
         self._calls = EngineCalls()
         self._supervisor = Supervisor(engines, supervision or Supervision(), self._calls)
         self._served = Served()
-        self._turn = Turn()
+        self._lock = FairLock()
         self._session: Session | None = None
         self._balancer = balancer or LeastOutstanding()
         self._work: Generation | None = None  # of the call of `generate` that is under way
@@ -127,7 +125,7 @@ class EngineFleet:
 
     def take_counters(self) -> dict[str, float]:
         """Metrics since the last time."""
-        with self._turn.taken():
+        with self._lock.taken():
             counters = self._supervisor.counters
             taken = {name: float(counters[name]) for name in COUNTERS}
             counters.clear()
@@ -166,7 +164,7 @@ class EngineFleet:
         return [group for group in results if group is not None]
 
     def open_session(self) -> Session:
-        """Generation that goes on over weight syncs; see `rollout.session`. One at a time. From now on a sync is made
+        """Opens generation that goes on over weight syncs; see `session`. One at a time. From now on a sync is made
         with `exclusive`. Asks the engines how much they decode at once."""
         assert self._session is None, "a session is open"
         self._learn_version()
@@ -176,7 +174,7 @@ class EngineFleet:
         for member, count in found.items():
             member.max_running = count
         limits = (self.request_timeout_s, self.request_retries)
-        parts = (self._turn, self._supervisor, self._balancer, self._calls, self._served, limits)
+        parts = (self._lock, self._supervisor, self._balancer, self._calls, self._served, limits)
         self._session = Session(*parts, others=lambda: self._work.sent if self._work else [], on_close=self._forget)
         return self._session
 
@@ -188,14 +186,14 @@ class EngineFleet:
         Waits for the slices of other threads, which last milliseconds. The same thread may take it again. Raises
         EngineError where what must be sent again has used up its retries.
         """
-        with self._turn.taken():
+        with self._lock.taken():
             if self._session is not None:
                 self._session.take_back()
             yield
 
     def begin_update(self, version: int, full_resync: bool = False) -> None:
-        """On all engines that answer; `live` are then those that take part. It may be none where some will be mended
-        later. Raises EngineError where nothing is left to mend, or nothing but a refusal was heard."""
+        """Opens a sync on all engines that answer; `live` are then those that take part. It may be none where some will
+        be mended later. Raises EngineError where nothing is left to mend, or nothing but a refusal was heard."""
         self._assert_mine()
         supervisor = self._supervisor
         supervisor.watch()
@@ -267,7 +265,7 @@ class EngineFleet:
         self._on_running(f"release_memory {' '.join(parts)}", lambda engine: engine.release_memory(parts))
 
     def resume_memory(self, parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
-        """The same, to undo it."""
+        """Undoes `release_memory`."""
         self._on_running(f"resume_memory {' '.join(parts)}", lambda engine: engine.resume_memory(parts))
 
     def health(self, timeout_s: float = _HEALTH_S) -> None:
@@ -295,21 +293,21 @@ class EngineFleet:
         parts = (supervisor, self._balancer, self._calls, _problem, *limits)
         work = self._work = Generation(todo, *parts, is_named=self._session is not None)
         try:
-            with self._turn.taken():
+            with self._lock.taken():
                 supervisor.watch(_PURPOSE)
             yield work
         except BaseException:
             work.abandon()
             raise
         finally:
-            with self._turn.taken():
+            with self._lock.taken():
                 self._work = None
                 supervisor.unwatch(_PURPOSE)
 
     def _advance(self, work: Generation) -> list[tuple[Chunk, Groups]]:
-        """Send what can be sent, wait a moment without the turn, and take what has come."""
+        """Send what can be sent, wait a moment without the lock, and take what has come."""
         supervisor, version = self._supervisor, self._served.current
-        with self._turn.taken():
+        with self._lock.taken():
             supervisor.advance(version)
             work.take_back()
             others: Sequence[Sent] = ()
@@ -319,7 +317,7 @@ class EngineFleet:
             supervisor.mend(version)
             work.dispatch(version, others)
         work.wait()
-        with self._turn.taken():
+        with self._lock.taken():
             work.take_back()
             return work.harvest(version)
 
@@ -327,7 +325,7 @@ class EngineFleet:
         self._session = None
 
     def _assert_mine(self) -> None:
-        assert self._session is None or self._turn.is_mine, "a session is open: do this within `exclusive`"
+        assert self._session is None or self._lock.is_mine, "a session is open: do this within `exclusive`"
 
     def _learn_version(self) -> None:
         """Where this fleet has made no sync, the engines may have got weights another way."""

@@ -1,18 +1,16 @@
-"""Server processes: a log file each, awaited until healthy, started again by name, stopped with their children on
-every exit path."""
+"""Server processes: a log file each, awaited until healthy, started again by name. They and their children end with
+this process, however it ends."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import itertools
-import json
 import logging
 import os
 import secrets
 import signal
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -23,8 +21,45 @@ from types import TracebackType
 from typing import Protocol
 
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError, EngineTimeoutError
-from rlhf_megatron.rollout.local.client import LocalEngine
-from rlhf_megatron.rollout.reaper import Reaper, watched
+
+# Reads until this process says that all is well, or has ended and with it the other end of the pipe.
+_WATCH = """trap '' TERM INT HUP USR1; read -r word || kill -s KILL -- "-$1" """
+# Begins only when it is watched, and is deaf to the signal with which a scheduler tells a whole job to stop.
+_START = """trap '' USR1; read -r word && exec "$@" </dev/null"""
+
+
+def watched(command: Sequence[str]) -> list[str]:
+    """`command` as a process that waits for its `Reaper`."""
+    return ["/bin/sh", "-c", _START, "sh", *command]
+
+
+class Reaper:
+    """A shell that kills the process group of a child when this process ends. It costs a pipe and 1 MB."""
+
+    def __init__(self, child: subprocess.Popen[bytes]) -> None:
+        """`child`: started with `watched`, as leader of its group and with a pipe as its standard input. It begins."""
+        self._shell = subprocess.Popen(
+            ["/bin/sh", "-c", _WATCH, "sh", str(child.pid)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        _say(child)
+
+    def dismiss(self) -> None:
+        """The group has ended; its number may belong to somebody else soon. Safe to call twice."""
+        _say(self._shell)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._shell.wait(1.0)
+
+
+def _say(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError, ValueError):  # it has ended, or heard it before
+        process.stdin.write(b"go\n")
+        process.stdin.close()
+
 
 Progress = Callable[[str, float, str], None]
 """Called about once a second while a server starts: its name, seconds waited, the last line of its log."""
@@ -68,7 +103,7 @@ class ServerProcess:
         return self._process.pid
 
     def send_signal(self, number: int) -> None:
-        """To its process group."""
+        """Sends a signal to its process group."""
         os.killpg(self.pid, number)
 
     @property
@@ -165,7 +200,7 @@ def _stop_all() -> None:
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a server runs, if somebody else than `EngineServers` says so."""
+    """The machine and devices of a server, where somebody else than `EngineServers` chooses them."""
 
     address: str = LOOPBACK  # of its machine, as the trainer reaches it; another one than the trainer's unless loopback
     env: Mapping[str, str] = field(default_factory=dict)  # its devices
@@ -191,7 +226,7 @@ class Launch(Protocol):
         """A new process with a new token, and a new port."""
 
     def wait(self, deadline: float, progress: Progress | None) -> EngineAddress:
-        """Until it is healthy. Raises EngineError."""
+        """Waits until it is healthy. Raises EngineError."""
 
 
 Place = Callable[[Launch], Launch]
@@ -225,7 +260,7 @@ class EngineServers:
 
     @property
     def processes(self) -> tuple[Process, ...]:
-        """As they are now: a server that was started again has another process."""
+        """The processes that run now: a server that was started again has another one."""
         return tuple(launch.process for launch in self._launches.values() if launch.process is not None)
 
     @property
@@ -324,91 +359,3 @@ def write_token(path: Path) -> str:
     with os.fdopen(descriptor, "w") as out:
         out.write(token)
     return token
-
-
-def start_local_engines(
-    model_path: Path | str,
-    num_engines: int,
-    run_dir: Path | str,
-    *,
-    transfer_dir: Path | str | None,
-    dtype: str = "float32",
-    device: str = "cpu",
-    load_weights: bool = True,
-    max_num_seqs: int = 256,
-    max_num_batched_tokens: int = 131072,
-    deterministic: bool = False,
-    startup_timeout_s: float = 600.0,
-    env: Mapping[str, str] | Sequence[Mapping[str, str]] = (),
-    progress: Progress | None = None,
-    place: Place = here,
-) -> EngineServers:
-    """Start `num_engines` bundled servers and wait until all are healthy.
-
-    Logs, tokens and ready files lie in `run_dir`/engines. `env`: for all servers, or one mapping a server (e.g. with
-    CUDA_VISIBLE_DEVICES). Raises EngineError with the end of a server's log; no server is left running then.
-    """
-    folder = Path(run_dir) / "engines"
-    folder.mkdir(parents=True, exist_ok=True)
-    envs = [env] * num_engines if isinstance(env, Mapping) else list(env) or [{}] * num_engines
-    base = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} if device == "cpu" else {}
-    base |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if deterministic else {}
-    arguments = ["--model", str(model_path), "--dtype", dtype, "--device", device]
-    arguments += ["--load-weights", str(load_weights).lower(), "--max-num-seqs", str(max_num_seqs)]
-    arguments += ["--max-num-batched-tokens", str(max_num_batched_tokens)]
-    arguments += ["--transfer-dir", str(transfer_dir)] if transfer_dir is not None else []
-    arguments += ["--deterministic"] if deterministic else []
-    launches = [
-        place(_LocalLaunch(f"engine{index}", folder, arguments, {**base, **extra}))
-        for index, extra in zip(range(num_engines), envs, strict=True)
-    ]
-    return EngineServers(launches, startup_timeout_s, progress)
-
-
-@dataclass
-class _LocalLaunch:
-    """One bundled server. Its port is one that the kernel gives it."""
-
-    name: str
-    folder: Path
-    arguments: Sequence[str]
-    env: Mapping[str, str]
-    process: ServerProcess | None = None
-    token: str = ""
-
-    @property
-    def log(self) -> Path:
-        return self.folder / f"{self.name}.log"
-
-    def take(self, seat: Seat) -> None:
-        if seat.address != LOOPBACK:
-            raise EngineError(
-                f"rollout.engine (local) runs on the trainer's machine only, but {self.name} was given a place on"
-                f" {seat.address}; use sglang, or make room for {self.name} beside the trainer."
-            )
-        self.env = {**self.env, **seat.env}
-
-    def start(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        token_file = self.folder / f"{self.name}.token"
-        self._ready.unlink(missing_ok=True)
-        self.token = write_token(token_file)
-        command = [sys.executable, "-m", "rlhf_megatron.rollout.local.server", "--token-file", str(token_file)]
-        command += ["--ready-file", str(self._ready), "--parent-pid", str(os.getpid()), *self.arguments]
-        self.process = ServerProcess(self.name, command, self.log, self.env)
-
-    def wait(self, deadline: float, progress: Progress | None) -> EngineAddress:
-        assert self.process is not None, "wait comes after start"
-        await_ready(self.process, self._ready.is_file, deadline, progress)
-        port = json.loads(self._ready.read_text())["port"]
-        address = EngineAddress(self.name, "local", f"http://{LOOPBACK}:{port}", self.token)
-        engine = LocalEngine(address)
-        try:
-            engine.health(max(1.0, deadline - time.monotonic()))
-        finally:
-            engine.close()
-        return address
-
-    @property
-    def _ready(self) -> Path:
-        return self.folder / f"{self.name}.ready.json"

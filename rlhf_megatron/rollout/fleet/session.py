@@ -18,11 +18,9 @@ from types import TracebackType
 
 from rlhf_megatron.rollout.engine import EngineError, GenerateRequest
 from rlhf_megatron.rollout.fleet.balancer import Balancer, Chunk, Groups, Sent
-from rlhf_megatron.rollout.fleet.calls import EngineCalls
+from rlhf_megatron.rollout.fleet.calls import EngineCalls, FairLock
 from rlhf_megatron.rollout.fleet.supervisor import Supervisor
-from rlhf_megatron.rollout.fleet.turn import Turn
-from rlhf_megatron.rollout.fleet.work import POLL_S, Call, Generation
-from rlhf_megatron.rollout.versions import Served, open_problem
+from rlhf_megatron.rollout.fleet.work import POLL_S, Call, Generation, Served, open_problem
 
 # Clients give up by themselves so much after `request_timeout_s`: weight syncs, which are not counted, end before.
 _ALLOWANCE_S = 86400.0
@@ -34,7 +32,7 @@ class Session:
 
     def __init__(
         self,
-        turn: Turn,
+        lock: FairLock,
         supervisor: Supervisor,
         balancer: Balancer,
         calls: EngineCalls,
@@ -44,7 +42,7 @@ class Session:
         on_close: Callable[[], None],
     ) -> None:
         """`limits`: request_timeout_s, request_retries. `others`: work of the fleet beside the session's."""
-        self._turn = turn
+        self._lock = lock
         self._supervisor = supervisor
         self._served = served
         self._others = others
@@ -60,10 +58,10 @@ class Session:
             self._problem,
             *limits,
             is_named=True,
-            clock=turn.clock,
+            clock=lock.clock,
             allowance_s=_ALLOWANCE_S,
         )
-        with turn.taken():
+        with lock.taken():
             supervisor.watch(_PURPOSE)
 
     @property
@@ -73,7 +71,7 @@ class Session:
 
     @property
     def sent(self) -> list[Sent]:
-        """What is on its way to engines. For who has the turn."""
+        """Pieces on their way to engines. Only the thread that has the lock may read it."""
         return self._work.sent
 
     def submit(self, key: int, requests: Sequence[GenerateRequest]) -> None:
@@ -103,7 +101,7 @@ class Session:
         """They never come back; engines are told to end them, at the next `poll` where another thread syncs weights.
         Waits for at most about 0.1 s. Keys that do not run are ignored."""
         self._dropped += [self._chunks.pop(key) for key in keys if key in self._chunks]
-        with self._turn.tried(POLL_S) as is_mine:
+        with self._lock.tried(POLL_S) as is_mine:
             if is_mine and not self._is_closed:
                 self._drop()
 
@@ -111,7 +109,7 @@ class Session:
         """Bring engines that were started again, or are STALE, to the current weights. Called by the thread that syncs,
         while the hosts are free. Returns at once where there are none, and after `close`: another thread may have
         closed it because of an error, which is to be heard."""
-        with self._turn.taken():
+        with self._lock.taken():
             if self._is_closed:
                 return
             self._supervisor.advance(self._served.current)
@@ -119,12 +117,12 @@ class Session:
             self._supervisor.mend(self._served.current)
 
     def take_back(self) -> None:
-        """What engines have that do not serve is sent to others. For who has the turn."""
+        """Sends pieces of engines that do not serve to others. Only the thread that has the lock may call it."""
         self._work.take_back()
 
     def close(self) -> None:
         """Engines end what still runs; nothing of it comes back. Safe to call twice."""
-        with self._turn.taken():
+        with self._lock.taken():
             if self._is_closed:
                 return
             self._is_closed = True
@@ -142,8 +140,8 @@ class Session:
         self.close()
 
     def _look(self) -> list[tuple[int, Groups]] | None:
-        """What has come, after work was sent. None: another thread has the turn, or the session is closed."""
-        with self._turn.tried(POLL_S) as is_mine:
+        """Sends work and returns what has come. None: another thread has the lock, or the session is closed."""
+        with self._lock.tried(POLL_S) as is_mine:
             if not is_mine or self._is_closed:
                 return None
             version = self._served.current

@@ -3,8 +3,6 @@ weights, and only then given work.
 
 Health is watched in threads, and servers start in threads; every state changes in the thread that calls the methods
 here: the controller's, one at a time.
-
-Also: A watch over one engine or router, in a thread: has its process ended, does it answer in time.
 """
 
 from __future__ import annotations
@@ -93,7 +91,7 @@ _ENDING_S = 0.5  # a process that ends closes its connections a moment before
 
 
 class Servers(Protocol):
-    """The processes of the engines. Thread-safe. See `rollout.process.EngineServers`."""
+    """The processes of the engines. Thread-safe. See `process.EngineServers`."""
 
     def ending(self, name: str) -> str | None: ...
     def kill(self, name: str) -> None: ...
@@ -102,7 +100,7 @@ class Servers(Protocol):
 
 @dataclass(frozen=True)
 class Supervision:
-    """What a supervisor may do, and its limits."""
+    """The means and limits of a supervisor."""
 
     servers: Servers | None = None  # None: somebody else's engines, which are neither killed nor started again
     connect: Callable[[EngineAddress], Engine] | None = None  # a client; goes with `servers`
@@ -137,7 +135,7 @@ class Member:
 
 
 class Supervisor:
-    """One thread at a time calls it, the one whose turn it is."""
+    """One thread at a time calls it, the one that has the fleet's lock."""
 
     def __init__(self, engines: Sequence[Engine], supervision: Supervision, calls: EngineCalls) -> None:
         self.members = tuple(Member(engine.address.name, engine) for engine in engines)
@@ -168,7 +166,7 @@ class Supervisor:
 
     @property
     def nobody(self) -> str:
-        """Where no engine is left."""
+        """The message when no engine is left."""
         return f"no engine is left of {len(self.members)}: {self.words}"
 
     def ending(self, name: str) -> str | None:
@@ -243,7 +241,7 @@ class Supervisor:
                 self._restart(member)
 
     def await_starts(self, version: int | None) -> None:
-        """Until no server is being started any more; their launcher has a deadline for that. None is begun anew."""
+        """Waits until no server is being started any more; their launcher has a deadline for that. Starts none anew."""
         for member in self.of(State.STARTING):
             if member.pending is not None:
                 wait([member.pending], timeout=_START_S)
@@ -367,7 +365,7 @@ class Supervisor:
                 member.watch = None
 
     def _found_ill(self, member: Member, watch: HealthWatch, words: str) -> None:
-        """In the watch's thread. The process is killed at once, so that no call to it goes on waiting."""
+        """Kills the process at once, in the watch's thread, so that no call to it goes on waiting."""
         with self._lock:
             if member.watch is not watch:
                 return

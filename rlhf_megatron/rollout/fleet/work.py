@@ -1,4 +1,5 @@
-"""Work of a fleet: the pieces that wait, the ones on their way, and what failed of them."""
+"""Work of a fleet: the pieces that wait, those on their way, and those that failed. Checks that samples come from
+weights that the engines served."""
 
 from __future__ import annotations
 
@@ -6,10 +7,10 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
-from rlhf_megatron.rollout.engine import EngineError, EngineRequestError, EngineStaleError
+from rlhf_megatron.rollout.engine import EngineError, EngineRequestError, EngineStaleError, GeneratedSample, VersionSpan
 from rlhf_megatron.rollout.fleet.balancer import Balancer, Chunk, Groups, Load, Sent
 from rlhf_megatron.rollout.fleet.calls import EngineCalls, call_name
 from rlhf_megatron.rollout.fleet.supervisor import Member, State, Supervisor
@@ -34,8 +35,8 @@ Judge = Callable[[Call, Groups], str]  # why these samples are of wrong weights;
 
 
 class Generation:
-    """One thread at a time calls it, the one whose turn it is: `take_back`, `dispatch`, `harvest`, again and again;
-    `wait` and `add` without a turn."""
+    """The thread that has the fleet's lock calls `take_back`, `dispatch`, `harvest`, again and again; `wait` and `add`
+    need no lock."""
 
     def __init__(
         self,
@@ -218,3 +219,55 @@ class Generation:
             )
         self._supervisor.counters["rollout/requests_reissued"] += len(chunk.requests)
         self._todo.insert(0, chunk)
+
+
+@dataclass
+class Served:
+    """Versions of weights that a fleet's engines have served."""
+
+    current: int | None = None  # None: before the first sync
+    past: set[int] = field(default_factory=set)  # the current one too
+
+    def now(self, version: int) -> None:
+        self.current = version
+        self.past.add(version)
+
+
+def spans_of(sample: GeneratedSample) -> tuple[VersionSpan, ...]:
+    """Whole: of a sample that says nothing of spans, all tokens are of its version."""
+    return sample.version_spans or (VersionSpan(sample.policy_version, 0, len(sample.token_ids)),)
+
+
+def closed_problem(groups: Groups, version: int | None) -> str:
+    """Checks samples made between two syncs; `version`: the one that was served then, None: any. Returns "" or the
+    problem."""
+    versions = {sample.policy_version for group in groups for sample in group}
+    if version is None or versions <= {version}:
+        return ""
+    return f"samples of version {sorted(versions)}, the current is {version}"
+
+
+def open_problem(groups: Groups, sent_at: int | None, served: Served) -> str:
+    """Checks samples that went on over syncs. `sent_at`: the version served when they were asked for. Returns "" where
+    each token is of a version that engines had since then, in order."""
+    current = served.current
+    if sent_at is None or current is None:
+        return ""
+    for sample in (sample for group in groups for sample in group):
+        spans = spans_of(sample)
+        versions = [span.version for span in spans]
+        ends = [0, *(span.end for span in spans)]
+        is_whole = all(s.start == end for s, end in zip(spans, ends[:-1], strict=True))
+        if not is_whole or ends[-1] != len(sample.token_ids):
+            return f"a sample of {len(sample.token_ids)} tokens with the versions of {spans}"
+        if not sample.version_spans and sample.token_ids and sent_at != current:
+            return f"a sample that does not say which tokens came before version {current}"
+        if sample.policy_version != versions[0] or versions != sorted(versions):
+            return f"a sample of version {sample.policy_version} whose tokens are of versions {versions}"
+        wrong = [version for version in versions if version not in served.past or not sent_at <= version <= current]
+        if wrong:
+            return (
+                f"samples of version {wrong}, though it was asked for them at version {sent_at} and the current one is"
+                f" {current}"
+            )
+    return ""

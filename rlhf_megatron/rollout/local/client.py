@@ -78,11 +78,15 @@ class LocalEngine:
     def resume_memory(self, parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
         self._admin("/resume_memory", {"parts": list(parts)})
 
+    def held_bytes(self) -> int | None:
+        held = self.info()["memory"]
+        return int(held["weights_bytes"] + held["kv_cache_bytes"])
+
     def health(self, timeout_s: float = _HEALTH_S) -> None:
         self._http.get("/health", timeout_s)
 
     def info(self) -> dict[str, Any]:
-        """What the server says of itself: kind, dtype, device, limits, capabilities, version, stale, stale_reason,
+        """The server's description of itself: kind, dtype, device, limits, capabilities, version, stale, stale_reason,
         pause_mode, released parts, memory."""
         return self._http.get("/info", self._admin_timeout_s)
 
@@ -90,7 +94,7 @@ class LocalEngine:
         return self.info()["version"]
 
     def close(self) -> None:
-        self._http.close()
+        pass
 
     def _admin(self, path: str, body: dict[str, Any] | None = None) -> Any:
         return self._http.post(path, body or {}, self._admin_timeout_s)

@@ -9,12 +9,9 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.rollout.engine import UNSYNCED, FinishReason, GeneratedSample, GenerateRequest
-from rlhf_megatron.rollout.local.attention import Decode
-from rlhf_megatron.rollout.local.member import Group, Member, Prefilled
-from rlhf_megatron.rollout.local.memory import storage_bytes
-from rlhf_megatron.rollout.local.model import LocalModel
+from rlhf_megatron.rollout.local.model import Decode, LocalModel, storage_bytes
 from rlhf_megatron.rollout.local.sampling import RowSampling, check_params
-from rlhf_megatron.rollout.local.slots import Slots, padded_columns
+from rlhf_megatron.rollout.local.slots import Group, Member, Prefilled, Slots, padded_columns
 
 _PREFILL_TOKENS = 8192  # padded prompt tokens of one forward pass, unless one prompt alone is longer
 _LOOKAHEAD_TOKENS = 1024  # prompts are read ahead of free rows, so that passes are not tiny: so many tokens ...
@@ -239,7 +236,7 @@ class Generator:
         self._slots = slots.resized(used, num_rows, num_columns, max(num_stop_ids, slots.num_stop_ids))
 
     def _refresh_sampling(self) -> None:
-        """After rows came, went or moved."""
+        """Read the sampling parameters again after rows came, went or moved."""
         self._sampling = RowSampling.of([member.params for member in self._rows], self.model.device)
 
     def _decode(self) -> list[Member]:

@@ -17,8 +17,8 @@ from typing import Any
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.rollout.engine import MEMORY_PARTS, GeneratedSample, GenerateRequest, MemoryPart, PauseMode
 from rlhf_megatron.rollout.local.generator import Generator
-from rlhf_megatron.rollout.local.member import Member
-from rlhf_megatron.rollout.local.memory import give_back
+from rlhf_megatron.rollout.local.model import give_back
+from rlhf_megatron.rollout.local.slots import Member
 from rlhf_megatron.rollout.local.weights import WeightReceiver
 
 logger = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ class DecodeService:
         self._deliver(self.generator.abort())
 
     def pause(self, mode: PauseMode = "retract") -> None:
-        """See `Engine.pause`. Of a paused engine: what waits since the pause began is treated as the new mode says;
+        """Pauses as `Engine.pause` says. A second pause treats what waits since the first one began as its mode says;
         requests that came during the pause go on waiting in any mode."""
         self.pause_mode = mode
         if mode == "abort":
@@ -162,12 +162,12 @@ class DecodeService:
             self._enqueue(self._held.popleft())
 
     def _leave_cache(self) -> None:
-        """What runs gives its cache up, unless it was paused to keep it."""
+        """Takes the cache from what runs, unless it was paused to keep it."""
         if self.pause_mode != "in_place":
             self.generator.retract()
 
     def begin_update(self, version: int, full_resync: bool) -> None:
-        """What was paused in place goes on with a cache of the old weights: that is what this mode asks for."""
+        """Opens a sync. What was paused in place goes on with a cache of the old weights, as that mode asks for."""
         self.weights.begin(version, full_resync)
         self._leave_cache()
 
@@ -183,7 +183,7 @@ class DecodeService:
             self.generator.set_version(version)
 
     def release_memory(self, parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
-        """What runs waits until it can go on: with the cache back, and weights that a full sync has brought."""
+        """Frees memory; what runs waits until the cache is back and a full sync has brought weights."""
         if "weights" in parts:
             self._leave_cache()
             self.weights.release()

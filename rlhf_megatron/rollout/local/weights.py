@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlhf_megatron.resharding.digest import as_hex, digest
 from rlhf_megatron.resharding.manifest import DTYPE_BYTES, BucketManifest, TensorEntry
-from rlhf_megatron.rollout.local.memory import storage_bytes
+from rlhf_megatron.rollout.local.model import storage_bytes
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -151,14 +151,14 @@ class WeightReceiver:
         self._open_version = None
 
     def digests(self) -> dict[str, str]:
-        """Of what stands in the model. Raises ValueError while memory is released."""
+        """Digests of what stands in the model. Raises ValueError while memory is released."""
         if self.is_released:
             raise ValueError("the weights' memory is released; there is nothing to digest.")
         return {name: as_hex(digest(parameter)) for name, parameter in self._parameters.items()}
 
     @property
     def is_open(self) -> bool:
-        """Between `begin` and the commit or the failure."""
+        """Whether a sync is under way: `begin` was called, and neither a commit nor a failure came since."""
         return self._open_version is not None
 
     @property

@@ -56,7 +56,7 @@ def requests_from_json(body: Any) -> list[GenerateRequest]:
 
 
 def name_from_json(body: dict[str, Any]) -> str:
-    """Of the call; "": none was given. Raises ValueError."""
+    """Reads the name of the call; "": none was given. Raises ValueError."""
     name = body.get("name", "")
     if not isinstance(name, str):
         raise ValueError(f"name must be a string, not {name!r}.")
@@ -64,7 +64,7 @@ def name_from_json(body: dict[str, Any]) -> str:
 
 
 def names_from_json(body: dict[str, Any]) -> tuple[str, ...]:
-    """Of calls that are aborted; (): all. Raises ValueError."""
+    """Reads the names of the calls to abort; (): all. Raises ValueError."""
     names = body.get("names", [])
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise ValueError("names must be a list of strings.")

@@ -1,29 +1,44 @@
-"""`rollout.router: sglang`: a balancer that leaves the choice of the engine to sglang-router.
+"""`rollout.router: sglang`: a balancer that leaves the choice of the engine to sglang-router, and the router's client.
 
-Its workers are at every moment of sending exactly the engines that serve. It does not say which engine it gave a
-request to: what fails is asked for again, and the supervisor examines all that serve.
+The router's workers are at every moment of sending exactly the engines that serve. It does not say which engine it
+gave a request to: what fails is asked for again, and the supervisor examines all that serve.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
+import resource
 import time
+import uuid
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
-from rlhf_megatron.rollout.engine import EngineAddress, EngineError, GenerateRequest
+from rlhf_megatron.rollout.engine import (
+    EngineAddress,
+    EngineError,
+    EngineTimeoutError,
+    GeneratedSample,
+    GenerateRequest,
+)
 from rlhf_megatron.rollout.fleet.balancer import Chunk, Load, Sent, samples_in_flight
-from rlhf_megatron.rollout.fleet.calls import EngineCalls
+from rlhf_megatron.rollout.fleet.calls import EngineCalls, sample_names
 from rlhf_megatron.rollout.fleet.supervisor import HealthWatch, Member
-from rlhf_megatron.rollout.http import HttpClient
-from rlhf_megatron.rollout.router.client import RouterClient, RouterError
+from rlhf_megatron.rollout.http import HttpClient, run, start
 from rlhf_megatron.rollout.router.process import WORKER_STARTUP_S, RouterProcess
-from rlhf_megatron.rollout.sglang.samples import Limits, limits_of
+from rlhf_megatron.rollout.sglang.samples import Limits, generate_body, groups_of, limits_of
 
 logger = logging.getLogger(__name__)
 
+ROUTING_KEY = "X-SMG-Routing-Key"
 SAMPLES_IN_FLIGHT = 512  # per engine, at most (a group is never cut)
+_REFUSED = (400, 413, 422)  # the request itself; other 4xx are between the router and its engines
+_ADMIN_S = 10.0
+_GRACE_S = 5.0
 _CHANGE_S = 30.0  # to have its workers changed
 _MAX_FAILED_CHANGES = 3  # in a row
 _POLL_S = 0.02
@@ -31,8 +46,115 @@ _LATE_S = WORKER_STARTUP_S + 5.0  # a worker that it was told to take and then t
 _LOOK_AGAIN_S = 1.0
 
 
+class RouterError(EngineError):
+    """The router itself is not there: the engines behind it are not to blame."""
+
+
+class RouterClient:
+    """`generate` through sglang-router, and who its workers are. Thread-safe.
+
+    A sample is a request of its own: the router reads one set of sampling parameters a request, and a group's samples
+    need a seed each. A routing key, the same for all of a group, keeps them on one worker.
+    """
+
+    def __init__(self, address: EngineAddress) -> None:
+        self.address = address
+        self.max_connections = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+        self._admin = HttpClient(address)
+        self._serving = HttpClient(address, address.api_key)
+        self._running: set[Future[list[list[GeneratedSample]]]] = set()
+        self._is_closed = False
+
+    def generate(
+        self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = "", *, version: int | None
+    ) -> list[list[GeneratedSample]]:
+        """Generates as `Engine.generate` does: all samples or an EngineError. `version`: that the engines serve."""
+        where = f"router ({self.address.url}/generate)"
+        if self._is_closed:
+            raise RouterError(f"{where}: the client is closed.")
+        future = start(self._groups(requests, timeout_s, version, name))
+        self._running.add(future)
+        try:
+            return future.result(timeout_s + _GRACE_S)
+        except TimeoutError:
+            raise EngineTimeoutError(f"{where}: no answer within {timeout_s:g} s.") from None
+        except CancelledError as error:
+            raise RouterError(f"{where}: given up.") from error
+        finally:
+            future.cancel()
+            self._running.discard(future)
+
+    def workers(self) -> dict[str, str]:
+        """URL -> the name that the router has given it. Raises EngineError."""
+        return {worker["url"]: worker["id"] for worker in self._admin.get("/workers", _ADMIN_S)["workers"]}
+
+    def add_worker(self, url: str, key: str) -> None:
+        """Returns before the router has looked at it: `workers` has it then."""
+        self._change("POST", "/workers", json.dumps({"url": url, "api_key": key, "disable_health_check": True}))
+
+    def remove_worker(self, worker_id: str) -> None:
+        """Returns before it is gone."""
+        self._change("DELETE", f"/workers/{worker_id}", None)
+
+    def health(self, timeout_s: float) -> None:
+        self._admin.get("/liveness", timeout_s)
+
+    def close(self) -> None:
+        """End what is under way. Safe to call twice."""
+        self._is_closed = True
+        for future in list(self._running):
+            future.cancel()
+
+    async def _groups(
+        self, requests: Sequence[GenerateRequest], timeout_s: float, version: int | None, name: str
+    ) -> list[list[GeneratedSample]]:
+        """All samples at once. When one fails the others are given up: the group is asked for again as a whole."""
+        tasks = []
+        names = iter(sample_names(name) if name else [])
+        for request in requests:
+            key = uuid.uuid4().hex  # a group that is asked for again may go elsewhere
+            for seed in request.seeds:
+                one = replace(request, seeds=(seed,))
+                tasks.append(asyncio.ensure_future(self._sample(one, key, timeout_s, version, next(names, ""))))
+        try:
+            samples = iter(await asyncio.gather(*tasks))
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+        return [[next(samples) for _ in request.seeds] for request in requests]
+
+    async def _sample(
+        self, request: GenerateRequest, key: str, timeout_s: float, version: int | None, name: str
+    ) -> GeneratedSample:
+        body = json.dumps(single_body(request, version) | ({"rid": name} if name else {}))
+        try:
+            answer = await self._serving.send("POST", "/generate", body, timeout_s, {ROUTING_KEY: key})
+        except EngineTimeoutError:
+            raise
+        except EngineError as error:
+            raise RouterError(str(error)) from error
+        found = answer.parsed(refused=_REFUSED)
+        try:
+            return groups_of([found], [request])[0][0]
+        except ValueError as error:
+            raise EngineError(f"{answer.who}: {error}") from error
+
+    def _change(self, method: str, path: str, body: str | None) -> None:
+        """Changes the router's workers; it answers before it has done so."""
+        run(self._admin.send(method, path, body, _ADMIN_S), _ADMIN_S).parsed(good=(200, 202), refused=())
+
+
+def single_body(request: GenerateRequest, version: int | None) -> dict[str, Any]:
+    """Returns the body of a request for one sample: the router takes no lists of sampling parameters."""
+    body = generate_body([request], version)
+    (prompt,), (sampling,) = body["input_ids"], body["sampling_params"]
+    return {**body, "input_ids": prompt, "sampling_params": sampling}
+
+
 class SGLangRouter:
-    """See `balancer.Balancer`. Owns the router's process, which is started again when it ends or hangs."""
+    """A `Balancer` that owns the router's process, and starts it again when it ends or hangs."""
 
     def __init__(
         self,
@@ -117,7 +239,7 @@ class SGLangRouter:
         self._watch = HealthWatch("router", client.health, self.process.ending, self._found_ill, *self._health)
 
     def _found_ill(self, watch: HealthWatch, words: str) -> None:
-        """In the watch's thread. It is killed at once, so that no request waits for it."""
+        """Kills the router at once, in the watch's thread, so that no request waits for it."""
         if watch is self._watch:
             self._ill = words
             self.process.kill()
@@ -176,11 +298,7 @@ class SGLangRouter:
 
 def _limits_of(url: str, key: str) -> Limits:
     """The engine is asked itself. Raises EngineError."""
-    client = HttpClient(EngineAddress("a worker of the router", "sglang", url, key))
-    try:
-        return limits_of(client, _CHANGE_S)
-    finally:
-        client.close()
+    return limits_of(HttpClient(EngineAddress("a worker of the router", "sglang", url, key)), _CHANGE_S)
 
 
 def _wanted(serving: Sequence[Member]) -> dict[str, str]:

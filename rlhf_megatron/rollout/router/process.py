@@ -106,18 +106,15 @@ class RouterProcess:
         return ServerProcess("router", command, log, env, token)
 
     def _is_up(self) -> bool:
-        client = HttpClient(self._address)
-        try:
-            client.get("/workers", _POLL_TIMEOUT_S)  # takes the key of this run: not another server on the port
+        try:  # with the key of this run: not another server on the port
+            HttpClient(self._address).get("/workers", _POLL_TIMEOUT_S)
         except EngineError:
             return False
-        finally:
-            client.close()
         return True
 
 
 def arguments(port: int, metrics_port: int, token: str, api_key: str) -> list[str]:
-    """Of sglang-router. It picks the worker of a group and nothing else: who serves is the supervisor's to say, and the
+    """Arguments of sglang-router. It only picks the worker of a group: the supervisor says who serves, and the
     fleet asks again for what failed, and counts it. `token`: to change its workers; `api_key`: to generate, which it
     passes on to them."""
     return [
@@ -162,8 +159,8 @@ def check_router(python: str | None, env: Mapping[str, str]) -> None:
         raise ValueError(f"{python} cannot be run: {error}; name another in rollout.sglang.python.") from error
     if done.returncode != 0:
         raise ValueError(
-            f"rollout.router (sglang) needs sglang-router, which {python} (rollout.sglang.python) has not; install it"
-            f" there (pip install --no-deps 'sglang-router>={OLDEST},<{TOO_NEW}'), {_OTHERWISE}"
+            f"rollout.router (sglang) needs sglang-router, which is not installed for {python} (rollout.sglang.python);"
+            f" install it there (pip install --no-deps 'sglang-router>={OLDEST},<{TOO_NEW}'), {_OTHERWISE}"
         )
     version = done.stdout.strip()
     if not Version(OLDEST) <= Version(version) < Version(TOO_NEW):
@@ -174,7 +171,7 @@ def check_router(python: str | None, env: Mapping[str, str]) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Of 127.0.0.1, all different."""
+    """Returns different free ports of 127.0.0.1."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for one in sockets:

@@ -90,7 +90,7 @@ class Option:
 
 
 def options_from(text: str) -> list[Option]:
-    """Of what `QUERY` prints, or `as_text` wrote. Raises ValueError."""
+    """Reads what `QUERY` prints, or `as_text` wrote. Raises ValueError."""
     try:
         return [
             Option(
@@ -113,7 +113,7 @@ def as_text(options: Sequence[Option]) -> str:
 
 @dataclass(frozen=True)
 class Arguments:
-    """Of the user, checked."""
+    """The user's arguments, checked."""
 
     values: dict[str, object]  # by `Option.name`
     settings: dict[str, object]  # the part that goes into the settings file

@@ -1,15 +1,18 @@
 """Running SGLang servers that a run uses and does not own (`rollout.endpoints`): looked at, taken for this run alone,
 given back as they can go on serving.
 
-They are never killed nor started again. What a killed run has left behind in one, an open weight update and a pause, is
-put right by the next run that takes it.
+They are never killed nor started again. What a killed run has left behind in one, an open weight update and a pause,
+is put right by the next run that takes it. The lease is needed: without it two runs could load weights into one server
+within one sync, and each would take the other's samples for its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,9 +37,109 @@ from rlhf_megatron.rollout.sglang.attached_server import (
     vocabulary_problem,
 )
 from rlhf_megatron.rollout.sglang.client import SGLangEngine
-from rlhf_megatron.rollout.sglang.lease import LEASE_S, Lease
 from rlhf_megatron.rollout.sglang.samples import limits_of
-from rlhf_megatron.rollout.sglang.verbs import SGLangVerbs
+from rlhf_megatron.rollout.sglang.weights import SGLangVerbs
+
+LEASE_S = 60.0
+SLOTS = ("rlhf_megatron-lease-a", "rlhf_megatron-lease-b")
+_CALL_S = 120.0  # a server that loads weights answers late
+_VERDICT_S = 30.0
+_RETRY_S = 1.0
+
+
+class Lease:
+    """Held from `acquire` to `release`, renewed by a thread. `epoch` counts the times that it was held anew: another
+    run can have used the server between two of them."""
+
+    def __init__(self, http: HttpClient, seconds: float = LEASE_S) -> None:
+        """`http`: with the key of verbs that take no admin key."""
+        self.epoch = 0
+        self._http = http
+        self._seconds = seconds
+        self._renewed = 0.0  # when the last session that was opened was asked for
+        self._changed = threading.Condition()
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def acquire(self, deadline: float, waiting: Callable[[], None] = lambda: None) -> None:
+        """Wait until nobody else holds it; `waiting` is called every moment. `deadline`: of time.monotonic().
+
+        Raises EngineError: at the deadline, or where the server fails.
+        """
+        while True:
+            sent = _now()
+            if self._open(SLOTS[0]):
+                if self._open(SLOTS[1]):
+                    break
+                self._close(SLOTS[0])
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"{self._http.address.url} is in use by another run; stop that run, or give this one servers of its"
+                    f" own (a run that was killed is forgotten after {self._seconds:g} s)."
+                )
+            waiting()
+            time.sleep(_RETRY_S)
+        self.epoch, self._renewed = self.epoch + 1, sent
+        self._thread = threading.Thread(target=self._keep, name=f"lease-{self._http.address.name}", daemon=True)
+        self._thread.start()
+
+    def current(self) -> int:
+        """The epoch. Where the last renewal is too long ago, e.g. after this process was stopped, waits for the next
+        one. Raises EngineError where the lease is lost."""
+        with self._changed:
+            if self._changed.wait_for(lambda: _now() - self._renewed < self._seconds, _VERDICT_S):
+                return self.epoch
+        raise EngineError(
+            f"{self._http.address.name} ({self._http.address.url}): this run has lost its lease of the server, which"
+            " another run may use now."
+        )
+
+    def release(self) -> None:
+        """Safe to call twice. Does not raise where the server is gone."""
+        self._stopped.set()
+        if self._thread is None:
+            return
+        self._thread.join(_RETRY_S)
+        self._thread = None
+        for slot in SLOTS:
+            with contextlib.suppress(EngineError):
+                self._close(slot, _VERDICT_S)
+
+    def _keep(self) -> None:
+        """Renews the lease, in its thread. A session that was asked for within `seconds` of the other one came while
+        that one stood, or before whoever asked later: no other run had both, also where the server answers late."""
+        turn, pause = 0, self._seconds / 6
+        while not self._stopped.wait(pause):
+            sent, is_renewed = 0.0, False
+            with contextlib.suppress(EngineError):
+                self._close(SLOTS[turn])
+                sent = _now()
+                is_renewed = self._open(SLOTS[turn])
+            pause = self._seconds / 6 if is_renewed else _RETRY_S
+            if is_renewed:
+                turn = 1 - turn  # never before: while this session is not there again, the other one is the lease
+                with self._changed:
+                    self.epoch += sent - self._renewed >= self._seconds
+                    self._renewed = sent
+                    self._changed.notify_all()
+
+    def _open(self, slot: str) -> bool:
+        body = {"session_id": slot, "capacity_of_str_len": 0, "timeout": self._seconds}
+        try:
+            return bool(self._http.post("/open_session", body, _CALL_S) == slot)
+        except EngineRequestError as error:
+            if "Failed to open the session" in str(error):
+                return False
+            raise
+
+    def _close(self, slot: str, timeout_s: float = _CALL_S) -> None:
+        self._http.post("/close_session", {"session_id": slot}, timeout_s)
+
+
+def _now() -> float:
+    """Goes on while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +206,7 @@ class AttachedEngine(SGLangEngine):
 
 
 class AttachedEngines:
-    """A context manager: all servers are given back when it ends. See `rollout.process.EngineServers`."""
+    """A context manager: all servers are given back when it ends. See `fleet.process.EngineServers`."""
 
     def __init__(
         self,
@@ -130,7 +233,7 @@ class AttachedEngines:
 
     @property
     def processes(self) -> tuple[ServerProcess, ...]:
-        """None are this run's."""
+        """Empty: the servers are not this run's processes."""
         return ()
 
     def connect(self, address: EngineAddress) -> AttachedEngine:
@@ -162,13 +265,10 @@ class AttachedEngines:
         self._taken.append(_Taken(address, lease))
         address = replace(address, tp_size=facts.tp_size)
         _recover(address)
-        client = SGLangEngine(address, self._transfer_dir)
-        try:
-            client.probe()
-        finally:
-            client.close()
+        SGLangEngine(address, self._transfer_dir).probe()
         model = _ask_loader(address, self._transfer_dir) if facts.lists_loader else None
-        problems = list(compare_model(model or {}, expected)) + list(vocabulary_problem(_vocab_size(address), expected))
+        vocab_size = limits_of(HttpClient(address, address.api_key or address.token), _VERB_S).vocab_size
+        problems = list(compare_model(model or {}, expected)) + list(vocabulary_problem(vocab_size, expected))
         if model is not None and model["dtype"] != expected.dtype and facts.dtype is None:
             problems.append(dtype_problem(model["dtype"], expected))
         if problems:
@@ -234,8 +334,6 @@ def _recover(address: EngineAddress) -> None:
             f"rollout.endpoints: {address.url} refuses the admin key; name a file that holds its --admin-api-key in"
             " rollout.sglang.admin_api_key_file (readable by you alone)."
         ) from error
-    finally:
-        http.close()
 
 
 def _end_update(http: HttpClient, timeout_s: float) -> None:
@@ -250,29 +348,17 @@ def _end_update(http: HttpClient, timeout_s: float) -> None:
 
 
 def _ask_loader(address: EngineAddress, transfer_dir: Path) -> dict[str, Any] | None:
-    """What model the loader finds itself in, in every rank alike; None where no receipt of it arrives here."""
-    verbs, http = SGLangVerbs(address, transfer_dir, _VERB_S), HttpClient(address)
+    """Asks the loader in each rank for its model; None where no receipt of it arrives here."""
+    http = HttpClient(address)
+    http.post("/begin_weight_update", {}, _VERB_S)
     try:
-        http.post("/begin_weight_update", {}, _VERB_S)
-        try:
-            receipts = verbs.order({"describe": True}, "question for its model")
-        except EngineError as error:
-            logger.debug("%s", error)
-            return None
-        finally:
-            http.post("/end_weight_update", {}, _VERB_S)
-        return dict(receipts[0]["model"])
+        receipts = SGLangVerbs(address, transfer_dir, _VERB_S).order({"describe": True}, "question for its model")
+    except EngineError as error:
+        logger.debug("%s", error)
+        return None
     finally:
-        verbs.close()
-        http.close()
-
-
-def _vocab_size(address: EngineAddress) -> int | None:
-    http = HttpClient(address, address.api_key or address.token)
-    try:
-        return limits_of(http, _VERB_S).vocab_size
-    finally:
-        http.close()
+        http.post("/end_weight_update", {}, _VERB_S)
+    return dict(receipts[0]["model"])
 
 
 def _give_back(taken: _Taken) -> None:
@@ -285,6 +371,5 @@ def _give_back(taken: _Taken) -> None:
     except EngineError as error:
         logger.warning("%s could not be given back: %s", taken.address.url, error)
     finally:
-        http.close()
         if taken.lease is not None:
             taken.lease.release()

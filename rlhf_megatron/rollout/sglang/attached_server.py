@@ -36,7 +36,7 @@ NOT_OF_THE_MODEL = (  # what may differ between the config.json of server and ru
 
 @dataclass(frozen=True)
 class Expected:
-    """Of the run, what its servers must fit."""
+    """The model and settings of the run, which its servers must fit."""
 
     model_path: Path
     tokenizer_path: Path
@@ -47,7 +47,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Found:
-    """What a server said of itself."""
+    """A server's description of itself."""
 
     tp_size: int
     lists_loader: bool  # it was started with the run's weight loader
@@ -61,11 +61,8 @@ def look(address: EngineAddress, expected: Expected) -> Found:
     """Ask the server and compare. Raises EngineError where it is none, or does not let the run in; what does not fit is
     in `problems`."""
     http = HttpClient(address, address.api_key or address.token)
-    try:
-        info, model = _info(http, "/server_info", "tp_size"), _info(http, "/model_info", "model_path")
-        paths = _paths(http)
-    finally:
-        http.close()
+    info, model = _info(http, "/server_info", "tp_size"), _info(http, "/model_info", "model_path")
+    paths = _paths(http)
     problems: list[str] = []
     warnings: list[str] = []
     try:
@@ -108,7 +105,7 @@ def dtype_problem(dtype: str, expected: Expected) -> str:
 
 
 def compare_model(found: Mapping[str, Any], expected: Expected) -> Iterator[str]:
-    """Where `found`, by the names of config.json, is another model than the run's."""
+    """Yields the problem where `found`, by the names of config.json, is another model than the run's."""
     ours = read_json(expected.model_path / "config.json")
     names = [name for name in found if name in ours and name not in NOT_OF_THE_MODEL]
     different = [name for name in names if None not in (found[name], ours[name]) and found[name] != ours[name]]
@@ -173,7 +170,7 @@ def _dtype(info: Mapping[str, Any]) -> str | None:
 
 
 def _of_model(model: Mapping[str, Any], expected: Expected) -> Iterator[str]:
-    """By what the server tells; by its own config.json where that can be read here."""
+    """Compares what the server tells, and its own config.json where that can be read here."""
     ours = read_json(expected.model_path / "config.json")
     theirs, wanted = model.get("architectures"), ours.get("architectures")
     if theirs and wanted and set(theirs).isdisjoint(wanted):

@@ -7,8 +7,10 @@ that the server's loader confirmed as complete, the engine is STALE, stays pause
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from rlhf_megatron.resharding.manifest import BucketManifest
@@ -26,10 +28,57 @@ from rlhf_megatron.rollout.engine import (
     PauseMode,
 )
 from rlhf_megatron.rollout.http import HttpClient
-from rlhf_megatron.rollout.sglang import receipts
-from rlhf_megatron.rollout.sglang.gate import Gate
 from rlhf_megatron.rollout.sglang.samples import Limits, generate_body, groups_of, limits_of, max_running_of
-from rlhf_megatron.rollout.sglang.verbs import SGLangVerbs
+from rlhf_megatron.rollout.sglang.weights import SGLangVerbs, read_all, standing_of
+
+
+class Gate:
+    """Stock SGLang holds what comes during a pause where its own abort does not reach it; here an abort does.
+    Thread-safe."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._is_open = True
+        self._num_aborts = 0
+        self._num_inside = 0
+
+    def open(self) -> None:
+        with self._condition:
+            self._is_open = True
+            self._condition.notify_all()
+
+    def close(self) -> None:
+        """Make calls wait that come from now on."""
+        with self._condition:
+            self._is_open = False
+
+    def abort(self) -> None:
+        """End the calls that wait."""
+        with self._condition:
+            self._num_aborts += 1
+            self._condition.notify_all()
+
+    @contextmanager
+    def passing(self, timeout_s: float) -> Iterator[bool]:
+        """True: inside of the block the call runs. False: it was aborted as it waited. Raises TimeoutError."""
+        with self._condition:
+            before = self._num_aborts
+            if not self._condition.wait_for(lambda: self._is_open or self._num_aborts != before, timeout_s):
+                raise TimeoutError
+            is_running = self._num_aborts == before
+            self._num_inside += is_running
+        try:
+            yield is_running
+        finally:
+            with self._condition:
+                self._num_inside -= is_running
+                self._condition.notify_all()
+
+    def wait_until_empty(self, timeout_s: float) -> bool:
+        """False: something still ran then."""
+        with self._condition:
+            return self._condition.wait_for(lambda: self._num_inside == 0, timeout_s)
+
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +99,7 @@ NEEDED = (
 
 
 class SGLangEngine:
-    """See `rollout.engine.Engine`. Weights go through the server's custom-weight-loader hook.
+    """An `Engine`. Weights go through the server's custom-weight-loader hook.
 
     Only one client of a server, the controller's, may generate, pause and open syncs; others deliver buckets.
     """
@@ -180,8 +229,8 @@ class SGLangEngine:
         self._settle()
 
     def weight_digests(self) -> dict[str, str] | None:
-        """From the receipts of the running sync, else of the last one; None without the run's loader, and where the
-        engine quantises weights. A tensor that does not stand whole has words in place of its digest."""
+        """Digests by the receipts of the running sync, else of the last one; None without the run's loader, and where
+        the engine quantises weights. A tensor that does not stand whole has words in place of its digest."""
         return self._digests if self._pending is None else self._read_digests()
 
     def release_memory(self, parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
@@ -203,6 +252,9 @@ class SGLangEngine:
             self._stale_reason = "its memory was released and the weights have not been sent again"
         self._settle()
 
+    def held_bytes(self) -> int | None:
+        return None
+
     def health(self, timeout_s: float) -> None:
         """While halted the scheduler is asked for its state, since it generates nothing then. The same where seeds
         count: SGLang's own question is greedy, and in the batch of others it would change what their seeds draw."""
@@ -215,9 +267,7 @@ class SGLangEngine:
         return self._version
 
     def close(self) -> None:
-        self._verbs.close()
-        self._http.close()
-        self._serving.close()
+        pass
 
     def _require_fit(self) -> None:
         if self._stale_reason is not None:
@@ -242,7 +292,7 @@ class SGLangEngine:
         self._http.post("/abort_request", {"abort_all": True}, ADMIN_TIMEOUT_S)
 
     def _await_ends(self) -> None:
-        """After an abort of all. Raises EngineTimeoutError."""
+        """Waits for the ends of all calls after an abort. Raises EngineTimeoutError."""
         deadline = time.monotonic() + ABORT_TIMEOUT_S
         while not self._gate.wait_until_empty(_ABORT_AGAIN_S):
             if time.monotonic() > deadline:
@@ -281,7 +331,7 @@ class SGLangEngine:
     def _read_digests(self) -> dict[str, str] | None:
         if not self.address.has_loader:
             return None
-        found = receipts.standing_of(receipts.read_all(self.transfer_dir, self._verbs.receipt_prefix))
+        found = standing_of(read_all(self.transfer_dir, self._verbs.receipt_prefix))
         if found.unlike:
             name, why = next(iter(found.unlike.items()))
             logger.warning(

@@ -1,6 +1,8 @@
-"""The environment that has sglang: is it there, is it new enough, does it know the arguments it shall get.
+"""The environment that servers start in: its interpreter and sglang's version, what the trainer forbids, which GPUs
+each server takes. Imports no torch.
 
-Also: What a stock SGLang server must be for this trainer: its version, and what it must not do.
+Servers see all devices that the run sees, and count from `base-gpu-id`: a device has one number in trainer and engine,
+and an engine can open memory that a trainer rank shares.
 """
 
 from __future__ import annotations
@@ -27,7 +29,65 @@ from rlhf_megatron.rollout.sglang.arguments import (
     checked,
     options_from,
 )
-from rlhf_megatron.rollout.sglang.places import Machine, on_cpu, place
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+CPU_ENGINE = "SGLANG_USE_CPU_ENGINE"
+BASE = "base-gpu-id"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPUs of the machine that the servers run on."""
+
+    num_visible: int = 0  # to this process; 0: none, or only the servers' environment knows of them
+    num_trainer: int = 0  # of those, the first: one a rank of the trainer
+    is_shared: bool = False  # rollout.colocated: trainer and servers take turns
+
+
+def on_cpu(arguments: Mapping[str, object], env: Mapping[str, str]) -> bool:
+    """`arguments`: of the server, by name; `env`: that the user gives it."""
+    return arguments.get("device") == "cpu" or env.get(CPU_ENGINE) == "1"
+
+
+def place(
+    arguments: Mapping[str, object], env: Mapping[str, str], num_engines: int, machine: Machine
+) -> list[dict[str, object]]:
+    """Per server the arguments that give it devices; empty where the user says which, or where there are none.
+
+    Raises ValueError where there are too few.
+    """
+    nothing: list[dict[str, object]] = [{} for _ in range(num_engines)]
+    if on_cpu(arguments, env) or BASE in arguments:
+        return nothing
+    given = env.get(VISIBLE)
+    num_visible = len([part for part in given.split(",") if part.strip()]) if given is not None else machine.num_visible
+    if num_visible == 0:
+        return nothing
+    start = 0 if given is not None or machine.is_shared else machine.num_trainer
+    span = _whole(arguments, "tp-size") * _whole(arguments, "gpu-id-step")
+    if start + num_engines * span > num_visible:
+        raise ValueError(_too_few(span, num_engines, num_visible, start, given))
+    return [{BASE: start + index * span} for index in range(num_engines)]
+
+
+def _whole(arguments: Mapping[str, object], name: str) -> int:
+    return int(str(arguments.get(name, 1)))
+
+
+def _too_few(span: int, num_engines: int, num_visible: int, start: int, given: str | None) -> str:
+    needed = f"rollout.num_engines ({num_engines}) x tp-size ({span}) = {num_engines * span} GPUs"
+    if given is not None:
+        return (
+            f"{needed} are more than rollout.sglang.env.{VISIBLE} ({given}) names; name as many, or lower either (or"
+            " set rollout.sglang.args.base_gpu_id for servers that share devices)."
+        )
+    of_trainer = f" beside the trainer's {start} (trainer.n_gpus_per_node)" if start else ""
+    shared = " let both take turns (rollout.colocated: true)," if start else ""
+    return (
+        f"{needed} are needed{of_trainer}, but {num_visible} are visible; lower either,{shared} or name the devices in"
+        f" rollout.sglang.env.{VISIBLE}."
+    )
+
 
 OLDEST = "0.5.21"  # the first with the weight-update session endpoints
 TESTED = ("0.5.21",)  # what the tests ran on
@@ -57,7 +117,7 @@ LIMITS: dict[str, tuple[tuple[object, ...], str, str]] = {
 
 
 def check_version(version: str, place: str) -> str | None:
-    """None, or a warning about a version that no test has seen. `place`: where it is. Raises ValueError."""
+    """Returns None, or a warning about a version that no test has seen. `place`: where it is. Raises ValueError."""
     try:
         found = Version(version)
     except InvalidVersion:
@@ -162,13 +222,13 @@ def find_python(python: str | None) -> str:
 
 
 def absolute_env(env: Mapping[str, str]) -> dict[str, str]:
-    """The same with an absolute PYTHONPATH: not every process of a server stays in this directory."""
+    """Returns `env` with an absolute PYTHONPATH: not every process of a server stays in this directory."""
     paths = [os.path.abspath(path) for path in env.get("PYTHONPATH", "").split(":") if path]
     return {**env, "PYTHONPATH": ":".join(paths)} if paths else dict(env)
 
 
 def deterministic_arguments(arguments: Mapping[str, object], env: Mapping[str, str]) -> dict[str, object]:
-    """What servers need so that a sample does not depend on what is decoded beside it. `arguments`: canonical.
+    """Arguments that keep a sample from depending on what is decoded beside it. `arguments`: canonical.
 
     Raises ValueError where they cannot: on a CPU, or where the user has switched it off.
     """
@@ -186,7 +246,7 @@ def deterministic_arguments(arguments: Mapping[str, object], env: Mapping[str, s
 
 
 def shared_arguments(arguments: Mapping[str, object]) -> dict[str, object]:
-    """What servers need so that they can give their memory to the trainer. `arguments`: canonical. Raises ValueError
+    """Arguments by which servers can give their memory to the trainer. `arguments`: canonical. Raises ValueError
     where the user has switched it off."""
     if arguments.get(MEMORY_SAVER, True) is not True:
         raise ValueError(
@@ -212,7 +272,7 @@ def _known_options(python: str, version: str, env: Mapping[str, str], cache: Pat
 
 
 def _run(python: str, code: str, env: Mapping[str, str], problem: str) -> str:
-    """What `code` prints. Raises ValueError with `problem` and the last line of the error."""
+    """Returns what `code` prints. Raises ValueError with `problem` and the last line of the error."""
     try:
         done = subprocess.run(
             [python, "-c", code], env={**os.environ, **env}, capture_output=True, text=True, timeout=_TIMEOUT_S

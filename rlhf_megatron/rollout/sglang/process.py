@@ -1,8 +1,5 @@
-"""Stock SGLang servers: started with a settings file each, awaited until healthy, stopped with all children.
-
-Also: What a SGLang server that does not start says of it: found in its log, with what can be done. The command that
-starts a SGLang server by hand, as a run would start it, for runs that attach to it.
-"""
+"""Stock SGLang servers: started with a settings file each, awaited until healthy, stopped with all children. A server
+that does not start is reported with its own error and what to do. `shell_command` starts one by hand."""
 
 from __future__ import annotations
 
@@ -11,6 +8,9 @@ import logging
 import os
 import re
 import shlex
+import socket
+import tempfile
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,9 +33,11 @@ from rlhf_megatron.rollout.fleet.process import (
 from rlhf_megatron.rollout.http import HttpClient
 from rlhf_megatron.rollout.sglang.arguments import DETERMINISTIC
 from rlhf_megatron.rollout.sglang.client import SGLangEngine
-from rlhf_megatron.rollout.sglang.environment import SGLangEnvironment, check_sglang
-from rlhf_megatron.rollout.sglang.network import INIT_METHOD, MeetingPlace, Ports, loopback
-from rlhf_megatron.rollout.sglang.places import Machine
+from rlhf_megatron.rollout.sglang.environment import (
+    Machine,
+    SGLangEnvironment,
+    check_sglang,
+)
 from rlhf_megatron.rollout.sglang.server.loader import LOAD_FORMAT, TRANSFER_DIR
 
 _ERROR_LINE = re.compile(r"^(\[[^]]*\] *)*([\w.]+: error: |([\w.]+\.)?\w*(Error|Exception): ).*\S", re.MULTILINE)
@@ -78,11 +80,66 @@ logger = logging.getLogger(__name__)
 
 POLL_TIMEOUT_S = 5.0
 PORT_ATTEMPTS = 3  # another process can take a port between the look for it and the server's own bind
-PACKAGE_ROOT = Path(__file__).resolve().parents[2]  # the loader runs in the server from here
+PACKAGE_ROOT = Path(__file__).resolve().parents[3]  # the loader runs in the server from here
 _BIND_FAILED = re.compile(
     r"error while attempting to bind on address", re.IGNORECASE
 )  # it hangs then, and does not end
 _PORT_LOST = re.compile(r"address already in use|EADDRINUSE|port \S+ is already in use", re.IGNORECASE)
+
+
+INIT_METHOD = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
+
+
+def loopback(env: Mapping[str, str], inherited: Mapping[str, str], is_one_machine: bool) -> dict[str, str]:
+    """Environment that makes the ranks of a server listen to this machine only; not where others must reach them, and
+    not over what somebody has set."""
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return {name: "lo" for name in names if is_one_machine and name not in env and name not in inherited}
+
+
+class MeetingPlace:
+    """Where the ranks of each server find one another: a file. SGLang's own way is a TCP store, which torch binds to
+    all addresses of the machine, at a port that another process can have taken."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="rlhf-engines-", ignore_cleanup_errors=True)
+
+    def __reduce__(self) -> tuple[type[MeetingPlace], tuple[()]]:
+        """In another process: another place."""
+        return MeetingPlace, ()
+
+    def env(self, name: str, port: int) -> dict[str, str]:
+        """Environment with a fresh file for the server of that name."""
+        path = Path(self._folder.name) / f"{name}-{port}"
+        path.unlink(missing_ok=True)
+        # SGLang names segments of shared memory after the port, where there is one.
+        return {INIT_METHOD: f"file://{path}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+class Ports:
+    """Free loopback ports below the range from which the kernel gives out ports by itself; none twice. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+        self._next = 20000 + os.getpid() * 37 % max(1, low - 21000)
+
+    def __reduce__(self) -> tuple[type[Ports], tuple[()]]:
+        """In another process: those of its machine."""
+        return Ports, ()
+
+    def take(self) -> int:
+        """Raises EngineError when a thousand in a row are taken."""
+        with self._lock:
+            for port in range(self._next, self._next + 1000):
+                with socket.socket() as probe:
+                    try:
+                        probe.bind(("127.0.0.1", port))
+                    except OSError:
+                        continue
+                self._next = port + 1
+                return port
+        raise EngineError(f"no free port on 127.0.0.1 in {self._next}..{self._next + 999}; end what uses them.")
 
 
 def start_sglang_engines(
@@ -146,7 +203,7 @@ def start_sglang_engines(
 
 
 def settings_of(installed: SGLangEnvironment, model_path: Path | str, dtype: str) -> dict[str, object]:
-    """Of the settings file of each server: what the run asks for, and over it what the user does."""
+    """Contents of each server's settings file: what the run asks for, and over it what the user does."""
     own = {
         "model-path": str(Path(model_path).absolute()),
         "host": "127.0.0.1",
@@ -215,7 +272,7 @@ class _Launch:
         self.process = ServerProcess(self.name, [*command, *self.installed.arguments.words], self.log, env, token)
 
     def wait(self, deadline: float, progress: Progress | None) -> EngineAddress:
-        """Until it answers and says that it can do what is needed. A lost port is tried again with another one."""
+        """Waits until it answers and says that it can do what is needed. Takes another port where one was lost."""
         try:
             return self._wait(deadline, progress)
         finally:
@@ -237,11 +294,7 @@ class _Launch:
             self.process.stop()
             self.process.hide_token()
             self.start()
-        client = SGLangEngine(self.address, self.transfer_dir)
-        try:
-            client.probe()
-        finally:
-            client.close()
+        SGLangEngine(self.address, self.transfer_dir).probe()
         return self.address
 
     def _is_up(self) -> bool:
@@ -271,8 +324,6 @@ def _answers(address: EngineAddress) -> bool:
         client.get("/model_info", POLL_TIMEOUT_S)  # takes the key of this run: not another server on the port
     except EngineError:
         return False
-    finally:
-        client.close()
     return True
 
 

@@ -1,5 +1,7 @@
 """Requests to a stock SGLang server and its answers, in the words of `rollout.engine`.
 
+Refuses what would end the server, or bring other log-probs than asked for.
+
 What an answer must have is checked here, field by field: an engine that answers nonsense is told from our mistakes.
 """
 
@@ -115,7 +117,7 @@ def _count(meta: dict[str, Any], name: str) -> int:
 
 
 def _tokens(meta: dict[str, Any], reason: FinishReason) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Of one that was aborted before its first token SGLang sends no list."""
+    """Reads token ids and log-probs. SGLang sends no list for a sample that was aborted before its first token."""
     entries = meta.get("output_token_logprobs", [] if reason == "abort" else None)
     if not isinstance(entries, list):
         raise ValueError("meta_info.output_token_logprobs is missing.")
@@ -141,8 +143,8 @@ def _version(text: Any) -> int:
 
 
 def _spans(meta: dict[str, Any], num_tokens: int) -> tuple[VersionSpan, ...]:
-    """Of aborted samples SGLang can say more tokens than it sends, so the last span is cut. (): of servers that do not
-    say, or no tokens."""
+    """Reads spans. SGLang can say more tokens of aborted samples than it sends: the last span is cut. (): servers that
+    do not say, or no tokens."""
     raw = meta.get("weight_versions") or []
     if not isinstance(raw, list):
         raise ValueError(f"meta_info.weight_versions is {repr(raw)[:200]}.")
@@ -169,7 +171,7 @@ _NO_TOKEN = (1 << 31) - 1
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one server, as it says itself."""
+    """The limits of one server, as it says itself."""
 
     vocab_size: int | None  # None: it does not say; ids are not checked then
     is_deterministic: bool

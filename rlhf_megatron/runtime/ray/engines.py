@@ -116,7 +116,7 @@ class ServerKeeper:
 
 
 class ActorProcess:
-    """A server by its actor; see `rollout.process.Process`. Thread-safe."""
+    """A server by its actor; see `rollout.fleet.process.Process`. Thread-safe."""
 
     def __init__(self, name: str, log: Path, keeper: RemoteObject, begun: Task) -> None:
         """`begun`: the call that starts the server."""
@@ -211,7 +211,7 @@ class ActorProcess:
 
 @dataclass
 class ActorLaunch:
-    """How a server is started by an actor; see `rollout.process.Launch`."""
+    """How a server is started by an actor; see `rollout.fleet.process.Launch`."""
 
     launch: Launch
     make: Callable[[], RemoteObject]
@@ -268,7 +268,7 @@ class ActorLaunch:
 
 
 class RayEngines:
-    """A `rollout.process.Place`: each launch that it is given goes to an actor in its bundle."""
+    """A `rollout.fleet.process.Place`: each launch that it is given goes to an actor in its bundle."""
 
     def __init__(
         self,

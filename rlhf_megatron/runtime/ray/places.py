@@ -18,8 +18,7 @@ from rlhf_megatron.config.rules.run import world_size
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.rollout.engine import EngineError
 from rlhf_megatron.rollout.fleet.process import LOOPBACK, Seat
-from rlhf_megatron.rollout.sglang.environment import check_sglang
-from rlhf_megatron.rollout.sglang.places import VISIBLE, on_cpu
+from rlhf_megatron.rollout.sglang.environment import VISIBLE, check_sglang, on_cpu
 
 CPU, GPU = "CPU", "GPU"  # Ray's names
 

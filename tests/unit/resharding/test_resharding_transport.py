@@ -10,22 +10,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlhf_megatron.resharding.buffers import Buffers, Deliver, in_memory
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
-from rlhf_megatron.resharding.transports.base import Deliver, Transport
-from rlhf_megatron.resharding.transports.device_memory import DeviceMemoryTransport
-from rlhf_megatron.resharding.transports.disk import DiskTransport
-from rlhf_megatron.resharding.transports.shared_memory import SharedMemoryTransport
+from rlhf_megatron.rollout.transports.disk import FileBuffers
+from rlhf_megatron.rollout.transports.tensor import SharedMemoryBuffers
 
 
-def manifest(transport: Transport, bucket: int) -> BucketManifest:
+def manifest(transport: Buffers, bucket: int) -> BucketManifest:
     return BucketManifest(1, "dp0 pp0 tp0", bucket, transport.file(bucket), 8, ())
 
 
-def open_medium(medium: str, directory: Path, num_buckets: int, deliver: Deliver) -> Transport:
+def open_medium(medium: str, directory: Path, num_buckets: int, deliver: Deliver) -> Buffers:
     if medium == "device_memory":
-        return DeviceMemoryTransport(torch.device("cpu"), 8, num_buckets, deliver)
-    kind = DiskTransport if medium == "disk" else SharedMemoryTransport
+        return in_memory(torch.device("cpu"), 8, num_buckets, deliver)
+    kind = FileBuffers if medium == "disk" else SharedMemoryBuffers
     return kind(directory, "dp0 pp0 tp0", 8, num_buckets, deliver)
 
 
@@ -73,7 +72,7 @@ def test_failed_delivery_is_raised_when_its_buffer_comes_round_and_by_drain(tmp_
             raise OSError("engine0 said no")
 
     for ask in ("buffer", "drain"):
-        transport = SharedMemoryTransport(tmp_path, "s", 8, 9, deliver)
+        transport = SharedMemoryBuffers(tmp_path, "s", 8, 9, deliver)
         transport.send(manifest(transport, 0))
         transport.send(manifest(transport, 1))
         with pytest.raises(OSError, match="engine0 said no"):
@@ -84,7 +83,7 @@ def test_failed_delivery_is_raised_when_its_buffer_comes_round_and_by_drain(tmp_
 
 def test_one_bucket_takes_one_file_and_leftovers_are_replaced(tmp_path: Path) -> None:
     (tmp_path / "s-0.bin").write_bytes(b"left by a run that was killed")
-    transport = SharedMemoryTransport(tmp_path, "s", 100, 1, lambda m, _: None)
+    transport = SharedMemoryBuffers(tmp_path, "s", 100, 1, lambda m, _: None)
     assert [p.name for p in tmp_path.iterdir()] == ["s-0.bin"]
     assert transport.buffer(0).shape == (100,) and transport.buffer(0).eq(0).all()
     transport.close()
@@ -92,7 +91,7 @@ def test_one_bucket_takes_one_file_and_leftovers_are_replaced(tmp_path: Path) ->
 
 def test_no_room_is_an_error_at_once(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no room for a weight buffer of 1125899906842624000 .*Lower"):
-        SharedMemoryTransport(tmp_path, "s", 1_125_899_906_842_624_000, 2, lambda m, _: None)
+        SharedMemoryBuffers(tmp_path, "s", 1_125_899_906_842_624_000, 2, lambda m, _: None)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -129,7 +128,7 @@ def test_directory_of_a_killed_run_is_removed_by_the_next(tmp_path: Path) -> Non
 
 
 def test_buffer_is_seen_by_a_reader_of_the_file(tmp_path: Path) -> None:
-    transport = SharedMemoryTransport(tmp_path, "s", 16, 1, lambda m, _: None)
+    transport = SharedMemoryBuffers(tmp_path, "s", 16, 1, lambda m, _: None)
     transport.buffer(0).view(torch.float32).copy_(torch.tensor([1.0, -2.0, 3.5, 0.0]))
     raw = bytearray((tmp_path / transport.file(0)).read_bytes())
     assert torch.frombuffer(raw, dtype=torch.float32).tolist() == [1.0, -2.0, 3.5, 0.0]

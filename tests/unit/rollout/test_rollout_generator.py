@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from rlhf_megatron.rollout.engine import VersionSpan
 from rlhf_megatron.rollout.local.generator import Generator
-from rlhf_megatron.rollout.local.member import Member
 from rlhf_megatron.rollout.local.model import LocalModel
+from rlhf_megatron.rollout.local.slots import Member
 
 STOCK = {"qwen3": tiny_qwen3(1), "qwen3_untied": tiny_qwen3(2, tied=False), "llama": tiny_llama(3)}
 PROMPTS = [(1, 2, 3), (4,), (5, 6, 7, 8, 9, 10, 11), (3, 3), (20, 19, 18, 17, 16)]

@@ -387,7 +387,7 @@ def script(folder: Path, text: str) -> str:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("exit 1", r"needs sglang-router, which .*python .* has not; install it there .*remove rollout\.router"),
+        ("exit 1", r"which is not installed for .*python.*; install it there .*remove rollout\.router"),
         ("echo 0.3.1", r"is 0\.3\.1, which must be 0\.3\.2 or newer and below 0\.4; install"),
         ("echo 0.4.0", r"is 0\.4\.0, which must be"),
     ],

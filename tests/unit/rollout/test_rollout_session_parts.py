@@ -20,57 +20,56 @@ from rlhf_megatron.rollout.engine import (
     VersionSpan,
 )
 from rlhf_megatron.rollout.fleet.balancer import Chunk, LeastOutstanding, Load, Sent, samples_in_flight
-from rlhf_megatron.rollout.fleet.calls import call_name, sample_names
+from rlhf_megatron.rollout.fleet.calls import FairLock, call_name, sample_names
 from rlhf_megatron.rollout.fleet.fleet import EngineFleet
 from rlhf_megatron.rollout.fleet.supervisor import Member
-from rlhf_megatron.rollout.fleet.turn import Turn
+from rlhf_megatron.rollout.fleet.work import Served, closed_problem, open_problem
 from rlhf_megatron.rollout.local import wire
 from rlhf_megatron.rollout.local.client import LocalEngine
-from rlhf_megatron.rollout.versions import Served, closed_problem, open_problem
 
 
-def test_a_turn_is_one_threads_and_others_get_it_in_order() -> None:
-    turn, order, asked = Turn(), [], threading.Event()
+def test_the_lock_is_one_threads_and_others_get_it_in_order() -> None:
+    lock, order, asked = FairLock(), [], threading.Event()
 
     def next_one(name: str) -> None:
-        with turn.taken():
+        with lock.taken():
             order.append(name)
 
     threads = [threading.Thread(target=next_one, args=(name,)) for name in "abc"]
-    with turn.taken(), turn.taken():
-        assert turn.is_mine
+    with lock.taken(), lock.taken():
+        assert lock.is_mine
         for index, thread in enumerate(threads):
             thread.start()
-            while len(turn._waiting) <= index:
+            while len(lock._queue) <= index + 1:
                 time.sleep(0.001)
-        with turn.tried(0.0) as is_mine:
+        with lock.tried(0.0) as is_mine:
             assert is_mine, "whoever has it gets it again"
         found: list[bool] = []
 
         def try_it() -> None:
             start = time.monotonic()
-            with turn.tried(0.1) as is_mine:
+            with lock.tried(0.1) as is_mine:
                 found.append(is_mine)
             assert 0.1 <= time.monotonic() - start < 5
             asked.set()
 
         threading.Thread(target=try_it).start()
         assert asked.wait(10) and found == [False]
-        assert order == [] and len(turn._waiting) == 3
+        assert order == [] and len(lock._queue) == 4
     for thread in threads:
         thread.join(10)
-    assert order == ["a", "b", "c"] and not turn.is_mine and not turn._waiting
+    assert order == ["a", "b", "c"] and not lock.is_mine and not lock._queue
 
 
-def test_the_clock_stands_still_while_somebody_has_the_turn() -> None:
-    turn = Turn()
-    start, start_s = turn.clock(), time.monotonic()
-    with turn.taken():
-        before = turn.clock()
+def test_the_clock_stands_still_while_somebody_has_the_lock() -> None:
+    lock = FairLock()
+    start, start_s = lock.clock(), time.monotonic()
+    with lock.taken():
+        before = lock.clock()
         time.sleep(0.2)
-        assert turn.clock() == pytest.approx(before, abs=1e-6)
+        assert lock.clock() == pytest.approx(before, abs=1e-6)
     time.sleep(0.1)
-    passed, all_s = turn.clock() - start, time.monotonic() - start_s
+    passed, all_s = lock.clock() - start, time.monotonic() - start_s
     assert 0.1 <= passed <= all_s - 0.2 + 1e-3
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from rlhf_megatron.parallel.device import resident_bytes
 from rlhf_megatron.resharding.manifest import BucketManifest, TensorEntry
-from rlhf_megatron.rollout.local.memory import give_back
+from rlhf_megatron.rollout.local.model import give_back
 from rlhf_megatron.rollout.local.weights import WeightReceiver
 
 SENT = weights_of(tiny_qwen3(11))

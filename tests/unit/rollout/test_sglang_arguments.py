@@ -10,8 +10,7 @@ import yaml
 from sglang_tools import CPU_ENV, needs_sglang, sglang_python
 
 from rlhf_megatron.rollout.sglang.arguments import Arguments, Option, as_text, checked, options_from
-from rlhf_megatron.rollout.sglang.environment import check_sglang
-from rlhf_megatron.rollout.sglang.places import Machine, place
+from rlhf_megatron.rollout.sglang.environment import Machine, check_sglang, place
 
 OPTIONS = [
     Option(("help", "h"), "help", "_HelpAction", 0),

@@ -19,9 +19,8 @@ from rlhf_megatron.config.rules.engines import endpoint_place, is_this_machine
 from rlhf_megatron.config.secrets import read_key
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError
 from rlhf_megatron.rollout.http import HttpClient
-from rlhf_megatron.rollout.sglang.attach import addresses_of, look_at_all
+from rlhf_megatron.rollout.sglang.attach import SLOTS, Lease, addresses_of, look_at_all
 from rlhf_megatron.rollout.sglang.attached_server import Expected, look
-from rlhf_megatron.rollout.sglang.lease import SLOTS, Lease
 from rlhf_megatron.rollout.sglang.server.loader import LOAD_FORMAT
 
 CONFIG = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 32, "hidden_size": 64}

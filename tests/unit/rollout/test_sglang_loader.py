@@ -27,9 +27,9 @@ from torch import Tensor, nn
 
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.rollout.engine import EngineError
-from rlhf_megatron.rollout.sglang import receipts
+from rlhf_megatron.rollout.sglang import weights as receipts
 from rlhf_megatron.rollout.sglang.server import facts, loader
-from rlhf_megatron.rollout.sglang.server.buckets import views_of_file, views_of_tensor
+from rlhf_megatron.rollout.sglang.server.loader import views_of_file, views_of_tensor
 
 
 @pytest.fixture(autouse=True)

@@ -22,8 +22,7 @@ from rlhf_megatron.rollout.engine import (
     GeneratedSample,
     VersionSpan,
 )
-from rlhf_megatron.rollout.sglang.client import SGLangEngine
-from rlhf_megatron.rollout.sglang.gate import Gate
+from rlhf_megatron.rollout.sglang.client import Gate, SGLangEngine
 from rlhf_megatron.rollout.sglang.samples import Limits, generate_body, groups_of
 
 PROMPT = (1, 2)

@@ -16,7 +16,7 @@ def tensor_parallel() -> tuple[int, int]:
 
 
 def num_experts(of_layer: int) -> int:
-    """Of a layer with slots for `of_layer` experts: without the copies that an expert balancer adds."""
+    """Experts of a layer with `of_layer` slots, without the copies that an expert balancer adds."""
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 
     locations = get_global_expert_location_metadata()

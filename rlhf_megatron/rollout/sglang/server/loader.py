@@ -1,7 +1,7 @@
 """Runs inside each rank of a stock SGLang server, through its `--custom-weight-loader` hook.
 
 The update call carries one tiny tensor: a JSON order. The answer is a receipt, a file in the transfer directory: the
-error if there was one, the parts of tensors that stand in this rank, and their digests; `rollout.receipts` puts those
+error if there was one, the parts of tensors that stand in this rank, and their digests; `sglang.weights` puts those
 of all ranks together. Orders, by the key that they begin with:
 
     manifest   read this bucket, from its file or the device memory that comes as a second tensor, and load it
@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import json
 import logging
+import mmap
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,8 +32,73 @@ from rlhf_megatron.parallel.device_sharing import device_ids
 from rlhf_megatron.resharding.digest import as_hex, digest_part
 from rlhf_megatron.resharding.manifest import DTYPE_BYTES, BucketManifest, TensorEntry
 from rlhf_megatron.rollout.sglang.server import facts
-from rlhf_megatron.rollout.sglang.server.buckets import place_words, views_of_file, views_of_tensor
 from rlhf_megatron.rollout.sglang.server.standing import MisfitError, UnlikeError, missing, places_of
+
+
+def place_words(manifest: BucketManifest) -> str:
+    """Name a bucket in messages and receipts."""
+    return f"bucket {manifest.bucket} of {manifest.sender}"
+
+
+def views_of_file(path: Path, manifest: BucketManifest) -> dict[str, Tensor]:
+    """Tensors by name. They keep the file mapped and are valid while it stays as it is. Raises ValueError for what is
+    no plain file of the directory's owner or too short, OSError where there is none."""
+    what = place_words(manifest)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if path.is_symlink():
+            raise ValueError(f"{what}: {path.name} is a link; {_RULE}") from error
+        raise
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1 or found.st_uid != path.parent.stat().st_uid:
+            raise ValueError(f"{what}: {path.name} is a link, of another user or no plain file; {_RULE}")
+        if found.st_size < manifest.file_offset + manifest.num_bytes:
+            before = f" after the first {manifest.file_offset}" if manifest.file_offset else ""
+            raise ValueError(
+                f"{what}: {path.name} has {found.st_size} bytes, the manifest says {manifest.num_bytes}{before}."
+            )
+        if not manifest.num_bytes:
+            return {entry.name: _empty(entry) for entry in manifest.tensors}
+        # A private mapping: what a model's loader did to a tensor in place would not reach the file.
+        mapped = mmap.mmap(descriptor, manifest.file_offset + manifest.num_bytes, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(descriptor)
+    return {entry.name: _of_mapping(mapped, entry, manifest.file_offset) for entry in manifest.tensors}
+
+
+def views_of_tensor(bucket: Tensor, manifest: BucketManifest) -> dict[str, Tensor]:
+    """`bucket`: [bytes] uint8 in device memory. Raises ValueError where it is too short."""
+    if bucket.numel() < manifest.num_bytes:
+        raise ValueError(
+            f"{place_words(manifest)}: the memory given has {bucket.numel()} bytes, the manifest says"
+            f" {manifest.num_bytes}."
+        )
+    views = {}
+    for entry in manifest.tensors:
+        raw = bucket[entry.offset : entry.offset + entry.num_bytes]
+        dtype = getattr(torch, entry.dtype)
+        if (raw.storage_offset() * raw.element_size()) % dtype.itemsize:
+            raw = raw.clone()  # an odd place; senders do not choose such
+        views[entry.name] = raw.view(dtype).view(entry.shape)
+    return views
+
+
+def _of_mapping(mapped: mmap.mmap, entry: TensorEntry, file_offset: int) -> Tensor:
+    if not entry.num_bytes:
+        return _empty(entry)
+    dtype = getattr(torch, entry.dtype)
+    count = entry.num_bytes // dtype.itemsize
+    return torch.frombuffer(mapped, dtype=dtype, count=count, offset=file_offset + entry.offset).view(entry.shape)
+
+
+def _empty(entry: TensorEntry) -> Tensor:
+    return torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+
+
+_RULE = "only plain files of the transfer directory are read."
+
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +177,7 @@ def transfer_dir(name: str | None) -> Path:
 
 
 def describe(model: Any) -> dict[str, Any]:
-    """What this model is, by the names of config.json; the type of its weights."""
+    """Describes the model by the names of config.json, and the type of its weights."""
     config = getattr(model, "config", None)
     found = {name: value for name in DESCRIBED if (value := getattr(config, name, None)) is not None}
     return {**found, "dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
@@ -155,7 +222,7 @@ def standing(model: Any, manifest: BucketManifest, num_bytes_read: int | None = 
 
 
 def compare(model: Any, manifest: BucketManifest, views: Mapping[str, Tensor]) -> dict[str, bool]:
-    """By name whether all that stands here of a tensor equals the bytes of the bucket."""
+    """Tells by name whether all that stands here of a tensor equals the bytes of the bucket."""
     parameters = dict(model.named_parameters())
     equal: dict[str, bool] = {}
     for entry in manifest.tensors:
@@ -171,7 +238,7 @@ def compare(model: Any, manifest: BucketManifest, views: Mapping[str, Tensor]) -
 
 
 def _as_sent(values: Tensor, entry: TensorEntry) -> Tensor:
-    """In the type that was sent, where that is the same numbers: engines keep some weights wider."""
+    """Returns values in the type that was sent, where that is the same numbers: engines keep some weights wider."""
     sent = values.detach().to(getattr(torch, entry.dtype))
     is_exact = sent.dtype == values.dtype or torch.equal(_bits(sent.to(values.dtype)), _bits(values))
     return sent if is_exact else torch.full_like(sent, torch.nan)
@@ -182,7 +249,7 @@ def _bits(values: Tensor) -> Tensor:
 
 
 def incomplete(model: Any, received: set[str]) -> str | None:
-    """What the model holds and did not get, in words; None: it got everything. `received`: Hugging Face names."""
+    """Names what the model holds and did not get; None: it got everything. `received`: Hugging Face names."""
     parameters = dict(model.named_parameters())
     absent = missing(model, parameters, received)
     if not absent:

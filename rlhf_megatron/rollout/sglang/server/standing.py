@@ -27,7 +27,7 @@ _UNQUANTISED = "Unquant"  # names of SGLang's methods that keep weights as they 
 
 
 class UnlikeError(ValueError):
-    """What stands in the engine for a tensor is of another kind than the tensor, so the two cannot be compared."""
+    """The engine's form of a tensor is of another kind than the tensor, so the two cannot be compared."""
 
 
 class MisfitError(ValueError):
@@ -48,8 +48,8 @@ class Place:
 
 
 def places_of(model: Any, parameters: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> list[Place]:
-    """Of one tensor, in this rank: none where the model has no such parameter or another rank holds it, several where
-    it is held twice. `parameters`: the model's, by name. Raises UnlikeError and MisfitError."""
+    """Parts of one tensor in this rank: none where the model has no such parameter or another rank holds it, several
+    where it is held twice. `parameters`: the model's, by name. Raises UnlikeError and MisfitError."""
     if name in parameters:
         return [_direct(model, parameters[name], name, shape)]
     if expert := _EXPERT.fullmatch(name):
@@ -121,7 +121,7 @@ def _of_expert(
 
 
 def _own_slots(layer: Any, expert: int) -> list[int]:
-    """Of this rank's parameters: none where other ranks hold the expert."""
+    """Slots of this rank's parameters; none where other ranks hold the expert."""
     slots = [layer._map_global_expert_id_to_local_expert_id(s) for s in facts.slots_of_expert(layer.layer_id, expert)]
     return [slot for slot in slots if 0 <= slot < layer.num_local_experts]
 

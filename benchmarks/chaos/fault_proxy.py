@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import aiohttp
 from aiohttp import web
 
-from rlhf_megatron.rollout.bucket_faults import (
+from benchmarks.chaos.bucket_faults import (
     BUCKET_KINDS,
     UPDATE_PATHS,
     BucketKind,

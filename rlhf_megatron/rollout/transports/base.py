@@ -1,16 +1,18 @@
-"""One engine as seen by one sender: what brings it buckets. One file a medium beside this one."""
+"""What brings buckets of weights from one sender to one engine; one file beside this one for each
+rollout.weight_transport."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
 from rlhf_megatron.resharding.manifest import BucketManifest
-from rlhf_megatron.resharding.transports.base import Medium
-from rlhf_megatron.rollout.sglang.receipts import Receipt
+from rlhf_megatron.rollout.sglang.weights import Receipt
+
+BucketMemory = Literal["shared_memory", "device_memory", "files"]
 
 
 @dataclass(frozen=True)
@@ -24,11 +26,11 @@ class Traffic:
         return Traffic(self.moved + other.moved, self.needed + other.needed)
 
 
-class Courier(Protocol):
+class Transport(Protocol):
     """Used by one thread at a time. Every call has a deadline and raises EngineError."""
 
     name: str  # of the engine
-    medium: Medium  # that it takes buckets from, once it is open
+    memory: BucketMemory  # where buckets must lie; known once it is open
 
     def open(self) -> None:
         """Once, before the first bucket of a sync."""
@@ -36,21 +38,18 @@ class Courier(Protocol):
     def deliver(self, manifest: BucketManifest, bucket: Tensor) -> Traffic:
         """Returns when the engine has loaded the bucket, whose bytes may be overwritten then."""
 
-    def close(self) -> None:
-        """After the last bucket, or a failure."""
-
 
 def tensor_bytes(manifest: BucketManifest) -> int:
-    """Of its tensors, gaps left out."""
+    """Bytes of the bucket's tensors, gaps left out."""
     return sum(entry.num_bytes for entry in manifest.tensors)
 
 
 def traffic_of(receipts: Sequence[Receipt]) -> Traffic:
-    """Of a bucket that the ranks which wrote these receipts have taken."""
+    """The traffic of a bucket that the ranks which wrote these receipts have taken."""
     moved = sum(receipt["num_bytes_read"] for receipt in receipts)
     return Traffic(moved, sum(receipt["num_bytes_standing"] for receipt in receipts))
 
 
 def unseen_traffic(manifest: BucketManifest, num_ranks: int) -> Traffic:
-    """Of ranks that write no receipts: all of it goes to each, and stands in them once at least."""
+    """The traffic to ranks that write no receipts: all of it goes to each, and stands in them once at least."""
     return Traffic(tensor_bytes(manifest) * num_ranks, tensor_bytes(manifest))

@@ -1,4 +1,4 @@
-"""Buckets as safetensors files, and the checkpoint directory that they make together.
+"""rollout.weight_transport disk: buckets as safetensors files, and the checkpoint directory that they make together.
 
 While a sync runs, the files lie in the transfer directory itself, where engines read each as it appears. When all
 senders have ended, `complete_checkpoint` moves them into a directory of that version and writes index and
@@ -11,9 +11,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,12 @@ from torch import Tensor
 from rlhf_megatron.checkpoint.hf_reader import DTYPES
 from rlhf_megatron.checkpoint.hf_writer import write_companions, write_index
 from rlhf_megatron.checkpoint.safetensors_writer import TensorSpec
+from rlhf_megatron.resharding.buffers import Buffers, Deliver, num_buffers
 from rlhf_megatron.resharding.manifest import BucketManifest, TensorEntry
-from rlhf_megatron.resharding.transports.base import Deliver, Turns
-from rlhf_megatron.resharding.transports.shared_memory import NO_ROOM
+from rlhf_megatron.rollout.engine import EngineAddress, EngineError
+from rlhf_megatron.rollout.sglang.weights import SGLangVerbs
+from rlhf_megatron.rollout.transports.base import BucketMemory, Traffic, traffic_of, unseen_traffic
+from rlhf_megatron.rollout.transports.tensor import NO_ROOM
 
 _FORMAT_NAMES = {name: code for code, name in DTYPES.items()}
 _HEADER_ALIGNMENT = 64  # bytes; the bucket begins at a multiple of it
@@ -33,47 +35,67 @@ _PREFIX = "weights-"
 _VERSION = re.compile(r"version-(\d+)")
 
 
-class DiskTransport:
-    """Implements `transport.Transport`. Buckets must have no gaps between their tensors (`plan_buckets`)."""
+class FileBuffers(Buffers):
+    """Buffers whose buckets are written into a file each before they are delivered. The buckets must have no gaps
+    between their tensors (`plan_buckets`). The files stay for `complete_checkpoint`."""
 
     def __init__(self, directory: Path, sender: str, capacity: int, num_buckets: int, deliver: Deliver) -> None:
         """`sender` names the files; `capacity`: bytes of the largest bucket. A file that cannot be written, because the
         disk is full for one, is a ValueError of the delivery."""
         self._directory = directory
         self._stem = f"{_PREFIX}{sender.replace(' ', '-')}"
-        self._deliver = deliver
-        self._turns = Turns(num_buckets)
         for path in directory.glob(f"{self._stem}-*"):
             path.unlink(missing_ok=True)  # of a sync that failed
-        self._buffers = [torch.empty(max(capacity, 1), dtype=torch.uint8) for _ in range(self._turns.num_buffers)]
 
-    def buffer(self, bucket: int) -> Tensor:
-        self._turns.wait(bucket)
-        return self._buffers[self._turns.slot(bucket)]
+        def write_and_deliver(manifest: BucketManifest, raw: Tensor) -> None:
+            header = safetensors_header(manifest.tensors)
+            _write_file(directory / manifest.file, header, raw)
+            deliver(replace(manifest, file_offset=len(header)), raw)
+
+        count = num_buffers(num_buckets)
+        super().__init__([torch.empty(max(capacity, 1), dtype=torch.uint8) for _ in range(count)], write_and_deliver)
 
     def file(self, bucket: int) -> str:
         return f"{self._stem}-{bucket:05d}.safetensors"
 
-    def send(self, manifest: BucketManifest) -> None:
-        raw = self._buffers[self._turns.slot(manifest.bucket)][: manifest.num_bytes]
-        self._turns.start(manifest.bucket, partial(self._write_and_deliver, manifest, raw))
 
-    def drain(self) -> None:
-        self._turns.drain()
+class SGLangDiskTransport:
+    """Has stock SGLang read each file. An engine without the run's loader gets all at the end (`load_directory`)."""
 
-    def close(self) -> None:
-        """The files stay for `complete_checkpoint`."""
-        self._turns.close()
-        self._buffers = []
+    memory: BucketMemory = "files"
 
-    def _write_and_deliver(self, manifest: BucketManifest, raw: Tensor) -> None:
-        header = safetensors_header(manifest.tensors)
-        _write_file(self._directory / manifest.file, header, raw)
-        self._deliver(replace(manifest, file_offset=len(header)), raw)
+    def __init__(self, address: EngineAddress, transfer_dir: Path) -> None:
+        self.name = address.name
+        self._address = address
+        self._verbs = SGLangVerbs(address, transfer_dir)
+
+    def open(self) -> None:
+        pass
+
+    def deliver(self, manifest: BucketManifest, bucket: Tensor) -> Traffic:
+        if not self._address.has_loader:
+            return unseen_traffic(manifest, self._address.tp_size)
+        return traffic_of(self._verbs.load(manifest))
+
+
+def load_directory(engines: Sequence[EngineAddress], directory: Path) -> dict[str, str]:
+    """Have those that could not read the buckets one by one load the complete model directory.
+
+    Returns by name what those said that failed.
+    """
+    failures = {}
+    for address in engines:
+        if address.has_loader:
+            continue
+        try:
+            SGLangVerbs(address, directory.parent).load_directory(directory)
+        except EngineError as error:
+            failures[address.name] = str(error)
+    return failures
 
 
 def safetensors_header(entries: Collection[TensorEntry]) -> bytes:
-    """What stands in a safetensors file before tensors that lie without gaps, in this order."""
+    """Returns the start of a safetensors file whose tensors lie without gaps, in this order."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for entry in entries:

@@ -1,4 +1,4 @@
-"""Buckets of weights, damaged on their way to one engine. For tests and soaks; see `rollout.fault_proxy`.
+"""Buckets of weights, damaged on their way to one engine. For tests and soaks; see `fault_proxy`.
 
 The damage is done to a copy in the transfer directory: other engines that are given the same bucket get it whole.
 """

@@ -1,4 +1,8 @@
-"""Buckets as broadcasts, in a torch process group that a sender and the ranks of one engine make together.
+"""rollout.weight_transport process_group: buckets as broadcasts, in a torch process group of one sender (rank 0) and
+the ranks of one engine.
+
+The group is made as stock SGLang's `init_custom_process_group` makes the other side: the same prefixes before the keys
+of the rendezvous store. It is no part of torch's default world, so it can be made, broken and left at any time.
 
 Two senders that give two engines their weights at once cannot block one another. An engine works on one request at a
 time, in the order in which they came; the sender of a request is broadcasting all the while, in a thread of its own
@@ -9,25 +13,132 @@ A request that would have to wait on this side, for one of the few broadcasts th
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import threading
+import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
+from rlhf_megatron.parallel.bound_store import listen
 from rlhf_megatron.resharding.manifest import BucketManifest
-from rlhf_megatron.resharding.transports.base import Medium
-from rlhf_megatron.resharding.transports.process_group import UpdateGroup
-from rlhf_megatron.rollout.delivery.courier import Traffic, traffic_of, unseen_traffic
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError, EngineTimeoutError
-from rlhf_megatron.rollout.sglang.verbs import TIMEOUT_S, SGLangVerbs
+from rlhf_megatron.rollout.sglang.weights import TIMEOUT_S, SGLangVerbs
+from rlhf_megatron.rollout.transports.base import BucketMemory, Traffic, traffic_of, unseen_traffic
 
 logger = logging.getLogger(__name__)
+
+_POLL_S = 0.002
+_WATCHDOG_S = 24 * 3600.0  # NCCL's own deadline, which would end the process: the one of `broadcast` comes first
+_NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_CLEAN_UP_ONLY = "2"
+_environment = threading.Lock()
+
+
+class UpdateGroup:
+    """Make it, have the engine's ranks join at `address` and `port` while this side is in `join`, then broadcast.
+
+    After any error it is of no more use. Thread-safe in that `abort` may be called while another thread is inside.
+    """
+
+    def __init__(self, name: str, address: str, num_engine_ranks: int, backend: str, join_timeout_s: float) -> None:
+        """`address`: of this host, as the engine reaches it; the store listens there and nowhere else. `name` must be
+        new to the engine. Raises OSError where it cannot listen."""
+        self.name = name
+        self.address = address
+        self.backend_name = backend
+        self.world_size = num_engine_ranks + 1
+        self._timeout = timedelta(seconds=join_timeout_s)
+        listener = listen(address, 0)
+        self.port: int = listener.getsockname()[1]
+        self._store: TCPStore | None = TCPStore(
+            address,
+            self.port,
+            self.world_size,
+            is_master=True,
+            timeout=self._timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),  # the store closes it
+        )
+        self._backend: Any = None
+
+    def join(self) -> None:
+        """Returns when all ranks have joined. Raises RuntimeError when they have not by the deadline."""
+        device = "cuda" if self.backend_name == "nccl" else "cpu"
+        assert self._store is not None, "the group is closed"
+        store = PrefixStore(f"{device}/", PrefixStore(f"{self.name}/", PrefixStore(self.name, self._store)))
+        make = self._nccl if self.backend_name == "nccl" else self._gloo
+        self._backend = make(store)
+
+    def broadcast(self, bucket: Tensor, timeout_s: float) -> None:
+        """Returns when the engine's ranks have been sent all of `bucket`. Raises RuntimeError when they died or do not
+        take it in time."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        options.timeout = timedelta(seconds=timeout_s)
+        backend = self._backend
+        assert backend is not None, "join comes before broadcast"
+        if self.backend_name == "gloo":
+            backend.broadcast([bucket], options).wait(options.timeout)
+            return
+        deadline = time.monotonic() + timeout_s
+        with torch.cuda.stream(torch.cuda.Stream(bucket.device)):  # the trainer's own work does not wait for it
+            work = backend.broadcast([bucket], options)
+            while not work.is_completed():
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"{self.name}: the engine has not taken a bucket within {timeout_s:g} s.")
+                time.sleep(_POLL_S)
+            work.wait()  # raises what went wrong
+
+    def abort(self) -> None:
+        """Give up what is under way. With gloo that ends when the engine leaves the group, or at its deadline."""
+        backend, self._backend, self._store = self._backend, None, None
+        if backend is not None and self.backend_name == "nccl":
+            backend.abort()
+
+    close = abort
+
+    def _gloo(self, store: PrefixStore) -> Any:
+        gloo: Any = ProcessGroupGloo  # the options are not in torch's type stubs
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=self.address)]
+        options._timeout = self._timeout
+        options._threads = 1
+        return ProcessGroupGloo(store, 0, self.world_size, options)
+
+    def _nccl(self, store: PrefixStore) -> Any:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=_WATCHDOG_S)
+        with _errors_end_no_process():
+            return dist.ProcessGroupNCCL(store, 0, self.world_size, options)
+
+
+@contextmanager
+def _errors_end_no_process() -> Iterator[None]:
+    """NCCL's watchdog ends a process whose peer died. A trainer outlives its engines, so it only cleans up here. A
+    group reads that from the environment when it is made, and there is no other way to say it."""
+    with _environment:
+        before = os.environ.get(_NCCL_ERRORS)
+        os.environ[_NCCL_ERRORS] = _CLEAN_UP_ONLY
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[_NCCL_ERRORS]
+            else:
+                os.environ[_NCCL_ERRORS] = before
+
 
 JOIN_TIMEOUT_S = 180.0
 MAX_AT_ONCE = 8  # broadcasts of a sender, so that all of them are really under way: each takes a share of a GPU
@@ -44,7 +155,7 @@ class Groups:
         self._lock = threading.Lock()
 
     def find(self, address: EngineAddress) -> UpdateGroup | None:
-        """None where there is none with this server: an engine that was started again has another address."""
+        """Returns the group with this server, or None: an engine that was started again has another address."""
         with self._lock:
             kept, group = self._groups.get(address.name, (None, None))
             if kept == address:
@@ -59,7 +170,7 @@ class Groups:
             self._groups[address.name] = (address, group)
 
     def drop(self, name: str) -> None:
-        """Of an engine where something failed: the next sync makes a new one."""
+        """Drops the group of an engine where something failed: the next sync makes a new one."""
         with self._lock:
             _, group = self._groups.pop(name, (None, None))
         if group is not None:
@@ -74,10 +185,11 @@ class Groups:
             group.close()
 
 
-class ProcessGroupCourier:
-    """To stock SGLang, with or without the run's loader; receipts come with the loader only."""
+class ProcessGroupTransport:
+    """Broadcasts to stock SGLang, with or without the run's loader (receipts come with it only). The group stays for
+    the next sync."""
 
-    medium: Medium = "device_memory"
+    memory: BucketMemory = "device_memory"
 
     def __init__(
         self,
@@ -114,7 +226,8 @@ class ProcessGroupCourier:
                 f" towards {self._address.url}: {error}; see to its network, or use another rollout.weight_transport."
             ) from error
         self._groups.keep(self._address, group)
-        self._together(f"process group {name}", lambda: self._verbs.join(group), group.join, self._join_timeout_s)
+        place = (group.name, group.address, group.port, group.world_size, self._backend)
+        self._together(f"process group {name}", lambda: self._verbs.join(*place), group.join, self._join_timeout_s)
 
     def deliver(self, manifest: BucketManifest, bucket: Tensor) -> Traffic:
         group = self._groups.find(self._address)
@@ -129,10 +242,6 @@ class ProcessGroupCourier:
         if self._address.has_loader:
             return traffic_of(self._verbs.digest(manifest))
         return unseen_traffic(manifest, self._address.tp_size)
-
-    def close(self) -> None:
-        """The group stays for the next sync."""
-        self._verbs.close()
 
     def _together(self, what: str, request: Callable[[], None], here: Callable[[], None], timeout_s: float) -> None:
         """Ask the engine and do this side's part at once. Raises EngineError when one fails or the deadline passes; the
@@ -163,10 +272,8 @@ def own_address(url: str) -> str:
 
 def _leave(address: EngineAddress, name: str) -> None:
     """Have the server end its part of a group. One that is gone already, or hangs, does not matter."""
-    verbs = SGLangVerbs(address, Path(), _LEAVE_S)
     with suppress(EngineError):
-        verbs.leave(name, _LEAVE_S)
-    verbs.close()
+        SGLangVerbs(address, Path(), _LEAVE_S).leave(name, _LEAVE_S)
 
 
 def _start(name: str, work: Callable[[], None]) -> Future[None]:

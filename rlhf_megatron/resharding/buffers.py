@@ -1,0 +1,82 @@
+"""The two buffers of a sender, which take turns: while one bucket is delivered the next one is filled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron.parallel.device import synchronize
+from rlhf_megatron.resharding.manifest import BucketManifest
+
+Deliver = Callable[[BucketManifest, Tensor], None]
+"""Given a bucket and the bytes in its buffer ([num_bytes] uint8), returns when all engines have read it, or raises."""
+
+
+class Buffers:
+    """Buffers in plain memory, of a GPU or the host. Used by one thread; deliveries run in another, one at a time."""
+
+    def __init__(self, memory: Sequence[Tensor], deliver: Deliver) -> None:
+        """`memory`: the buffers, each [capacity] uint8."""
+        self._memory = list(memory)
+        self._deliver = deliver
+        self._pending: list[Future[None] | None] = [None] * len(self._memory)
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="weight-delivery")
+
+    def buffer(self, bucket: int) -> Tensor:
+        """[capacity] uint8 to fill with bucket number `bucket`.
+
+        Waits until the delivery that used it before has ended; raises that delivery's error.
+        """
+        slot = self._slot(bucket)
+        pending, self._pending[slot] = self._pending[slot], None
+        if pending is not None:
+            pending.result()  # transports have deadlines
+        return self._memory[slot]
+
+    def file(self, bucket: int) -> str:
+        """Name of the file in the transfer directory that holds the bucket, for the manifest."""
+        return f"in-memory-{self._slot(bucket)}"
+
+    def send(self, manifest: BucketManifest) -> None:
+        """Start the delivery of a filled buffer and return."""
+        slot = self._slot(manifest.bucket)
+        assert self._pending[slot] is None, f"buffer {slot} is still being delivered"
+        raw = self._memory[slot][: manifest.num_bytes]
+        synchronize(raw.device)  # other processes, and other streams of this one, read it
+        self._pending[slot] = self._executor.submit(self._deliver, manifest, raw)
+
+    def drain(self) -> None:
+        """Wait for all deliveries; raises the first error."""
+        failures = []
+        for slot in range(len(self._memory)):
+            try:
+                self.buffer(slot)
+            except Exception as failure:
+                failures.append(failure)
+        if failures:
+            raise failures[0]
+
+    def close(self) -> None:
+        """Wait for the delivery that runs, drop the others, free the memory. Never raises; safe to call twice."""
+        self._executor.shutdown(wait=True, cancel_futures=True)
+        self._memory, self._pending = [], []
+
+    def _slot(self, bucket: int) -> int:
+        return bucket % len(self._memory)
+
+
+OpenBuffers = Callable[[int, int], Buffers]
+"""Given the bytes of the largest bucket and the number of buckets, returns the sender's buffers."""
+
+
+def num_buffers(num_buckets: int) -> int:
+    return min(2, num_buckets)
+
+
+def in_memory(device: torch.device, capacity: int, num_buckets: int, deliver: Deliver) -> Buffers:
+    """`capacity`: bytes of the largest bucket."""
+    shape = (num_buffers(num_buckets), max(capacity, 1))
+    return Buffers([torch.empty(shape[1], dtype=torch.uint8, device=device) for _ in range(shape[0])], deliver)

@@ -1,0 +1,136 @@
+"""Kinds of engines, by the name in `rollout.engine`: how each is checked, started, spoken to and given weights.
+
+Imports no torch: a kind imports what it needs when it is used.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlhf_megatron.registry import Registry
+
+if TYPE_CHECKING:
+    from rlhf_megatron.resharding.sender import Place as SenderPlace
+    from rlhf_megatron.rollout.engine import Engine, EngineAddress, WeightTransport
+    from rlhf_megatron.rollout.fleet.process import EngineServers, Place, Progress
+    from rlhf_megatron.rollout.fleet.start import EngineSetup
+    from rlhf_megatron.rollout.transports.base import Transport
+    from rlhf_megatron.rollout.transports.process_group import Groups
+
+
+class EngineKind:
+    """A kind of engine. `start` and `connect` are its own; the rest fits an engine whose servers need no check and
+    whose client reads buckets from files."""
+
+    def check(self, setup: EngineSetup) -> None:
+        """Raise ValueError, with the fix, where servers could not be started. Starts nothing."""
+
+    def start(
+        self, setup: EngineSetup, run_dir: Path, transfer_dir: Path, progress: Progress | None, place: Place
+    ) -> EngineServers:
+        """Start `setup.rollout.num_engines` servers without weights, where `place` says, and wait until all are
+        healthy. Raises EngineError."""
+        raise NotImplementedError(f"{type(self).__name__} starts no servers; name running ones in rollout.endpoints.")
+
+    def connect(self, address: EngineAddress, transfer_dir: Path) -> Engine:
+        """Make a client. `transfer_dir`: where weight buckets and receipts lie."""
+        raise NotImplementedError
+
+    def transport(
+        self, address: EngineAddress, kind: WeightTransport, transfer_dir: Path, place: SenderPlace, groups: Groups
+    ) -> Transport:
+        """Make what brings buckets from the rank at `place` to an engine. `groups`: of that rank."""
+        from rlhf_megatron.rollout.transports.tensor import FileTransport
+
+        assert kind != "process_group", "config.rules.engines refuses it"
+        return FileTransport(self.connect(address, transfer_dir), "files" if kind == "disk" else "shared_memory")
+
+
+ENGINES: Registry[type[EngineKind]] = Registry("engine")
+
+
+@ENGINES.register("local")
+class LocalKind(EngineKind):
+    """The bundled server."""
+
+    def start(
+        self, setup: EngineSetup, run_dir: Path, transfer_dir: Path, progress: Progress | None, place: Place
+    ) -> EngineServers:
+        from rlhf_megatron.parallel.device import has_accelerator
+        from rlhf_megatron.rollout.local.process import start_local_engines
+
+        rollout, trainer = setup.rollout, setup.trainer
+        use_cuda = trainer.device == "cuda" or (trainer.device == "auto" and has_accelerator())
+        return start_local_engines(
+            setup.model.path,
+            rollout.num_engines,
+            run_dir,
+            transfer_dir=transfer_dir,
+            dtype=setup.dtype,
+            device="cuda" if use_cuda else "cpu",
+            load_weights=False,
+            max_num_seqs=rollout.max_num_seqs,
+            max_num_batched_tokens=rollout.max_num_batched_tokens,
+            deterministic=trainer.deterministic,
+            startup_timeout_s=rollout.startup_timeout_s,
+            progress=progress,
+            place=place,
+        )
+
+    def connect(self, address: EngineAddress, transfer_dir: Path) -> Engine:
+        from rlhf_megatron.rollout.local.client import LocalEngine
+
+        return LocalEngine(address)
+
+
+@ENGINES.register("sglang")
+class SGLangKind(EngineKind):
+    """Stock SGLang."""
+
+    def check(self, setup: EngineSetup) -> None:
+        from rlhf_megatron.rollout.sglang.environment import check_sglang
+
+        sglang, trainer = setup.rollout.sglang, setup.trainer
+        check_sglang(
+            sglang.python,
+            sglang.args,
+            sglang.env,
+            deterministic=trainer.deterministic,
+            num_engines=setup.rollout.num_engines,
+            machine=setup.machine(is_placed=trainer.runtime == "ray"),
+        )
+
+    def start(
+        self, setup: EngineSetup, run_dir: Path, transfer_dir: Path, progress: Progress | None, place: Place
+    ) -> EngineServers:
+        return setup.start_sglang(run_dir, transfer_dir, progress, place=place)
+
+    def connect(self, address: EngineAddress, transfer_dir: Path) -> Engine:
+        from rlhf_megatron.rollout.sglang.client import SGLangEngine
+
+        return SGLangEngine(address, transfer_dir)
+
+    def transport(
+        self, address: EngineAddress, kind: WeightTransport, transfer_dir: Path, place: SenderPlace, groups: Groups
+    ) -> Transport:
+        from rlhf_megatron.parallel.device import backend
+        from rlhf_megatron.rollout.transports.disk import SGLangDiskTransport
+        from rlhf_megatron.rollout.transports.process_group import ProcessGroupTransport
+        from rlhf_megatron.rollout.transports.tensor import SGLangTensorTransport
+
+        if kind == "process_group":
+            return ProcessGroupTransport(address, transfer_dir, str(place.coordinates), backend(place.device), groups)
+        if kind == "disk":
+            return SGLangDiskTransport(address, transfer_dir)
+        return SGLangTensorTransport(address, transfer_dir, place.device)
+
+
+def engine_kind(name: str) -> EngineKind:
+    """Raises ValueError naming the known kinds."""
+    return ENGINES.get(name).build()
+
+
+def connect(address: EngineAddress, transfer_dir: Path) -> Engine:
+    """A client of that engine. `transfer_dir`: where weight buckets and receipts lie."""
+    return engine_kind(address.kind).connect(address, transfer_dir)

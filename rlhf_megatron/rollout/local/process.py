@@ -1,0 +1,109 @@
+"""Start bundled servers: their arguments, token and ready files, and the port that the kernel gives each."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf_megatron.rollout.engine import EngineAddress, EngineError
+from rlhf_megatron.rollout.fleet.process import (
+    LOOPBACK,
+    EngineServers,
+    Place,
+    Progress,
+    Seat,
+    ServerProcess,
+    await_ready,
+    here,
+    write_token,
+)
+from rlhf_megatron.rollout.local.client import LocalEngine
+
+
+def start_local_engines(
+    model_path: Path | str,
+    num_engines: int,
+    run_dir: Path | str,
+    *,
+    transfer_dir: Path | str | None,
+    dtype: str = "float32",
+    device: str = "cpu",
+    load_weights: bool = True,
+    max_num_seqs: int = 256,
+    max_num_batched_tokens: int = 131072,
+    deterministic: bool = False,
+    startup_timeout_s: float = 600.0,
+    env: Mapping[str, str] | Sequence[Mapping[str, str]] = (),
+    progress: Progress | None = None,
+    place: Place = here,
+) -> EngineServers:
+    """Start `num_engines` bundled servers and wait until all are healthy.
+
+    Logs, tokens and ready files lie in `run_dir`/engines. `env`: for all servers, or one mapping a server (e.g. with
+    CUDA_VISIBLE_DEVICES). Raises EngineError with the end of a server's log; no server is left running then.
+    """
+    folder = Path(run_dir) / "engines"
+    folder.mkdir(parents=True, exist_ok=True)
+    envs = [env] * num_engines if isinstance(env, Mapping) else list(env) or [{}] * num_engines
+    base = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} if device == "cpu" else {}
+    base |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if deterministic else {}
+    arguments = ["--model", str(model_path), "--dtype", dtype, "--device", device]
+    arguments += ["--load-weights", str(load_weights).lower(), "--max-num-seqs", str(max_num_seqs)]
+    arguments += ["--max-num-batched-tokens", str(max_num_batched_tokens)]
+    arguments += ["--transfer-dir", str(transfer_dir)] if transfer_dir is not None else []
+    arguments += ["--deterministic"] if deterministic else []
+    launches = [
+        place(_LocalLaunch(f"engine{index}", folder, arguments, {**base, **extra}))
+        for index, extra in zip(range(num_engines), envs, strict=True)
+    ]
+    return EngineServers(launches, startup_timeout_s, progress)
+
+
+@dataclass
+class _LocalLaunch:
+    """One bundled server. Its port is one that the kernel gives it."""
+
+    name: str
+    folder: Path
+    arguments: Sequence[str]
+    env: Mapping[str, str]
+    process: ServerProcess | None = None
+    token: str = ""
+
+    @property
+    def log(self) -> Path:
+        return self.folder / f"{self.name}.log"
+
+    def take(self, seat: Seat) -> None:
+        if seat.address != LOOPBACK:
+            raise EngineError(
+                f"rollout.engine (local) runs on the trainer's machine only, but {self.name} was given a place on"
+                f" {seat.address}; use sglang, or make room for {self.name} beside the trainer."
+            )
+        self.env = {**self.env, **seat.env}
+
+    def start(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        token_file = self.folder / f"{self.name}.token"
+        self._ready.unlink(missing_ok=True)
+        self.token = write_token(token_file)
+        command = [sys.executable, "-m", "rlhf_megatron.rollout.local.server", "--token-file", str(token_file)]
+        command += ["--ready-file", str(self._ready), "--parent-pid", str(os.getpid()), *self.arguments]
+        self.process = ServerProcess(self.name, command, self.log, self.env)
+
+    def wait(self, deadline: float, progress: Progress | None) -> EngineAddress:
+        assert self.process is not None, "wait comes after start"
+        await_ready(self.process, self._ready.is_file, deadline, progress)
+        port = json.loads(self._ready.read_text())["port"]
+        address = EngineAddress(self.name, "local", f"http://{LOOPBACK}:{port}", self.token)
+        LocalEngine(address).health(max(1.0, deadline - time.monotonic()))
+        return address
+
+    @property
+    def _ready(self) -> Path:
+        return self.folder / f"{self.name}.ready.json"

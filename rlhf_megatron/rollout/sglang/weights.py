@@ -1,0 +1,332 @@
+"""A weight sync as said to an SGLang server: the verbs, and the receipts by which its ranks tell what stands in them.
+
+Each rank tells of the parts that it holds (`server.loader`); a receipt is the JSON of one rank. Ranks that hold the
+same part must agree, parts must cover the tensor once, and their digests add up to the digest of what stands.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+import uuid
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron.parallel.device_sharing import pickle_shared
+from rlhf_megatron.resharding.digest import as_hex
+from rlhf_megatron.resharding.manifest import BucketManifest
+from rlhf_megatron.rollout.engine import EngineAddress, EngineError
+from rlhf_megatron.rollout.fleet.calls import sample_names
+from rlhf_megatron.rollout.http import HttpClient
+from rlhf_megatron.rollout.sglang.server.loader import LOAD_FORMAT
+
+Receipt = Mapping[str, Any]
+_TENSORS_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Part:
+    """Entries start .. start + count - 1 along `axis`, as one rank holds them."""
+
+    rank: int
+    axis: int
+    start: int
+    count: int
+    digest: str
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        return self.axis, self.start, self.count
+
+
+@dataclass(frozen=True)
+class Standing:
+    """The state of some tensors in an engine, by Hugging Face name."""
+
+    digests: dict[str, str] = field(default_factory=dict)  # of those that stand whole
+    faults: dict[str, str] = field(default_factory=dict)  # of those that do not: why, in words
+    unlike: dict[str, str] = field(default_factory=dict)  # of those that cannot be compared (quantised): why
+
+    def __or__(self, other: Standing) -> Standing:
+        return Standing(self.digests | other.digests, self.faults | other.faults, self.unlike | other.unlike)
+
+
+def put_together(receipts: Sequence[Receipt]) -> Standing:
+    """Joins the receipts that all ranks of the server wrote of one bucket."""
+    found = Standing()
+    for name, (shape, _, _) in receipts[0]["tensors"].items():
+        unlike, misfits = ([r[kind][name] for r in receipts if name in r[kind]] for kind in ("unlike", "misfits"))
+        parts = [Part(r["rank"], *part) for r in receipts for part in r["parts"].get(name, ())]
+        if unlike:
+            found.unlike[name] = unlike[0]
+        elif fault := misfits[0] if misfits else _fault(parts, tuple(shape)):
+            found.faults[name] = f"{fault} ({receipts[0]['bucket']})"
+        else:
+            found.digests[name] = as_hex(sum(int(d, 16) for d in {part.place: part.digest for part in parts}.values()))
+    return found
+
+
+def check(
+    engine: str,
+    manifest: BucketManifest,
+    receipts: Sequence[Receipt],
+    compare: Callable[[], Sequence[Receipt]] | None = None,
+) -> Standing:
+    """Checks what stands of a bucket that was just delivered. Raises EngineError naming the tensors that are not as
+    sent.
+
+    `compare` sends the bucket's order "compare", while its bytes still lie there, and returns the receipts: they tell
+    which ranks hold something else than the bytes.
+    """
+    found = put_together(receipts)
+    wrong: dict[str, str] = {}
+    for entry in manifest.tensors:
+        digest = found.digests.get(entry.name)
+        if digest == entry.digest or entry.name in found.unlike:
+            continue
+        fault = found.faults.get(
+            entry.name, "nothing of it came" if digest is None else f"digest {digest} of what stands"
+        )
+        wrong[entry.name] = f"{fault}, {entry.digest} in the manifest{_other_type(receipts, entry.name)}"
+    if not wrong:
+        return found
+    for name, ranks in _ranks_that_differ(compare).items():
+        if name in wrong:
+            wrong[name] += f"; {_ranks(ranks)} hold{'s' * (len(ranks) == 1)} other values than the bucket"
+    shown = "; ".join(f"tensor {name!r}: {words}" for name, words in list(wrong.items())[:_TENSORS_SHOWN])
+    more = f"; and {len(wrong) - _TENSORS_SHOWN} more" if len(wrong) > _TENSORS_SHOWN else ""
+    raise EngineError(
+        f"{engine}, bucket {manifest.bucket} of {manifest.sender}: {len(wrong)} of {len(manifest.tensors)} tensors do"
+        f" not stand in it as they were sent: {shown}{more}. The engine is STALE."
+    )
+
+
+def read_all(directory: Path, prefix: str) -> list[list[Receipt]]:
+    """The receipts of all buckets, by bucket. Raises EngineError where a rank's is missing."""
+    by_name: dict[str, list[Receipt]] = {}
+    for path in sorted(directory.glob(f"{prefix}*")):
+        name, _, rank = path.name.rpartition(".")
+        if rank.isdigit() and "names" in (receipt := json.loads(path.read_text())):
+            by_name.setdefault(name, []).append(receipt)
+    for receipts in by_name.values():
+        absent = set(range(receipts[0]["size"])) - {receipt["rank"] for receipt in receipts}
+        if absent:
+            raise EngineError(f"{receipts[0]['bucket']}: {_ranks(absent)} wrote no receipt.")
+    return list(by_name.values())
+
+
+def standing_of(buckets: Iterable[Sequence[Receipt]]) -> Standing:
+    """Joins the receipts of all buckets of a sync."""
+    found = Standing()
+    for receipts in buckets:
+        found |= put_together(receipts)
+    return found
+
+
+def _fault(parts: Sequence[Part], shape: tuple[int, ...]) -> str | None:
+    """Says why these parts are not one whole tensor; None: they are."""
+    if not parts:
+        return "not found in the engine"
+    by_place: dict[tuple[int, int, int], list[Part]] = {}
+    for part in parts:
+        if part.count or not prod(shape):
+            by_place.setdefault(part.place, []).append(part)
+    for place, same in by_place.items():
+        if fault := _disagreement(same, place, shape):
+            return fault
+    return _gap(sorted(by_place), shape)
+
+
+def _disagreement(parts: Sequence[Part], place: tuple[int, int, int], shape: tuple[int, ...]) -> str | None:
+    values = Counter(part.digest for part in parts)
+    if len(values) == 1:
+        return None
+    (most, votes), (_, others) = values.most_common(2)
+    where = _part_words(place, shape)
+    if votes == others:
+        return f"{_ranks(part.rank for part in parts)} hold different values for {where}"
+    odd = {part.rank for part in parts if part.digest != most}
+    return f"{_ranks(odd)} hold{'s' * (len(odd) == 1)} other values for {where} than the ranks that hold it as well"
+
+
+def _gap(places: Sequence[tuple[int, int, int]], shape: tuple[int, ...]) -> str | None:
+    if not places:
+        return "not found in the engine"
+    axes = {axis for axis, _, _ in places}
+    if len(axes) > 1:
+        return f"its ranks hold parts of it along several axes, {sorted(axes)}"
+    (axis,), reached = axes, 0
+    for _, start, count in places:
+        if start > reached:
+            break
+        if start < reached:
+            twice = (axis, start, min(count, reached - start))
+            return f"{_part_words(twice, shape)} stands in it twice, in different parts"
+        reached = start + count
+    else:
+        if reached == shape[axis]:
+            return None
+        start = shape[axis]
+    return f"{_part_words((axis, reached, start - reached), shape)} stands in none of its ranks"
+
+
+def _part_words(place: tuple[int, int, int], shape: tuple[int, ...]) -> str:
+    axis, start, count = place
+    if count == shape[axis]:
+        return "all of it"
+    kind = ("row", "column")[axis] if axis < 2 else f"axis {axis} entry"
+    return f"{kind} {start}" if count == 1 else f"the part from {kind} {start} to {start + count - 1}"
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    numbers = [str(rank) for rank in sorted(set(ranks))]
+    if len(numbers) == 1:
+        return f"tp rank {numbers[0]}"
+    return f"tp ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
+
+
+def _other_type(receipts: Sequence[Receipt], name: str) -> str:
+    found = {receipt["stands_as"][name] for receipt in receipts if name in receipt["stands_as"]}
+    if not found:
+        return ""
+    sent = receipts[0]["tensors"][name][1]
+    return f" (it stands as {found.pop()} and was sent as {sent}: rollout.dtype must be the engine's dtype)"
+
+
+def _ranks_that_differ(compare: Callable[[], Sequence[Receipt]] | None) -> dict[str, list[int]]:
+    """Returns by tensor the ranks whose part is not what the bucket has."""
+    if compare is None:
+        return {}
+    try:
+        receipts = compare()
+    except EngineError:  # it only would have told more
+        return {}
+    differ: dict[str, list[int]] = {}
+    for receipt in receipts:
+        for name, is_equal in receipt["compared"].items():
+            if not is_equal:
+                differ.setdefault(name, []).append(receipt["rank"])
+    return differ
+
+
+TIMEOUT_S = 600.0
+_TENSOR = "/update_weights_from_tensor"
+
+
+class SGLangVerbs:
+    """Thread-safe. All raise EngineError, also where the server answers 200 and no success."""
+
+    def __init__(self, address: EngineAddress, transfer_dir: Path, timeout_s: float = TIMEOUT_S) -> None:
+        """`timeout_s`: deadline of each call."""
+        self.address = address
+        self.timeout_s = timeout_s
+        self.receipt_prefix = f"receipt-{address.name}-"
+        self._transfer_dir = transfer_dir
+        self._http = HttpClient(address)
+
+    def load(self, manifest: BucketManifest, bucket: Tensor | None = None) -> list[Receipt]:
+        """Have every rank read a bucket, from its file or from `bucket`, device memory, and load it. Raises EngineError
+        too where it does not stand as it was sent."""
+        order, what = manifest.to_json(), _words(manifest)
+        receipts = self.order({"manifest": order}, what, bucket)
+        check(self.address.name, manifest, receipts, lambda: self.order({"compare": order}, what, bucket))
+        return receipts
+
+    def digest(self, manifest: BucketManifest) -> list[Receipt]:
+        """Has every rank digest a bucket that it has loaded from somewhere else, and checks it as `load` does."""
+        receipts = self.order({"digest": manifest.to_json()}, _words(manifest))
+        check(self.address.name, manifest, receipts)
+        return receipts
+
+    def order(self, order: dict[str, Any], what: str, bucket: Tensor | None = None) -> list[Receipt]:
+        """Have the run's loader carry out an order in every rank; returns the ranks' receipts.
+
+        `bucket`: device memory that goes with it.
+        """
+        name = self.receipt_prefix + uuid.uuid4().hex
+        text = json.dumps({**order, "receipt": name, "directory": self._transfer_dir.name}).encode()
+        tensors = [("order", torch.frombuffer(bytearray(text), dtype=torch.uint8))]
+        if bucket is not None:
+            tensors.append(("bucket", bucket))
+        # The server's own wire format is a pickle of (name, tensor) pairs. Each rank opens device memory by itself.
+        payloads = [base64.b64encode(pickle_shared(tensors)).decode() for _ in range(self.address.tp_size)]
+        body = {"serialized_named_tensors": payloads, "load_format": LOAD_FORMAT, "flush_cache": False}
+        self._post(_TENSOR, body, what)
+        return [self._receipt(name, rank, what) for rank in range(self.address.tp_size)]
+
+    def abort_calls(self, names: Collection[str]) -> None:
+        """End what runs of generate calls of these names. A server forgets a sample as it ends."""
+        for sample in (sample for name in names for sample in sample_names(name)):
+            self._http.post("/abort_request", {"rid": sample}, self.timeout_s)
+
+    def load_by_value(self, manifest: BucketManifest, bucket: Tensor) -> None:
+        """A bucket inside the request, for servers without the run's loader."""
+        pairs = [(entry.name, _part(bucket, entry).cpu().clone()) for entry in manifest.tensors]
+        payload = base64.b64encode(pickle.dumps(pairs)).decode()
+        body = {"serialized_named_tensors": [payload] * self.address.tp_size, "flush_cache": False}
+        self._post(_TENSOR, body, _words(manifest))
+
+    def load_directory(self, directory: Path) -> None:
+        """A whole model directory, which the server can read, also where it was started with load-format dummy."""
+        body = {"model_path": str(directory), "load_format": "auto", "flush_cache": False}
+        self._post("/update_weights_from_disk", body, f"weights of {directory.name}")
+
+    def join(self, name: str, address: str, port: int, world_size: int, backend: str) -> None:
+        """Its ranks become the ranks after 0 of that group. Returns when they have, so this side must be joining."""
+        body = {
+            "master_address": address,
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": world_size,
+            "group_name": name,
+            "backend": backend,
+        }
+        self._post("/init_weights_update_group", body, f"process group {name}")
+
+    def leave(self, name: str, timeout_s: float) -> None:
+        """It ends its part of the group."""
+        self._post("/destroy_weights_update_group", {"group_name": name}, f"process group {name}", timeout_s)
+
+    def receive(self, manifest: BucketManifest, group_name: str) -> None:
+        """Take the broadcast of a bucket, which must be under way, and load it."""
+        body = {
+            "names": [entry.name for entry in manifest.tensors],
+            "dtypes": [entry.dtype for entry in manifest.tensors],
+            "shapes": [list(entry.shape) for entry in manifest.tensors],
+            "group_name": group_name,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+        }
+        self._post("/update_weights_from_distributed", body, _words(manifest))
+
+    def _post(self, path: str, body: dict[str, Any], what: str, timeout_s: float | None = None) -> None:
+        answer = self._http.post(path, body, self.timeout_s if timeout_s is None else timeout_s)
+        if not isinstance(answer, dict) or not answer.get("success", False):
+            said = answer.get("message", answer) if isinstance(answer, dict) else answer
+            raise EngineError(f"{self.address.name}, {what}: {said}")
+
+    def _receipt(self, name: str, rank: int, what: str) -> Receipt:
+        path = self._transfer_dir / f"{name}.{rank}"
+        if not path.exists():
+            raise EngineError(f"{self.address.name}, {what}: tp rank {rank} wrote no receipt.")
+        receipt: Receipt = json.loads(path.read_text())
+        if receipt["error"]:
+            raise EngineError(f"{self.address.name} tp rank {rank}, {what}: {receipt['error']} The engine is STALE.")
+        return receipt
+
+
+def _words(manifest: BucketManifest) -> str:
+    return f"bucket {manifest.bucket} of {manifest.sender}"
+
+
+def _part(bucket: Tensor, entry: Any) -> Tensor:
+    raw = bucket[entry.offset : entry.offset + entry.num_bytes]
+    return raw.view(getattr(torch, entry.dtype)).view(entry.shape)

@@ -1,0 +1,80 @@
+"""One sender's buckets to several engines. An engine that fails is left out of the rest; the others get all of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+from torch import Tensor
+
+from rlhf_megatron import faults
+from rlhf_megatron.resharding.buffers import Buffers, in_memory
+from rlhf_megatron.resharding.manifest import BucketManifest
+from rlhf_megatron.resharding.plan import ALIGNMENT
+from rlhf_megatron.resharding.sender import Place
+from rlhf_megatron.rollout.engine import EngineError, WeightTransport
+from rlhf_megatron.rollout.transports.base import Traffic, Transport
+from rlhf_megatron.rollout.transports.disk import FileBuffers
+from rlhf_megatron.rollout.transports.tensor import SharedMemoryBuffers
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Delivery:
+    """A context manager on a sending rank. Callable with a bucket: returns when all engines that still take part have
+    read it.
+
+    The failure of an engine is not raised: it would end the training ranks, whose weights are needed to mend it.
+    """
+
+    def __init__(
+        self, transports: Sequence[Transport], kind: WeightTransport, transfer_dir: Path, place: Place
+    ) -> None:
+        """`transports`: one an engine. `place`: of the sender."""
+        self.alignment = ALIGNMENT if kind == "tensor" else 1  # a broadcast and a safetensors file have no gaps
+        self.failures: dict[str, str] = {}  # engine name -> what it said first; it has not got everything
+        self.traffic = Traffic()
+        self._kind = kind
+        self._transfer_dir = transfer_dir
+        self._place = place
+        self._transports = tuple(transports)
+        self._threads = ThreadPoolExecutor(max(1, len(self._transports)), thread_name_prefix="deliver")
+
+    def open_buffers(self, capacity: int, num_buckets: int) -> Buffers:
+        """Buffers that all transports can take buckets from; opens the transports, since some know where only then."""
+        self._each(lambda transport: transport.open(), "before its first bucket")
+        if self._kind != "disk" and {transport.memory for transport in self._transports} == {"device_memory"}:
+            return in_memory(self._place.device, capacity, num_buckets, self)
+        in_files = FileBuffers if self._kind == "disk" else SharedMemoryBuffers
+        return in_files(self._transfer_dir, str(self._place.coordinates), capacity, num_buckets, self)
+
+    def __call__(self, manifest: BucketManifest, bucket: Tensor) -> None:
+        for traffic in self._each(lambda one: one.deliver(manifest, bucket), f"while it was given {manifest}"):
+            self.traffic += traffic
+        faults.reach("sync.after_bucket")
+
+    def _each(self, act: Callable[[Transport], T], when: str) -> list[T]:
+        """Act on all that have not failed, at once; return what `act` returned for those that do not fail now."""
+        standing = [transport for transport in self._transports if transport.name not in self.failures]
+        futures = [(transport, self._threads.submit(act, transport)) for transport in standing]
+        results = []
+        for transport, future in futures:
+            try:
+                results.append(future.result())  # has the deadline of the transport
+            except EngineError as error:
+                self.failures[transport.name] = f"{str(error).rstrip('.')}, {when}."
+                logger.warning("%s is left out of this weight sync: %s", transport.name, error)
+        return results
+
+    def __enter__(self) -> Delivery:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._threads.shutdown(wait=True)
