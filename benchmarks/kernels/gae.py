@@ -24,7 +24,7 @@ from benchmarks.kernels.case import Case, CaseResult, Figure
 from benchmarks.kernels.measure import Parts, Ratio, cpu_seconds, take_turns
 from rlhf_megatron.algorithms.advantages.base import AdvantageInputs
 from rlhf_megatron.algorithms.advantages.gae import GAEParams, gae
-from rlhf_megatron.algorithms.advantages.scan import discounted_sums_
+from rlhf_megatron.algorithms.advantages.tokens import discounted_sums_
 
 PARAMS = GAEParams(gamma=0.99, lam=0.95, whiten=False)
 DECAY = PARAMS.gamma * PARAMS.lam

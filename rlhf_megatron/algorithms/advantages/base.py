@@ -73,6 +73,11 @@ def sample_rewards(inputs: AdvantageInputs) -> Tensor:
     return rewards_B.masked_fill(~inputs.is_valid_B, 0.0)
 
 
+def of_samples(advantages_B: Tensor, inputs: AdvantageInputs) -> AdvantageOutputs:
+    """Return the advantages of an estimator of whole samples: one a sample, on all its response tokens."""
+    return AdvantageOutputs(spread(advantages_B, inputs.response_mask_T, inputs.offsets))
+
+
 def spread(advantages_B: Tensor, response_mask_T: Tensor, offsets: Tensor) -> Tensor:
     """[B] -> [T] float32: each sample's advantage on its response tokens, 0 elsewhere."""
     return repeated(advantages_B.float(), offsets.diff()).masked_fill_(~response_mask_T, 0.0)

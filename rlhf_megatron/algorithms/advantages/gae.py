@@ -25,8 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rlhf_megatron.algorithms.advantages.base import ADV_ESTIMATORS, AdvantageInputs, AdvantageOutputs, places
-from rlhf_megatron.algorithms.advantages.scan import discounted_sums_
-from rlhf_megatron.algorithms.advantages.whitening import WHITEN_EPSILON, Moments
+from rlhf_megatron.algorithms.advantages.tokens import WHITEN_EPSILON, Moments, discounted_sums_
 from rlhf_megatron.lazy import Tensor, torch
 
 PART = 131072  # tokens of a part, about

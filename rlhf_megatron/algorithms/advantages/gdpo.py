@@ -21,7 +21,7 @@ from rlhf_megatron.algorithms.advantages.base import (
     response_lengths,
     spread,
 )
-from rlhf_megatron.algorithms.advantages.whitening import whitened_samples
+from rlhf_megatron.algorithms.advantages.tokens import whitened_samples
 from rlhf_megatron.algorithms.groups import Groups, group_advantages
 from rlhf_megatron.lazy import Tensor, torch
 

@@ -18,8 +18,8 @@ from rlhf_megatron.algorithms.advantages.base import (
     ADV_ESTIMATORS,
     AdvantageInputs,
     AdvantageOutputs,
+    of_samples,
     sample_rewards,
-    spread,
 )
 from rlhf_megatron.algorithms.groups import Groups, group_advantages
 
@@ -45,4 +45,4 @@ def gpg(inputs: AdvantageInputs, params: GPGParams) -> AdvantageOutputs:
     alpha = inputs.is_valid_B.sum() / teaches_B.sum().clamp(min=1).to(rewards_B.dtype)
     centered_B = group_advantages(rewards_B, inputs.group_ids_B, inputs.is_valid_B, epsilon=None)
     advantages_B = alpha * centered_B / params.f_norm
-    return AdvantageOutputs(spread(advantages_B, inputs.response_mask_T, inputs.offsets))
+    return of_samples(advantages_B, inputs)

@@ -15,8 +15,8 @@ from rlhf_megatron.algorithms.advantages.base import (
     ADV_ESTIMATORS,
     AdvantageInputs,
     AdvantageOutputs,
+    of_samples,
     sample_rewards,
-    spread,
 )
 from rlhf_megatron.algorithms.groups import group_advantages
 
@@ -43,4 +43,4 @@ def grpo(inputs: AdvantageInputs, params: GRPOParams) -> AdvantageOutputs:
         inputs.is_valid_B,
         epsilon=params.epsilon if params.norm_adv_by_std_in_grpo else None,
     )
-    return AdvantageOutputs(spread(advantages_B, inputs.response_mask_T, inputs.offsets))
+    return of_samples(advantages_B, inputs)

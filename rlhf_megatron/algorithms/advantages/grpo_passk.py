@@ -12,30 +12,19 @@ The paper has no division; the field's implementations divide as GRPO does, and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from rlhf_megatron.algorithms.advantages.base import (
     ADV_ESTIMATORS,
     AdvantageInputs,
     AdvantageOutputs,
+    of_samples,
     sample_rewards,
-    spread,
 )
+from rlhf_megatron.algorithms.advantages.grpo import GRPOParams
 from rlhf_megatron.algorithms.groups import Groups
 
 
-@dataclass(frozen=True)
-class GRPOPassKParams:
-    norm_adv_by_std_in_grpo: bool = True  # divide by the group's standard deviation; false: the paper's
-    epsilon: float = 1e-6  # added to the standard deviation
-
-    def __post_init__(self) -> None:
-        if self.epsilon < 0:
-            raise ValueError(f"epsilon ({self.epsilon}) must not be negative; 1e-6 is usual.")
-
-
-@ADV_ESTIMATORS.register("grpo_passk", GRPOPassKParams, needs=("rewards", "group_ids"), scope="group")
-def grpo_passk(inputs: AdvantageInputs, params: GRPOPassKParams) -> AdvantageOutputs:
+@ADV_ESTIMATORS.register("grpo_passk", GRPOParams, needs=("rewards", "group_ids"), scope="group")
+def grpo_passk(inputs: AdvantageInputs, params: GRPOParams) -> AdvantageOutputs:
     """One advantage a sample, on all its response tokens.
 
     Exactly 0 in a group with one valid sample, and where several samples are the best: none of them leads.
@@ -49,4 +38,4 @@ def grpo_passk(inputs: AdvantageInputs, params: GRPOPassKParams) -> AdvantageOut
         lead_G = lead_G / (groups.deviations(groups.centered(rewards_B)) + params.epsilon)
     leads_B = inputs.is_valid_B & has_lead_G[groups.index_B] & (rewards_B == best_G[groups.index_B])
     advantages_B = lead_G[groups.index_B].masked_fill(~leads_B, 0.0)
-    return AdvantageOutputs(spread(advantages_B, inputs.response_mask_T, inputs.offsets))
+    return of_samples(advantages_B, inputs)

@@ -14,9 +14,9 @@ from rlhf_megatron.algorithms.advantages.base import (
     ADV_ESTIMATORS,
     AdvantageInputs,
     AdvantageOutputs,
+    of_samples,
     response_lengths,
     sample_rewards,
-    spread,
 )
 from rlhf_megatron.algorithms.groups import Groups, group_advantages
 
@@ -33,4 +33,4 @@ def opo(inputs: AdvantageInputs, params: None) -> AdvantageOutputs:
     centered_B = group_advantages(sample_rewards(inputs), inputs.group_ids_B, inputs.is_valid_B, epsilon=None)
     baseline_G = groups.sums(lengths_B * centered_B) / groups.sums(lengths_B).clamp(min=1)
     advantages_B = (centered_B - baseline_G[groups.index_B]).masked_fill(~inputs.is_valid_B, 0.0)
-    return AdvantageOutputs(spread(advantages_B, inputs.response_mask_T, inputs.offsets))
+    return of_samples(advantages_B, inputs)

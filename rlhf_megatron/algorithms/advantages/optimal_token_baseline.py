@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from rlhf_megatron.algorithms.advantages.base import ADV_ESTIMATORS, AdvantageInputs, AdvantageOutputs
-from rlhf_megatron.algorithms.advantages.response_tokens import ResponseTokens
+from rlhf_megatron.algorithms.advantages.tokens import ResponseTokens
 from rlhf_megatron.algorithms.groups import Groups
 from rlhf_megatron.algorithms.losses.kl import MAX_LOG_RATIO
 from rlhf_megatron.lazy import Tensor, torch

@@ -22,8 +22,7 @@ from rlhf_megatron.algorithms.advantages.base import (
     sample_rewards,
     spread,
 )
-from rlhf_megatron.algorithms.advantages.response_tokens import ResponseTokens
-from rlhf_megatron.algorithms.advantages.whitening import whiten_, whitened_samples
+from rlhf_megatron.algorithms.advantages.tokens import ResponseTokens, whiten_, whitened_samples
 from rlhf_megatron.algorithms.groups import Groups, group_advantages
 
 

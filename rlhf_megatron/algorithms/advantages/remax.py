@@ -14,7 +14,7 @@ that does not depend on the sampled tokens is a baseline without bias.
 from __future__ import annotations
 
 from rlhf_megatron.algorithms.advantages.base import ADV_ESTIMATORS, AdvantageInputs, AdvantageOutputs
-from rlhf_megatron.algorithms.advantages.response_tokens import ResponseTokens
+from rlhf_megatron.algorithms.advantages.tokens import ResponseTokens
 
 
 @ADV_ESTIMATORS.register("remax", needs=("token_rewards", "greedy_rewards"), scope="sample")

@@ -14,8 +14,8 @@ from rlhf_megatron.algorithms.advantages.base import (
     ADV_ESTIMATORS,
     AdvantageInputs,
     AdvantageOutputs,
+    of_samples,
     sample_rewards,
-    spread,
 )
 from rlhf_megatron.algorithms.groups import Groups, group_advantages
 
@@ -27,4 +27,4 @@ def rloo(inputs: AdvantageInputs, params: None) -> AdvantageOutputs:
     groups = Groups.of(inputs.group_ids_B, inputs.is_valid_B)
     count_G = groups.counts()
     factor_G = count_G / (count_G - 1).clamp(min=1)
-    return AdvantageOutputs(spread(centered_B * factor_G[groups.index_B], inputs.response_mask_T, inputs.offsets))
+    return of_samples(centered_B * factor_G[groups.index_B], inputs)

@@ -4,6 +4,9 @@
 
     loss = -A log_probs
 
+GPG's loss is the same ("GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning", arXiv
+2504.02546, equation 6): what makes GPG is the estimator gpg, which scales by the share of groups with signal.
+
 There is no ratio and no clip: right where the samples are of the current policy (one optimizer step on each), or where
 correction weights multiply it. Its value means nothing; its gradient is all.
 """
@@ -14,6 +17,7 @@ from rlhf_megatron.algorithms.losses.base import POLICY_LOSSES, PolicyLossInputs
 from rlhf_megatron.algorithms.losses.ratio import ppo_kl
 
 
+@POLICY_LOSSES.register("gpg", needs=("advantages",))
 @POLICY_LOSSES.register("reinforce", needs=("advantages",))
 def reinforce(inputs: PolicyLossInputs, params: None) -> PolicyLossOutputs:
     """Per-token loss; metric actor/ppo_kl."""

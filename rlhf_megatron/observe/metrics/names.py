@@ -5,7 +5,7 @@ Metrics of losses, estimators and corrections stand in algorithms/metric_names.p
 
 from __future__ import annotations
 
-from rlhf_megatron.algorithms.metric import (
+from rlhf_megatron.algorithms.metric_names import (
     GROUPS,
     SAMPLES,
     SEQUENCES,

@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Mapping
 
-from rlhf_megatron.algorithms.metric import PLACEHOLDERS, Metric
+from rlhf_megatron.algorithms.metric_names import PLACEHOLDERS, Metric
 from rlhf_megatron.observe.metrics.names import CATALOGUE, SECTIONS
 
 VERL_NAMES: Mapping[str, tuple[str, str]] = {  # verl's name -> (ours, what differs)

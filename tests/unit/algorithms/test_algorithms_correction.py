@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_megatron.algorithms.metric import find_in
-from rlhf_megatron.algorithms.metric_names import METRICS
+from rlhf_megatron.algorithms.metric_names import METRICS, find_in
 from rlhf_megatron.algorithms.rollout_correction import step as step_module
 from rlhf_megatron.algorithms.rollout_correction.params import FILTERS, CorrectionParams, Filter, Importance
 from rlhf_megatron.algorithms.rollout_correction.ratios import correct, log_mismatch

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS, AdvantageInputs
 from rlhf_megatron.algorithms.advantages.gdpo import GDPOParams
 from rlhf_megatron.algorithms.advantages.gpg import GPGParams
-from rlhf_megatron.algorithms.advantages.grpo_passk import GRPOPassKParams
+from rlhf_megatron.algorithms.advantages.grpo import GRPOParams
 
 PARAMS: dict[str, Any] = {
     "gdpo": GDPOParams(("part",)),
     "gpg": GPGParams(),
     "grpo": ADV_ESTIMATORS.get("grpo").params(),
-    "grpo_passk": GRPOPassKParams(),
+    "grpo_passk": GRPOParams(),
     "opo": None,
     "reinforce_plus_plus_baseline": None,
     "rloo": None,
@@ -79,14 +79,14 @@ def test_rloo_by_hand() -> None:
 def test_passk_by_hand() -> None:
     # 4, 9, 1: the best leads by 5. Without division 5; deviation of 4, 9, 1: mean 14/3, (4 + 169 + 121) / 9 / 2.
     inputs = inputs_of([4, 9, 1, 7, 7, 2], [0, 0, 0, 1, 1, 1])
-    assert of_samples("grpo_passk", inputs, GRPOPassKParams(False)) == [0, 5, 0, 0, 0, 0]
+    assert of_samples("grpo_passk", inputs, GRPOParams(False)) == [0, 5, 0, 0, 0, 0]
     deviation = math.sqrt((4 + 169 + 121) / 9 / 2)
     found = of_samples("grpo_passk", inputs)
     assert found == pytest.approx([0, 5 / (deviation + 1e-6), 0, 0, 0, 0], rel=1e-6)
 
 
 def test_passk_with_negative_rewards_and_two_samples() -> None:
-    assert of_samples("grpo_passk", inputs_of([-3, -1], [0, 0]), GRPOPassKParams(False)) == [0, 2]
+    assert of_samples("grpo_passk", inputs_of([-3, -1], [0, 0]), GRPOParams(False)) == [0, 2]
 
 
 def test_opo_by_hand() -> None:
@@ -198,7 +198,7 @@ def test_gdpo_refuses_a_part_that_its_reward_does_not_return() -> None:
         (lambda: GDPOParams(("a",), epsilon=-1.0), "epsilon"),
         (lambda: GPGParams(f_norm=0.0), r"f_norm \(0.0\) must be above 0"),
         (lambda: GPGParams(f_norm=math.inf), "f_norm"),
-        (lambda: GRPOPassKParams(epsilon=-1.0), "epsilon"),
+        (lambda: GRPOParams(epsilon=-1.0), "epsilon"),
     ],
 )
 def test_wrong_parameters(make: Any, match: str) -> None:

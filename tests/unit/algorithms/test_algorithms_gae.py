@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS, AdvantageInputs, AdvantageOutputs
 from rlhf_megatron.algorithms.advantages.gae import GAEParams, gae
-from rlhf_megatron.algorithms.advantages.whitening import Moments
+from rlhf_megatron.algorithms.advantages.tokens import Moments
 from rlhf_megatron.algorithms.metric_names import METRICS
 
 gae_module = sys.modules[gae.__module__]  # the package has the function under the module's name

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhf_megatron.algorithms.advantages import scan
-from rlhf_megatron.algorithms.advantages.scan import discounted_sums_
+from rlhf_megatron.algorithms.advantages import tokens as scan
+from rlhf_megatron.algorithms.advantages.tokens import discounted_sums_
 
 DECAYS = [0.0, 1e-300, 1e-3, 0.5, 0.9405, 0.99999, 1.0]
 

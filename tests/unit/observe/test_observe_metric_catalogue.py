@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from rlhf_megatron.algorithms.metric import PLACEHOLDERS
+from rlhf_megatron.algorithms.metric_names import PLACEHOLDERS
 from rlhf_megatron.observe.metrics.names import CATALOGUE, SECTIONS, find
 from rlhf_megatron.observe.metrics.reference import VERL_NAMES, reference
 

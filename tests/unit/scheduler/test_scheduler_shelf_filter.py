@@ -11,7 +11,7 @@ import pytest
 import torch
 from places import MODEL
 
-from rlhf_megatron.algorithms.metric import find_in
+from rlhf_megatron.algorithms.metric_names import find_in
 from rlhf_megatron.config.schema import AlgorithmConfig, DataConfig, FilterGroupsConfig, RolloutConfig, RunConfig
 from rlhf_megatron.data.batch import AnnotatedBatch, ScoredBatch, gain
 from rlhf_megatron.data.items import PromptItem, PromptSource

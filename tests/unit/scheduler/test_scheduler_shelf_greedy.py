@@ -10,7 +10,7 @@ import pytest
 import torch
 from places import MODEL
 
-from rlhf_megatron.algorithms.metric import find_in
+from rlhf_megatron.algorithms.metric_names import find_in
 from rlhf_megatron.config.schema import AlgorithmConfig, DataConfig, FilterGroupsConfig, RolloutConfig, RunConfig
 from rlhf_megatron.data.batch import AnnotatedBatch, PromptBatch, ScoredBatch, gain, select
 from rlhf_megatron.data.tokenizer import load_tokenizer
