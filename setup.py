@@ -3,8 +3,13 @@
 torch is not pinned here, so that a GPU machine keeps the build it brings; `make` installs with the constraints.
 """
 
+import re
+from pathlib import Path
+
 from setuptools import find_packages, setup
 
+SOURCE = (Path(__file__).parent / "rlhf_megatron" / "__init__.py").read_text()
+(VERSION,) = re.findall(r'^__version__ = "(.+)"', SOURCE, re.MULTILINE)  # stands there only
 REQUIRES = [
     "torch>=2.6",
     "megatron-core>=0.16.1,<0.20",
@@ -50,7 +55,7 @@ EXTRAS = {
 
 setup(
     name="rlhf-megatron",
-    version="0.1.0",
+    version=VERSION,
     description="Megatron-centric 3D-parallel reinforcement learning for very large language models",
     license="Apache-2.0",
     python_requires=">=3.10",

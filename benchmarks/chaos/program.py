@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.common import ROOT
-from rlhf_megatron.cli.train import CONTROLLER_ENV
+from rlhf_megatron.job import CONTROLLER_ENV
 
 MARKER = "RLHF_MEGATRON_CHAOS"  # stands in the environment of every process of a launch
 POLL_S = 0.05

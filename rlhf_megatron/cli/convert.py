@@ -1,4 +1,4 @@
-"""`rlhf-megatron convert`, also `python -m tools.checkpoint_convert`: Hugging Face <-> per-rank Megatron weights."""
+"""`rlhf-megatron convert` and `fetch`: weights on disk, between Hugging Face and per-rank Megatron layout."""
 
 from __future__ import annotations
 
@@ -8,33 +8,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rlhf_megatron.resharding.convert import OnRule
-
-_HERE = "rlhf_megatron.cli.convert"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The three directions, each with a function of this file."""
-    from rlhf_megatron.cli.commands import add_traceback
-
-    actions = parser.add_subparsers(metavar="DIRECTION", required=True)
-    to_megatron = actions.add_parser("hf-to-megatron", help="one file a (tp, pp) rank from a Hugging Face directory")
-    to_megatron.add_argument("--hf", metavar="DIR", type=Path, required=True, help="model in Hugging Face layout")
-    to_megatron.set_defaults(run=f"{_HERE}:hf_to_megatron")
-    to_hf = actions.add_parser("megatron-to-hf", help="a Hugging Face directory from per-rank files")
-    to_hf.add_argument("--megatron", metavar="DIR", type=Path, required=True, help="directory made by this command")
-    to_hf.add_argument("--max-shard-mib", metavar="N", type=int, default=4096, help="size of a file, MiB (4096)")
-    to_hf.set_defaults(run=f"{_HERE}:megatron_to_hf")
-    reshard = actions.add_parser("reshard", help="per-rank files for another layout")
-    reshard.add_argument("--megatron", metavar="DIR", type=Path, required=True, help="directory made by this command")
-    reshard.set_defaults(run=f"{_HERE}:reshard")
-    for action in (to_megatron, reshard):
-        action.add_argument("--tp", metavar="N", type=int, default=1, help="tensor parallel size (1)")
-        action.add_argument("--pp", metavar="N", type=int, default=1, help="pipeline parallel size (1)")
-    for action in (to_megatron, to_hf, reshard):
-        action.add_argument("--out", metavar="DIR", type=Path, required=True, help="new directory, written at once")
-        action.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="cast (default: keep)")
-        action.add_argument("--verify", action="store_true", help="read the result back and compare, both ways")
-        add_traceback(action)
 
 
 def hf_to_megatron(args: argparse.Namespace) -> None:
@@ -98,3 +71,11 @@ class _Bar:
     def step(self, name: str) -> OnRule:
         task = self._progress.add_task(name, total=self._num_rules)
         return lambda rule: self._progress.advance(task)
+
+
+def fetch(args: argparse.Namespace) -> None:
+    """Does nothing when the directory is there already, complete."""
+    from rlhf_megatron.checkpoint import smollm2
+
+    is_new = smollm2.fetch(args.out, args.dtype)
+    print(f"{args.out}: {'fetched and converted' if is_new else 'is there already'}.")

@@ -8,6 +8,8 @@ import sys
 import webbrowser
 from pathlib import Path
 
+from rlhf_megatron import api
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Run directories, where the report goes, and whether a browser opens it."""
@@ -23,9 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def report(args: argparse.Namespace) -> None:
     """Raises ValueError where there is nothing to report."""
-    from rlhf_megatron.observe.report.build import write_report
-
-    written = write_report(args.run_dirs, args.out)
+    written = api.report(args.run_dirs, args.out)
     for note in written.notes:
         print(f"note: {note}")
     if written.pictures is None:

@@ -71,9 +71,9 @@ def supersede(run_dir: Path, step: int, attempt: int) -> int:
     return counts[0]
 
 
-def read_rows(run_dir: Path) -> list[dict[str, Any]]:
-    """Of metrics.jsonl; [] where that is not written."""
-    path = run_dir / FILES[0]
+def read_rows(run_dir: Path, name: str = FILES[0]) -> list[dict[str, Any]]:
+    """Return the whole rows of a file of JSON lines; [] where it is not written."""
+    path = run_dir / name
     return [row for line in path.read_bytes().splitlines() if (row := _row(line))] if path.exists() else []
 
 

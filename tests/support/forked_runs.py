@@ -236,7 +236,7 @@ def _import_everything() -> None:
     import importlib
 
     for name in (
-        *("cli.main", "cli.train", "scheduler.run", "proof.replay", "proof.preflight", "runtime.inline"),
+        *("cli.main", "cli.train", "job", "scheduler.run", "proof.replay", "proof.preflight", "runtime.inline"),
         *("runtime.roles", "runtime.stopping", "rollout.local.server", "rollout.local.generator"),
         *("rollout.local.model", "rollout.local.weights", "rollout.fleet.process"),
     ):

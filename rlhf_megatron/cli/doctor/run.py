@@ -1,19 +1,89 @@
-"""What a run takes of a machine, and what it asks for that is not there."""
+"""`rlhf-megatron doctor`: which fast paths are live on this machine, which are not, why, and what would bring them.
+
+With a configuration it also tells what that run asks for and this machine has not.
+"""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import json
-from collections.abc import Iterator
+import os
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from rlhf_megatron.cli.doctor.facts import Facts
-from rlhf_megatron.cli.doctor.rows import TE, Wanted, gradient_row, head_row
+from rlhf_megatron.cli.doctor.facts import Facts, gather
+from rlhf_megatron.cli.doctor.host import around_rows, device_rows, engine_rows, host_rows
+from rlhf_megatron.cli.doctor.rows import TE, Row, Wanted, gradient_row, head_row, package_rows, trainer_rows
+from rlhf_megatron.config.load import load_run_config
 from rlhf_megatron.config.rules.run import has_critic, megatron_sections
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.models.fused import DeviceType
 from rlhf_megatron.parallel.packages import INSTALL, find_package
+
+TITLES = {
+    "device": "Devices",
+    "packages": "Packages",
+    "trainer": "Trainer",
+    "engines": "Engines",
+    "around": "Launchers and loggers",
+    "host": "Machine",
+}
+
+
+def doctor(args: argparse.Namespace) -> int:
+    """0; 1 when the run asks for what is not there. Raises ConfigError for a file that is wrong anywhere."""
+    config = load_run_config(args.config, args.overrides, with_files=False).config if args.config else None
+    facts = gather()
+    wanted = Wanted(device_of("auto", facts)) if config is None else of_this_machine(wanted_by(config, facts), facts)
+    rows = [
+        *device_rows(facts),
+        *package_rows(facts, wanted.device),
+        *trainer_rows(facts, wanted),
+        *engine_rows(config.rollout.sglang.python if config else None),
+        *around_rows(facts),
+        *host_rows(facts.host),
+    ]
+    problems = [] if config is None else run_problems(config, facts)
+    try:
+        if args.is_json:
+            _print_json(args, rows, problems)
+        else:
+            _print_table(args, rows, problems)
+    except BrokenPipeError:  # `doctor | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1 if problems else 0
+
+
+def _print_json(args: argparse.Namespace, rows: Sequence[Row], problems: Sequence[Problem]) -> None:
+    found = {
+        "run": str(args.config) if args.config else None,
+        "overrides": list(args.overrides),
+        "rows": [dataclasses.asdict(row) for row in rows],
+        "problems": [dataclasses.asdict(problem) for problem in problems],
+    }
+    print(json.dumps(found, indent=1), flush=True)
+
+
+def _print_table(args: argparse.Namespace, rows: Sequence[Row], problems: Sequence[Problem]) -> None:
+    width = max(len(row.path) for row in rows)
+    area = ""
+    for row in rows:
+        if row.area != area:
+            print(f"{TITLES[row.area]}" if not area else f"\n{TITLES[row.area]}")
+            area = row.area
+        print(f"  {row.state:8}  {row.path:{width}}  {row.taken}".rstrip())
+        for word, text in (("note" if row.state == "live" else "why", row.why), ("fix", row.fix)):
+            if text:
+                print(f"{'':{width + 14}}{word}: {text}")
+    if args.config is not None:
+        print(f"\n{args.config}: {len(problems)} setting(s) ask for what is not here")
+        for problem in problems:
+            print(f"  {problem}")
+    sys.stdout.flush()
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,8 @@ import pytest
 import torch
 from places import ROOT
 
-from rlhf_megatron.cli.doctor.facts import Facts, Probe, gather, links_between_gpus
+from rlhf_megatron.cli.doctor.facts import Facts, MegatronFacts, Probe, gather, links_between_gpus
 from rlhf_megatron.cli.doctor.host import device_rows, host_rows, runs_on
-from rlhf_megatron.cli.doctor.probe import MegatronFacts
 from rlhf_megatron.cli.doctor.rows import Row, Wanted, package_rows, trainer_rows
 from rlhf_megatron.cli.doctor.run import of_this_machine, run_problems, wanted_by
 from rlhf_megatron.config.load import load_run_config

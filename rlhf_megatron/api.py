@@ -1,0 +1,158 @@
+"""The Python API: train a run, load its configuration, read what it wrote. The commands call the same functions.
+
+Importing it imports no torch; docs/api.md has an example for a notebook.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rlhf_megatron.config.load import load_run_config, read_run_config
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.show import as_text
+from rlhf_megatron.job import TrainJob
+
+if TYPE_CHECKING:
+    from rlhf_megatron.observe.report.build import Written
+
+Overrides = Sequence[str] | Mapping[str, Any]
+"""Settings over those of a file: ["trainer.seed=7"] as on the command line, or {"trainer.seed": 7}."""
+
+
+class RunFailed(RuntimeError):
+    """A run that ended before it had all of its steps, or a replay that found other numbers."""
+
+    def __init__(self, directory: Path, exit_code: int) -> None:
+        self.directory, self.exit_code = directory, exit_code
+        super().__init__(
+            f"the run in {directory} ended with exit code {exit_code}; its last messages and {directory / 'logs'} say"
+            " why."
+        )
+
+
+@dataclass(frozen=True)
+class Run:
+    """The directory of a run. Each call reads its files anew, so a run that is going on can be watched."""
+
+    directory: Path
+
+    def __init__(self, directory: str | Path) -> None:
+        """Raises ValueError where there is no such directory."""
+        object.__setattr__(self, "directory", Path(directory))
+        if not self.directory.is_dir():
+            raise ValueError(f"{directory} is not a directory; give that of a run, such as runs/quickstart.")
+
+    @property
+    def config(self) -> RunConfig:
+        """Return the configuration that the run started with; secrets are redacted. Raises ConfigError."""
+        return read_run_config(self.directory / "config.yaml").config
+
+    def metrics(self, kind: Literal["step", "evaluation", "warmup"] = "step") -> list[dict[str, Any]]:
+        """Return one row a step, in order: `step`, `seconds` and the metrics of docs/metrics.md. None is not finite."""
+        rows = {row["step"]: row for row in self._rows("metrics.jsonl") if row.get("kind") == kind}
+        return [rows[step] for step in sorted(rows)]
+
+    def samples(self) -> list[dict[str, Any]]:
+        """Return the samples that each step kept (trainer.samples_kept): prompt, response, reward and more."""
+        return self._rows("samples.jsonl")
+
+    def checkpoints(self) -> dict[int, Path]:
+        """Return step -> directory of all complete checkpoints, the newest last."""
+        found = (self.directory / "checkpoints").glob("step_*/manifest.json")
+        return {int(path.parent.name.removeprefix("step_")): path.parent for path in sorted(found)}
+
+    def summary(self) -> dict[str, Any] | None:
+        """Return what a finished run came to; None while it is not finished."""
+        path = self.directory / "summary.json"
+        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+
+    def report(self, out: Path | None = None) -> Path:
+        """Write the report (HTML and pictures) and return its page. Raises ValueError before the first step."""
+        return report([self.directory], out).page
+
+    def _rows(self, name: str) -> list[dict[str, Any]]:
+        from rlhf_megatron.observe.line_file import read_rows
+
+        return read_rows(self.directory, name)
+
+
+def load_config(path: str | Path, overrides: Overrides = (), *, with_files: bool = True) -> RunConfig:
+    """Return the checked configuration of a run. `with_files`: also check model, tokenizer and data on disk.
+
+    Raises ConfigError with every problem at once.
+    """
+    return load_run_config(path, _words(overrides), with_files).config
+
+
+def train(
+    path: str | Path,
+    overrides: Overrides = (),
+    *,
+    fresh: bool = False,
+    record: bool = False,
+    replay: int | Path | None = None,
+    replay_from: str | Path | None = None,
+    is_own_process: bool = True,
+) -> Run:
+    """Train the run that the YAML file at `path` describes, and return it when it has all of its steps.
+
+    A run that was begun before goes on from its newest checkpoint; `fresh` starts anew. `record` writes every step's
+    batches; `replay` trains on them up to that step (of `replay_from`), or runs the mini-batch of a capsule again.
+    The run gets a process of its own, whose output is printed here; when this call is interrupted, the run is told to
+    stop, which saves a checkpoint. `is_own_process=False` is for a program that does nothing else: this process becomes
+    the launcher and mostly does not return.
+
+    Raises ConfigError with every problem before anything starts, RunFailed when the run did not end well.
+    """
+    words = (*_words(overrides), *(["trainer.resume_mode=disable"] if fresh else []))
+    job = TrainJob(Path(path), words, record, replay, None if replay_from is None else Path(replay_from))
+    exit_code = _in_own_process(job) if is_own_process else job.start()
+    if exit_code:
+        raise RunFailed(job.run_dir, exit_code)
+    return Run(job.run_dir)
+
+
+def report(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> Written:
+    """Write the report of one run, or of several side by side. Raises ValueError where there is nothing to report."""
+    from rlhf_megatron.observe.report.build import write_report
+
+    return write_report([Path(path) for path in run_dirs], None if out is None else Path(out))
+
+
+def _words(overrides: Overrides) -> tuple[str, ...]:
+    if isinstance(overrides, Mapping):
+        return tuple(f"{key}={as_text(value)}" for key, value in overrides.items())
+    return tuple(overrides)
+
+
+def _in_own_process(job: TrainJob) -> int:
+    """Return the exit code of the run, after its output has been printed line by line."""
+    _ = job.config  # its problems are raised here, not printed there
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "rlhf_megatron", *job.arguments()]
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        start_new_session=True,  # an interruption of this process is not one of the run
+    ) as process:
+        assert process.stdout is not None, "it was asked for"
+        try:
+            for line in process.stdout:
+                print(line, end="")
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGTERM)
+            print(process.stdout.read(), end="")
+            raise
+    return process.returncode

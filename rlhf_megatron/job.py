@@ -1,0 +1,281 @@
+"""A process of a training job: it checks everything, then becomes the launcher, a host or the controller."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlhf_megatron import faults
+from rlhf_megatron.config.errors import ConfigError
+from rlhf_megatron.config.keys import leaf_keys, value_of
+from rlhf_megatron.config.load import load_run_config
+from rlhf_megatron.config.rules.validate import check_world_size
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.secrets import redacted, revealed
+from rlhf_megatron.config.show import as_text, as_yaml
+from rlhf_megatron.plugins import load_plugins
+from rlhf_megatron.stop import STOPPED_EXIT_CODE, RunStopped, StopRequest
+
+if TYPE_CHECKING:
+    from rlhf_megatron.observe.run_dir import OpenRunDir, RunLock
+    from rlhf_megatron.runtime.worker_group import WorkerGroup
+
+CONTROLLER_ENV = "RLHF_MEGATRON_RUN_DIR"  # set in the controller's environment: where the run goes
+LOCK_ENV = "RLHF_MEGATRON_LOCK_FD"  # set in the controller's environment: the open run.lock that it inherits
+CHECKED_ENV = "RLHF_MEGATRON_CHECKED"  # set in the environment of the ranks: the launcher has checked everything
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """What `rlhf-megatron train` was asked for. The processes that it starts make the same job from `arguments`."""
+
+    path: Path  # of the configuration
+    overrides: tuple[str, ...] = ()  # "key=value"
+    record: bool = False  # write every step's batches
+    replay: int | Path | None = None  # last recorded step to train on, or the directory of a capsule
+    replay_from: Path | None = None  # run directory that holds the recorded steps
+
+    @cached_property
+    def config(self) -> RunConfig:
+        """Fully checked, secrets included. Raises ConfigError."""
+        return revealed(load_run_config(self.path, self.overrides).config, os.environ)
+
+    @property
+    def run_dir(self) -> Path:
+        """Where the run goes. A replay goes beside the run that it reads, which mostly has the same configuration."""
+        name = self.config.trainer.experiment_name + ("-replay" if self.replay is not None else "")
+        return Path(self.config.trainer.default_local_dir) / name
+
+    def start(self) -> int:
+        """Return the exit code of the process, which becomes the launcher, a host or the controller.
+
+        The launcher of torchrun does not return; every rank that it starts comes through here.
+
+        Raises ConfigError, ValueError and OSError for what a user can mend.
+        """
+        trainer = self.config.trainer
+        if trainer.deterministic:
+            from rlhf_megatron.parallel.prepare import ENVIRONMENT
+
+            os.environ |= {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
+        if isinstance(self.replay, int) != (self.replay_from is not None):
+            problem = "--replay STEP and --replay-from RUN_DIR (a run made with --record) need each other"
+            raise ConfigError([f"{problem}; --replay CAPSULE_DIR stands alone."])
+        if CONTROLLER_ENV in os.environ:
+            _install_faults("controller")
+            return self._control(Path(os.environ.pop(CONTROLLER_ENV)))
+        if trainer.runtime == "inline":
+            _install_faults("controller")
+            self._check()
+            if self._is_complete():
+                return 0
+            return self._inline(self._open_run_dir())
+        if trainer.runtime == "ray":
+            return self._ray()
+        from rlhf_megatron.runtime.torchrun import launcher as torchrun
+
+        if not torchrun.is_under_torchrun():
+            if trainer.nnodes > 1:
+                raise ValueError(
+                    f"trainer.nnodes is {trainer.nnodes}: start this run with launch/torchrun.sh on every node."
+                )
+            self._check()
+            if self._is_complete():
+                return 0
+            os.environ[CHECKED_ENV] = "1"
+            torchrun.launch_single_node(self.arguments(), trainer.n_gpus_per_node, stop_s=trainer.stop_grace_s)
+        _install_faults(f"rank{os.environ['RANK']}")
+        return self._host()
+
+    def arguments(self) -> Sequence[str]:
+        """Return the command line that asks for the same job."""
+        record = ["--record"] if self.record else []
+        replay = ["--replay", str(self.replay)] if self.replay is not None else []
+        replay += ["--replay-from", str(self.replay_from)] if self.replay_from is not None else []
+        return ["train", str(self.path), *self.overrides, *record, *replay]
+
+    def _check(self) -> None:
+        """What the configuration names must exist and fit, before any process is started."""
+        from rlhf_megatron.proof.preflight import check_run
+
+        if isinstance(self.replay, Path):
+            check_run(self.config, capsule=self.replay)
+        else:
+            check_run(self.config, self.replay_from, self.replay)
+
+    def _pools(self):  # type: ignore[no-untyped-def]
+        from rlhf_megatron.runtime.pool import pools_of
+
+        return pools_of(self.config)
+
+    def _is_complete(self) -> bool:
+        """True, and said, where the run directory holds this very run with all of its steps."""
+        from rlhf_megatron.recovery.resume import completion
+
+        said = completion(self.run_dir, self.config) if self.replay is None else None
+        if said is not None:
+            print(said)
+        return said is not None
+
+    def _open_run_dir(self) -> OpenRunDir:
+        """Locked for this process and those that inherit its lock."""
+        from rlhf_megatron.observe.run_dir import open_run_dir, write_text
+        from rlhf_megatron.recovery.resume import goes_on
+
+        def is_kept(path: Path) -> bool:
+            return self.replay is None and goes_on(path, self.config)
+
+        opened = open_run_dir(self.config.trainer.default_local_dir, self.run_dir.name, is_kept)
+        if opened.moved is not None:
+            print(f"{opened.path} held a former run; it is {opened.moved} now")
+        if not is_kept(opened.path):
+            write_text(opened.path / "config.yaml", as_yaml(self.config))
+        return opened
+
+    def _run(
+        self,
+        run_dir: Path,
+        lock: RunLock,
+        stop: StopRequest,
+        group,  # type: ignore[no-untyped-def]
+        place=None,  # type: ignore[no-untyped-def]
+    ) -> int:
+        """`place`: of the engines; None: beside this process."""
+        from rlhf_megatron.proof.replay import replay
+        from rlhf_megatron.proof.replay_capsule import NOT_REPRODUCED_EXIT_CODE, replay_capsule
+        from rlhf_megatron.recovery.skips import NONFINITE_EXIT_CODE, NonFiniteNumbers
+        from rlhf_megatron.rollout.engine import EngineError
+        from rlhf_megatron.rollout.fleet.process import here
+        from rlhf_megatron.scheduler import run
+
+        config = self.config
+        try:
+            if isinstance(self.replay, Path):
+                outcome = replay_capsule(config, group, run_dir, self.replay)
+                print(*outcome.lines, sep="\n")
+                return 0 if outcome.is_reproduced else NOT_REPRODUCED_EXIT_CODE
+            if self.replay is not None and self.replay_from is not None:
+                replay(config, group, run_dir, self.replay_from, self.replay, stop)
+            elif not self._is_complete():  # ranks that torchrun has started come here without having asked
+                is_recorded = self.record or config.trainer.record
+                run.train(config, group, run_dir, is_recorded, lock.since, stop, place or here)
+        except EngineError as error:
+            raise ValueError(str(error)) from error
+        except NonFiniteNumbers as error:
+            print(f"error: {error}", file=sys.stderr)
+            return NONFINITE_EXIT_CODE
+        except RunStopped as error:
+            print(f"stopped: {error}", file=sys.stderr)
+            return STOPPED_EXIT_CODE if config.trainer.save_freq else 128 + signal.SIGTERM
+        return 0
+
+    def _inline(self, opened: OpenRunDir) -> int:
+        from rlhf_megatron.runtime.inline import InlineGroup
+        from rlhf_megatron.runtime.stopping import ControllerStop
+
+        def connect() -> WorkerGroup:
+            return InlineGroup(partial(_build_roles, self.config), backend=self._backend())
+
+        stop = StopRequest()
+        with ControllerStop(stop, self.config.trainer.stop_grace_s).installed():
+            return self._run(opened.path, opened.lock, stop, connect)
+
+    def _ray(self) -> int:
+        from rlhf_megatron.runtime.ray.driver import RayJob, run_driver
+        from rlhf_megatron.runtime.ray.environment import address_of, check_installed
+
+        _install_faults("controller")
+        check_installed()
+        address_of(self.config, os.environ)  # a wrong one is told before a run directory is made
+        self._check()
+        if self._is_complete():
+            return 0
+        opened = self._open_run_dir()
+        stop = StopRequest()
+
+        def run(group, place) -> int:  # type: ignore[no-untyped-def]
+            return self._run(opened.path, opened.lock, stop, lambda: group, place)
+
+        job = RayJob(
+            self.config,
+            self._pools(),
+            partial(_build_roles, redacted(self.config)),  # ranks need no secrets
+            opened.path / "logs",
+            self._deadlines(),
+            has_engines=self.replay is None,
+        )
+        return run_driver(run, job, stop)
+
+    def _deadlines(self):  # type: ignore[no-untyped-def]
+        from rlhf_megatron.runtime.controller import Deadlines
+
+        trainer = self.config.trainer
+        return Deadlines(
+            startup_s=self.config.rollout.startup_timeout_s,
+            call_s=max(trainer.stage_timeout_s, *trainer.stage_timeouts_s.values(), 0.0),
+            stop_s=trainer.stop_grace_s,
+        )
+
+    def _host(self) -> int:
+        from rlhf_megatron.runtime.torchrun.launcher import run_host
+
+        problems = check_world_size(self.config, int(os.environ["WORLD_SIZE"]))
+        if problems:
+            raise ConfigError(problems)
+        inherited: list[int] = []
+        if os.environ["RANK"] == "0":
+            if CHECKED_ENV not in os.environ:
+                self._check()
+            opened = self._open_run_dir()
+            inherited = [opened.lock.descriptor]
+            os.environ |= {CONTROLLER_ENV: str(opened.path), LOCK_ENV: str(opened.lock.descriptor)}
+        return run_host(
+            partial(_build_roles, self.config),
+            self._pools(),
+            ["-m", "rlhf_megatron", *self.arguments()],
+            self.run_dir / "logs",
+            self._deadlines(),
+            backend=self._backend(),
+            settings=[f"{key}: {as_text(value_of(redacted(self.config), key))}" for key in leaf_keys(RunConfig)],
+            controller_descriptors=inherited,
+        )
+
+    def _backend(self) -> str:
+        from rlhf_megatron.parallel.device import has_accelerator
+
+        return "cpu:gloo,cuda:nccl" if self.config.trainer.device != "cpu" and has_accelerator() else "gloo"
+
+    def _control(self, run_dir: Path) -> int:
+        from rlhf_megatron.observe.run_dir import RunLock
+        from rlhf_megatron.runtime.torchrun.launcher import run_controller
+
+        lock = RunLock.inherited(int(os.environ.pop(LOCK_ENV)))
+        stop = StopRequest()
+
+        def run(group):  # type: ignore[no-untyped-def]
+            return self._run(run_dir, lock, stop, lambda: group)
+
+        return run_controller(run, self._pools(), self._deadlines(), stop)
+
+
+def _install_faults(who: str) -> None:
+    """Faults that a test has planned for this process (`faults`)."""
+    if faults.PLAN_ENV in os.environ:
+        faults.install(os.environ[faults.PLAN_ENV], who, Path(os.environ[faults.DIRECTORY_ENV]))
+
+
+def _build_roles(config: RunConfig, pool):  # type: ignore[no-untyped-def]
+    """Megatron is imported after the host has registered, so that what fails there is told with coordinates."""
+    from rlhf_megatron.parallel.prepare import make_deterministic
+    from rlhf_megatron.runtime.roles import role_builder
+
+    load_plugins(config.plugins)  # an actor of Ray has not read the file
+    if config.trainer.deterministic:
+        make_deterministic()
+    return role_builder(config)(pool)
