@@ -84,12 +84,17 @@ class Run:
         return read_rows(self.directory, name)
 
 
-def load_config(path: str | Path, overrides: Overrides = (), *, with_files: bool = True) -> RunConfig:
-    """Return the checked configuration of a run. `with_files`: also check model, tokenizer and data on disk.
+def load_config(
+    path: str | Path, overrides: Overrides = (), *, with_files: bool = True, with_plugins: bool = True
+) -> RunConfig:
+    """Return the checked configuration of a run.
+
+    `with_files`: also check model, tokenizer and data on disk. `with_plugins`: run its plugins; without, the parts that
+    they may have are not checked.
 
     Raises ConfigError with every problem at once.
     """
-    return load_run_config(path, _words(overrides), with_files).config
+    return load_run_config(path, _words(overrides), with_files, with_plugins).config
 
 
 def train(

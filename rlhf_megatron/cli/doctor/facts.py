@@ -47,7 +47,7 @@ class TorchFacts:
     flash_why_not: str  # torch's own flash attention over packed documents
     triton_why_not: str  # for the head's kernels
     triton_version: str
-    explicit_losses: tuple[str, ...]  # policy losses that have a fused form
+    explicit_losses: tuple[str, ...]  # policy losses that tell their gradient
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ def torch_facts() -> TorchFacts:
     """Raises what a broken torch raises."""
     import torch
 
-    from rlhf_megatron.algorithms.losses import EXPLICIT_LOSSES
+    from rlhf_megatron.algorithms.losses import POLICY_LOSSES
+    from rlhf_megatron.algorithms.losses.base import TELL_GRADIENT
     from rlhf_megatron.kernels.triton_support import triton_support, try_triton
     from rlhf_megatron.models.norm import has_torch_kernel
     from rlhf_megatron.parallel.weight_grad import has_float32_product
@@ -90,7 +91,7 @@ def torch_facts() -> TorchFacts:
         flash_why_not=_flash(),
         triton_why_not=try_triton(device) if is_usable else support.why_not,
         triton_version=support.version,
-        explicit_losses=tuple(EXPLICIT_LOSSES),
+        explicit_losses=tuple(name for name in POLICY_LOSSES if POLICY_LOSSES.get(name).build in TELL_GRADIENT),
     )
 
 
