@@ -63,7 +63,7 @@ class Part:
 
 
 def algorithms(args: argparse.Namespace) -> None:
-    """All parts, or those of one name. Raises ValueError with the nearest name where there is none."""
+    """Print all parts, or those of one name. Raises ValueError with the nearest name if there is none."""
     chosen = list(parts())
     if args.name is not None:
         names: Registry[str] = Registry("name")
@@ -78,7 +78,7 @@ def algorithms(args: argparse.Namespace) -> None:
 
 
 def parts() -> Iterator[Part]:
-    """By kind, in the order of their names."""
+    """Return the parts by kind, in the order of their names."""
     yield from _registered(ADV_ESTIMATORS, ESTIMATOR, OF_ESTIMATORS)
     yield from _registered(POLICY_LOSSES, LOSS, {*OF_LOSSES, "ref_log_probs"})
     for name in aggregate.AGGREGATIONS:

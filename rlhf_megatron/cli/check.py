@@ -127,7 +127,7 @@ def _words(args: argparse.Namespace) -> list[str]:
 
 
 def _directory(args: argparse.Namespace, config: RunConfig) -> Path:
-    """Where the certificate goes. Raises ValueError for a directory that holds something else than a former check."""
+    """Return where the certificate goes. Raises ValueError for a directory that holds anything but a former check."""
     path: Path = args.out or Path(config.trainer.default_local_dir) / f"{config.trainer.experiment_name}-check"
     path = path.absolute()
     is_former = (path / FORMER).is_file() or (path / "certificate.json").is_file()

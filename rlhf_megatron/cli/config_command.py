@@ -16,7 +16,7 @@ from rlhf_megatron.config.show import as_yaml, table
 
 
 def show(args: argparse.Namespace) -> None:
-    """Prints first, then complains: a value that breaks a rule is best found in the table. Raises ConfigError."""
+    """Print all values, then raise ConfigError with all problems: a wrong value is best found in the table."""
     loaded = read_run_config(args.config, args.overrides)
     use_colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     sys.stdout.write(as_yaml(loaded.config) if args.yaml else table(loaded, use_colours))

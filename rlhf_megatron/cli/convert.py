@@ -74,7 +74,7 @@ class _Bar:
 
 
 def fetch(args: argparse.Namespace) -> None:
-    """Does nothing when the directory is there already, complete."""
+    """Fetch and convert the model, unless its directory is complete already."""
     from rlhf_megatron.checkpoint import smollm2
 
     is_new = smollm2.fetch(args.out, args.dtype)

@@ -51,7 +51,7 @@ def from_verl(args: argparse.Namespace) -> int:
 
 
 def report(result: Translation, source: str, is_lenient: bool = False) -> str:
-    """What a user must know beside the YAML."""
+    """Return what a user must know beside the YAML."""
     learning = [line_of(one) for one in result.left if one.learns]
     other = [line_of(one) for one in result.left if not one.learns]
     lines = [f"{source}: {len(result.values)} settings taken over"]

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def report(args: argparse.Namespace) -> None:
-    """Raises ValueError where there is nothing to report."""
+    """Write the report, say where it is and open it. Raises ValueError if there is nothing to report."""
     written = api.report(args.run_dirs, args.out)
     for note in written.notes:
         print(f"note: {note}")

@@ -72,7 +72,7 @@ def _entries(directory: Path) -> list[Path]:
 
 
 def restartable(command: Sequence[str]) -> Restartable:
-    """Raises ConfigError where a second attempt would not go on from the first."""
+    """Return the run that a command starts. Raises ConfigError if a second attempt would not go on from the first."""
     at = command.index("train")
     args = parse_arguments(command[at:])
     trainer = load_run_config(args.config, args.overrides).config.trainer
@@ -112,7 +112,7 @@ class Attempts:
             signal.signal(number, self._pass_on)
 
     def run(self, command: Sequence[str]) -> int:
-        """Its exit code, 128 + n when signal n has ended it."""
+        """Run the command once and return its exit code, 128 + n if signal n has ended it."""
         environment = os.environ | {AGENTS_PARENT_ENV: str(os.getpid())}
         self._process = subprocess.Popen(command, env=environment)
         code = self._process.wait()
@@ -126,7 +126,7 @@ class Attempts:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code of the last attempt."""
+    """Run the command until it ends well or no attempt is left; return the exit code of the last attempt."""
     max_restarts, command = int(arguments[0]), list(arguments[1:])
     try:
         run = restartable(command)

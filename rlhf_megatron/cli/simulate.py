@@ -23,7 +23,7 @@ SHOWN_STEPS = 3  # of the first picture
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Behind RUN.yaml and its overrides."""
+    """Add the arguments behind RUN.yaml and its overrides."""
     parser.add_argument(
         "--durations", metavar="FILE|RUN_DIR", type=Path, required=True, help="YAML, or a run that was measured"
     )
@@ -57,7 +57,7 @@ def _count(text: str) -> int:
 
 
 def simulate(args: argparse.Namespace) -> None:
-    """Raises ConfigError, ValueError."""
+    """Simulate and print a table. Raises ConfigError, ValueError."""
     from rlhf_megatron.config.load import load_run_config
     from rlhf_megatron.simulator.plan import make_workload, split_of
     from rlhf_megatron.simulator.search import Study, detail_lines, run_lines, table_lines, verdict_lines

@@ -121,7 +121,8 @@ def verify(source: Model, out: Path, digests: Mapping[str, str], on_rule: OnRule
         found = _digests(rule, tensors)
         for name, value in found.items():
             if value != digests.get(name):
-                raise ValueError(f"{out}: {name} has digest {value}, written was {digests.get(name)}; the disk erred.")
+                wanted = digests.get(name)
+                raise ValueError(f"{out}: read-back digest {value} of {name} differs from {wanted}; check the disk.")
         if isinstance(written.source, MegatronReader):
             other = tuple(tensor.to(tensors[0].dtype) for tensor in source.source.hf_tensors(rule))
             _compare_shards(written.source, rule, other)

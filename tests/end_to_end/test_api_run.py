@@ -31,6 +31,6 @@ def test_the_example_of_the_document(tmp_path: Path, capsys: pytest.CaptureFixtu
     exec(code, names)
     run = names["run"]
     assert isinstance(run, rlhf_megatron.Run) and [row["step"] for row in run.metrics()] == [1, 2]
-    assert list(run.checkpoints()) == [1, 2] and run.config.trainer.total_training_steps == 2
+    assert list(run.checkpoints()) == [0, 1, 2] and run.config.trainer.total_training_steps == 2
     printed = capsys.readouterr().out
     assert f"open {run.directory / 'report'}" in printed and "step 2" in printed

@@ -31,7 +31,7 @@ from rlhf_megatron.parallel.packages import (
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """Of torch, and of the devices that it sees."""
+    """What torch can do here, and the devices that it sees."""
 
     version: str
     cuda: str  # that it was built with; empty: none
@@ -52,7 +52,7 @@ class TorchFacts:
 
 @dataclass(frozen=True)
 class MegatronFacts:
-    """Of megatron-core as it stands after it was made ready."""
+    """What megatron-core can do here, after it was made ready as a rank does."""
 
     version: str
     adam: str
@@ -60,7 +60,7 @@ class MegatronFacts:
 
 
 def torch_facts() -> TorchFacts:
-    """Raises what a broken torch raises."""
+    """Import torch and look at it. Raises what a broken torch raises."""
     import torch
 
     from rlhf_megatron.algorithms.losses import POLICY_LOSSES
@@ -96,7 +96,7 @@ def torch_facts() -> TorchFacts:
 
 
 def megatron_facts() -> MegatronFacts:
-    """Makes megatron-core ready as a rank does. Raises what that raises."""
+    """Make megatron-core ready as a rank does, and look at it. Raises what that raises."""
     import importlib.metadata
 
     from rlhf_megatron.parallel.prepare import prepare_megatron
@@ -227,7 +227,7 @@ class Probe:
 
 
 def gather() -> Facts:
-    """Everything, in about the time that importing torch takes; longer where there is more to try."""
+    """Gather everything, in about the time that importing torch takes; longer where there is more to try."""
     found = {package.module: package for package in (find_transformer_engine(), find_apex())}
     for module, names, _ in FLASH.values():
         found[module] = find_package(module, names)
@@ -267,7 +267,7 @@ def gather() -> Facts:
 
 
 def host() -> Host:
-    """Of this machine and this process."""
+    """Return the limits of this machine and this process."""
     shm = Path("/dev/shm")
     usage = shutil.disk_usage(shm) if shm.is_dir() else None
     adapters = Path("/sys/class/infiniband")
@@ -293,7 +293,7 @@ def links_between_gpus(matrix: str) -> str:
 
 
 def run_tool(command: Sequence[str]) -> str:
-    """What a tool prints; empty where it is missing, fails or hangs."""
+    """Return what a tool prints; empty if it is missing, fails or hangs."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):

@@ -24,7 +24,7 @@ OWN_ENVIRONMENT = Path(".venv-sglang/bin/python")  # as docs/install.md and `mak
 
 
 def device_rows(facts: Facts) -> list[Row]:
-    """Accelerators, torch and what moves data between ranks."""
+    """Return the rows on accelerators, torch and what moves data between ranks."""
     torch = facts.torch
     if torch is None:
         fix = "install torch for this machine: https://pytorch.org/get-started/locally"
@@ -64,7 +64,7 @@ def engine_rows(python: str | None) -> list[Row]:
 
 
 def around_rows(facts: Facts) -> list[Row]:
-    """Launchers and loggers."""
+    """Return the rows on launchers and loggers."""
     ray = facts.packages["ray"]
     return [
         Row("around", "torchrun", "live", "the launcher of several ranks"),
@@ -86,7 +86,7 @@ def _ray_row(ray: Package) -> Row:
 
 
 def host_rows(host: Host) -> list[Row]:
-    """Threads, shared memory, limits."""
+    """Return the rows on threads, shared memory and limits."""
     threads = f"{host.num_cpus} CPUs, OMP_NUM_THREADS {host.omp_num_threads or 'not set'}"
     note = "" if host.omp_num_threads else "one node: set to CPUs / ranks; torchrun over several nodes: 1"
     return [Row("host", "threads", "live", threads, note), _shm_row(host), _files_row(host)]

@@ -56,7 +56,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What decides about the trainer's paths: of a run, or what most runs have."""
+    """The settings that decide about the trainer's paths: those of a run, or those that most runs have."""
 
     device: DeviceType
     dtype: str = "bfloat16"
@@ -110,7 +110,7 @@ def megatron_row(facts: Facts) -> Row:
 
 
 def patches_row(facts: Facts, wanted: Wanted) -> Row:
-    """Which of the two lists of replaced symbols hold here."""
+    """Tell which of the two lists of replaced symbols hold here."""
     version = facts.megatron_version
     if not version:
         return Row("trainer", "patches", "not live", "none", "megatron-core is not installed")
@@ -120,7 +120,7 @@ def patches_row(facts: Facts, wanted: Wanted) -> Row:
 
 
 def layers_row(facts: Facts, wanted: Wanted) -> Row:
-    """Whose linear layers and norms."""
+    """Tell whose linear layers and norms a model gets."""
     package, asked = facts.packages[TE], wanted.transformer_impl == TE
     if wanted.device == "cpu":
         taken = "plain torch under Transformer Engine's names" if asked else "megatron-core's own"
@@ -134,7 +134,7 @@ def layers_row(facts: Facts, wanted: Wanted) -> Row:
 
 
 def attention_row(facts: Facts, wanted: Wanted) -> Row:
-    """The kernel over packed documents."""
+    """Tell which kernel computes attention over packed documents."""
     absent: dict[Attention, str] = {}
     for name, (module, _, _) in FLASH.items():
         if not facts.packages[module].is_usable:
@@ -147,7 +147,7 @@ def attention_row(facts: Facts, wanted: Wanted) -> Row:
 
 
 def norm_row(facts: Facts, wanted: Wanted) -> Row:
-    """RMSNorm."""
+    """Tell which RMSNorm a model gets."""
     apex, has_kernel = facts.packages["apex"], bool(facts.torch and facts.torch.has_norm_kernel)
     choice = choose_norm(wanted.device, _impl(facts, wanted), has_kernel, apex.why_not, apex.is_usable)
     return _of_choice("norm", choice, NORM_NAMES.get(choice.name, "plain torch"), choice.name != "plain")
@@ -183,7 +183,7 @@ def adam_row(facts: Facts, wanted: Wanted) -> Row:
 
 
 def head_row(facts: Facts, wanted: Wanted) -> Row:
-    """The backend of log-probs and entropies."""
+    """Tell which backend computes log-probs and entropies."""
     backend = wanted.kernels.backend
     why_not = facts.torch.triton_why_not.rstrip(".") if facts.torch else facts.torch_error
     names = {"triton": "Triton kernels", "chunked": "torch, by tiles", "reference": "torch, all logits at once"}

@@ -35,7 +35,7 @@ TITLES = {
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """0; 1 when the run asks for what is not there. Raises ConfigError for a file that is wrong anywhere."""
+    """Return 0, or 1 when the run asks for what is not there. Raises ConfigError for a file that is wrong anywhere."""
     config = load_run_config(args.config, args.overrides, with_files=False).config if args.config else None
     facts = gather()
     wanted = Wanted(device_of("auto", facts)) if config is None else of_this_machine(wanted_by(config, facts), facts)
@@ -88,7 +88,7 @@ def _print_table(args: argparse.Namespace, rows: Sequence[Row], problems: Sequen
 
 @dataclass(frozen=True)
 class Problem:
-    """A setting that asks for what this machine has not."""
+    """A setting that asks for something that this machine lacks."""
 
     setting: str
     value: str
@@ -100,17 +100,17 @@ class Problem:
 
 
 def device_of(setting: Literal["auto", "cpu", "cuda"], facts: Facts) -> DeviceType:
-    """The device of a run's ranks; what `cuda` asks for is not what is there."""
+    """Return the device that a run asks for, whether it is there or not."""
     return "cuda" if setting == "cuda" or (setting == "auto" and facts.has_cuda) else "cpu"
 
 
 def of_this_machine(wanted: Wanted, facts: Facts) -> Wanted:
-    """What would run here: on the CPU where a GPU is wanted and none is there."""
+    """Return what would run here: on the CPU if a GPU is wanted and none is there."""
     return wanted if facts.has_cuda else replace(wanted, device="cpu")
 
 
 def wanted_by(config: RunConfig, facts: Facts) -> Wanted:
-    """Of the actor's models, which are those that a run has most of."""
+    """Return the settings of the actor's models, which are those that a run has most of."""
     megatron = config.actor.megatron
     return Wanted(
         device=device_of(config.trainer.device, facts),
@@ -125,7 +125,7 @@ def wanted_by(config: RunConfig, facts: Facts) -> Wanted:
 
 
 def run_problems(config: RunConfig, facts: Facts) -> list[Problem]:
-    """In the order of the schema's sections."""
+    """Return what the run asks for and this machine lacks, in the order of the schema's sections."""
     return [
         *_of_layers(config, facts),
         *_of_kernels(config, facts),

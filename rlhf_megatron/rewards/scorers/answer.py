@@ -1,4 +1,4 @@
-"""Where the answer stands in a response."""
+"""Finds the answer in a response."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class AnswerParams:
         return sample.finish_reason != "length" or self.allow_truncated
 
     def cut(self, sample: RewardSample) -> str | None:
-        """The answer; None where the response is malformed."""
+        """Return the answer; None if the response is malformed."""
         answer = parse_answer(sample.response, self.pattern) if self.can_read(sample) else None
         return answer if answer and len(answer) <= self.max_answer_chars else None
 
@@ -50,7 +50,7 @@ def parse_answer(response: str, pattern: str | None) -> str | None:
 
 
 def last_boxed(response: str) -> str | None:
-    r"""What stands in the \boxed{...} that is closed last. None without a whole one. Takes time in proportion."""
+    r"""Return the content of the \boxed{...} that is closed last, or None. The time is linear in the length."""
     answer = None
     opened: list[int | None] = []  # of each open brace, where its content starts if it is a box
     for match in BRACES.finditer(response):

@@ -58,7 +58,7 @@ class Keyed(Protocol):
 
 @dataclass(frozen=True)
 class RewardSample:
-    """What a reward reads."""
+    """The fields of a sample that a reward reads."""
 
     prompt: str  # as text, after templates
     response: str  # decoded, without special tokens
@@ -71,7 +71,7 @@ class RewardSample:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """Of one sample: what one reward returns, and what the scorer makes of all of them."""
+    """The score of one sample: what one reward returns, and what the scorer makes of all of them."""
 
     score: float  # at most MAX_SCORE in size; not read when the status is masked
     status: str = OK
@@ -97,7 +97,7 @@ REWARDS: Registry[Reward] = Registry("reward")
 
 
 def is_masked(status: str) -> bool:
-    """True for a sample that is left out."""
+    """Return True for a sample that is left out of the group and the loss."""
     return status.startswith(MASKED)
 
 

@@ -124,7 +124,7 @@ class MathVerifyParams(AnswerParams):
             math_verify.verify(_parse(text), _parse(text), timeout_seconds=None)
 
     def key(self, sample: RewardSample) -> str:
-        """What the result depends on."""
+        """Return what the result depends on."""
         answer = cut_answer(sample, self)
         return json.dumps([answer and (answer.text, answer.is_prose), sample.label.strip()])
 
@@ -146,7 +146,7 @@ def math_verify(sample: RewardSample, params: MathVerifyParams) -> RewardResult:
 
 
 def cut_answer(sample: RewardSample, params: MathVerifyParams) -> Answer | None:
-    """None: there is none that could be read."""
+    """Return the answer; None if none can be read."""
     boxed = last_boxed(sample.response) if params.pattern is None and params.can_read(sample) else None
     text = params.cut(sample) if boxed is None else boxed
     if not text or len(text) > params.max_answer_chars:
@@ -179,7 +179,7 @@ def _parse_label(label: str) -> Any:
 
 
 def _parse(text: str, is_prose: bool = False) -> Any:
-    """What math-verify reads, best guess first; empty when nothing."""
+    """Return what math-verify reads, best guess first; empty if it reads nothing."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     configs = [LatexExtractionConfig(), ExprExtractionConfig()]

@@ -28,5 +28,5 @@ class OverlongParams:
 
 @REWARDS.register("overlong", OverlongParams)
 def overlong(sample: RewardSample, params: OverlongParams) -> RewardResult:
-    """From -1 to 0."""
+    """Return the punishment, from -1 to 0."""
     return RewardResult(overlong_penalty(sample.num_tokens, params.max_len, params.buffer))

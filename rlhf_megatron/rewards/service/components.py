@@ -41,7 +41,7 @@ class Components:
         yield from (self.main, *self.by_source.values(), *self.terms)
 
     def of(self, source: str) -> tuple[Component, ...]:
-        """Those of a sample, the main one first."""
+        """Return the components that score a sample, the main one first."""
         return (self.by_source.get(source, self.main), *self.terms)
 
 

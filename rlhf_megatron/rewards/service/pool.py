@@ -41,7 +41,7 @@ class WorkerPool:
         self._selector = selectors.DefaultSelector()
 
     def start(self) -> None:
-        """Does not wait. On the main thread: the processes end with the thread that started them."""
+        """Start without waiting. Call it on the main thread: the processes end with the thread that started them."""
         self.template = TemplateProcess(self.rewards, self.log)
         self._selector.register(self.template.control, selectors.EVENT_READ)
 
@@ -54,7 +54,7 @@ class WorkerPool:
         return self.template
 
     def run(self, tasks: Sequence[Task]) -> list[RewardResult]:
-        """One result a task, in order."""
+        """Return one result a task, in order."""
         if not tasks:
             return []
         self.await_ready()
@@ -63,7 +63,7 @@ class WorkerPool:
         return _Batch(self, tasks).run()
 
     def hire(self, count: int) -> None:
-        """Have workers forked until there are `count`."""
+        """Fork workers until there are `count`."""
         missing = count - len(self.workers) - self.num_hiring
         if missing > 0:
             self.await_ready().fork(missing)
@@ -75,7 +75,7 @@ class WorkerPool:
         self._selector.register(worker.connection, selectors.EVENT_READ, worker)
 
     def dismiss(self, worker: Worker) -> None:
-        """Kill it and all that it started. It counts no more."""
+        """Kill a worker and all that it started, and forget it."""
         self.workers.pop(worker.pid, None)
         self.disconnect(worker)
         self.await_ready().kill(worker.pid)
@@ -86,11 +86,11 @@ class WorkerPool:
             worker.connection.close()
 
     def wait(self, seconds: float) -> list[Worker | None]:
-        """Those with something to say; None is the template."""
+        """Return the workers that have something to read; None stands for the template."""
         return [key.data for key, _ in self._selector.select(max(0.0, seconds))]
 
     def restart(self) -> None:
-        """After the template has gone, and all workers with it."""
+        """Start anew after the template has gone, and all workers with it."""
         self.close()
         self.start()
         self.await_ready()
@@ -107,7 +107,7 @@ class WorkerPool:
 
 
 class _Batch:
-    """The tasks of one call: who has which, what came of them."""
+    """The tasks of one call: which worker has which, and their results."""
 
     def __init__(self, pool: WorkerPool, tasks: Sequence[Task]) -> None:
         self.pool = pool

@@ -30,7 +30,7 @@ AWAKE = b"RD"  # states in /proc/<pid>/stat: runs or would run; waits for a disk
 
 @dataclass
 class Stopwatch:
-    """Of one process. The first look starts it."""
+    """Counts the seconds of one process that are not spent waiting for a CPU. The first look starts it."""
 
     pid: int
     counted_s: float = 0.0
@@ -41,7 +41,7 @@ class Stopwatch:
         self.counted_s, self._looked_at = 0.0, None
 
     def look(self) -> float:
-        """Seconds that count so far. To be called every POLL_S."""
+        """Return the seconds that count so far. Call it every POLL_S."""
         now = time.monotonic()
         seen = list(_tree(self.pid))
         cpu_s = sum(seconds for _, seconds in seen)
@@ -81,7 +81,7 @@ MODULE = "rlhf_megatron.rewards.service.template"
 
 @dataclass(eq=False)
 class Worker:
-    """One forked process. Set by the batch that it works for."""
+    """One forked process. Its tasks are set by the batch that it works for."""
 
     pid: int
     connection: socket.socket
@@ -179,17 +179,17 @@ class TemplateProcess:
             raise ValueError(f"the process that loads the rewards ended with code {code}{self._tail()}")
 
     def fork(self, count: int) -> None:
-        """Each is told by a `Worker` later."""
+        """Ask for new workers; `read` returns a `Worker` for each."""
         with contextlib.suppress(OSError):  # it has gone itself, which `read` tells
             self.control.send(encode({"fork": count}))
 
     def kill(self, pid: int) -> None:
-        """With all that it started. Told by `Ended` later, as any other end."""
+        """Kill a worker and all that it started; `read` returns `Ended`, as for any other end."""
         with contextlib.suppress(OSError):
             self.control.send(encode({"kill": pid}))
 
     def read(self) -> Iterator[Worker | Ended]:
-        """One message: a worker that is there, or one that is gone. Raises EOFError when the template is gone."""
+        """Read one message: a worker was forked, or one is gone. Raises EOFError when the template is gone."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self.control, CONTROL_BYTES, 1)
         except ConnectionResetError:
@@ -203,7 +203,7 @@ class TemplateProcess:
             yield Ended(message["ended"], message["code"])
 
     def close(self) -> None:
-        """Ends it and all workers. Safe to call twice."""
+        """End the template and all workers. Safe to call twice."""
         self.control.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_S)

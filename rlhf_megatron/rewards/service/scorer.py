@@ -16,16 +16,16 @@ from rlhf_megatron.config.rules.data import unknown_sources
 from rlhf_megatron.config.schema import RewardConfig
 from rlhf_megatron.rewards.scorers.base import MASKED, Keyed, RewardResult, RewardSample, is_masked, masked
 from rlhf_megatron.rewards.service.components import Component, Components, combine, load_components
-from rlhf_megatron.rewards.service.outcome import outcome
 from rlhf_megatron.rewards.service.pool import WorkerPool
 from rlhf_megatron.rewards.service.wire import Task
+from rlhf_megatron.rewards.service.worker import outcome
 
 ABORTED = MASKED + "aborted"
 RESPONSE_CHARS = 200  # of the sample that the message shows
 
 
 class RewardError(ValueError):
-    """Rewards failed that the policy is not to blame for."""
+    """Too many rewards failed for reasons other than the policy."""
 
 
 def check_error_rate(
@@ -71,7 +71,7 @@ class Scorer:
         self._pool = _worker_pool(self._remote, config, log) if self._remote else None
 
     def __enter__(self) -> Scorer:
-        """Does not wait for the processes: they import while the engines start."""
+        """Start the processes without waiting: they import while the engines start."""
         if self._pool:
             self._pool.start()
         return self
@@ -83,13 +83,13 @@ class Scorer:
             self._pool.close()
 
     def __call__(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
-        """One result a sample, in order. Raises RewardError when more than `reward.max_error_rate` of them failed."""
+        """Return one result a sample, in order. Raises RewardError if more than `reward.max_error_rate` failed."""
         results = self.unbounded(samples)
         check_error_rate(samples, results, self.config.max_error_rate, str(self.log))
         return results
 
     def unbounded(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
-        """The same, however many failed. One thread at a time: others wait."""
+        """Score samples however many rewards fail. One thread at a time: others wait."""
         aborted = masked("aborted")
         scored = [sample for sample in samples if sample.finish_reason != "abort"]
         with self._lock:
@@ -116,7 +116,7 @@ TaskKey = tuple[int, object]  # position among the rewards in processes, key of 
 def remote_tasks(
     components: Components, remote: Sequence[Component], samples: Sequence[RewardSample]
 ) -> dict[TaskKey, Task]:
-    """The calls that need a process. Samples of one key share one."""
+    """Return the calls that need a process. Samples of one key share one."""
     tasks: dict[TaskKey, Task] = {}
     for sample in samples:
         for component in components.of(sample.source):

@@ -25,16 +25,14 @@ from rlhf_megatron.config.typed import params_from_mapping
 from rlhf_megatron.plugins import load_plugins
 from rlhf_megatron.rewards.scorers import REWARDS
 from rlhf_megatron.rewards.scorers.base import Prepared
-from rlhf_megatron.rewards.service.outcome import end_of_traceback
-from rlhf_megatron.rewards.service.process_limits import die_with
 from rlhf_megatron.rewards.service.wire import CONTROL_BYTES, encode
-from rlhf_megatron.rewards.service.worker import LoadedReward, serve
+from rlhf_megatron.rewards.service.worker import LoadedReward, die_with, end_of_traceback, serve
 
 MAX_PROBLEM_CHARS = 4000
 
 
 def load(named: Sequence[Mapping[str, Any]]) -> tuple[list[LoadedReward], list[str]]:
-    """The rewards, prepared, and what is wrong with them."""
+    """Return the prepared rewards, and what is wrong with them."""
     loaded, problems = [], []
     for one in named:
         entry = REWARDS.get(one["name"])
@@ -65,7 +63,7 @@ class Template:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def run(self) -> None:
-        """Until the controller closes the control socket."""
+        """Fork workers on request until the controller closes the control socket."""
         while True:
             readable, _, _ = select.select([self.control.fileno(), self.woken], [], [])
             if self.woken in readable:

@@ -16,7 +16,7 @@ READ_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Task:
-    """One call of a reward. `component` counts the rewards that run in processes."""
+    """One call of a reward. `component` is its position among the rewards that run in processes."""
 
     component: int
     sample: RewardSample
@@ -36,7 +36,7 @@ def decode_tasks(line: bytes) -> list[Task]:
 
 @dataclass(frozen=True)
 class Reply:
-    """Of a worker, one a task."""
+    """The answer of a worker to one task."""
 
     result: RewardResult
     is_last: bool  # it ends now, its memory being used up
@@ -52,14 +52,14 @@ def decode_reply(line: bytes) -> Reply:
 
 
 class Lines:
-    """Whole lines out of a socket."""
+    """Reads whole lines from a socket."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self._rest = b""
 
     def read(self) -> Iterator[bytes]:
-        """Those that one read completes. Raises EOFError at the end of the stream, after what was whole."""
+        """Return the lines that one read completes. Raises EOFError at the end of the stream."""
         try:
             data = self.connection.recv(READ_BYTES)
         except ConnectionResetError:

@@ -1,19 +1,80 @@
-"""A worker process: reads tasks, calls the rewards, answers one line a task. Forked off the template.
+"""A worker process: it reads tasks, calls the rewards and answers one line a task. It is forked off the template.
 
-What a sample does to it (loops, crashes, memory) is the pool's business: the worker only answers for what returns.
+Nothing that a reward raises or returns may pass for a score. The pool deals with what a sample does to the process
+(loops, crashes, memory): the worker only answers for what returns.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
+import resource
+import signal
 import socket
+import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_megatron.rewards.scorers.base import Limited, Reward, RewardResult, masked
-from rlhf_megatron.rewards.service.outcome import outcome
-from rlhf_megatron.rewards.service.process_limits import limit_memory
+from rlhf_megatron.rewards.scorers.base import (
+    BAD_RESULT,
+    MALFORMED,
+    TIMEOUT,
+    BadResultError,
+    Limited,
+    Reward,
+    RewardResult,
+    RewardSample,
+    masked,
+)
 from rlhf_megatron.rewards.service.wire import Reply, decode_tasks, encode_reply
+
+PR_SET_PDEATHSIG = 1
+GIB = 2**30
+
+
+def die_with(parent: int) -> None:
+    """This process is killed when its parent ends, however that ends. `parent`: its pid, to notice that it has."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def limit_memory(gibibytes: float) -> None:
+    """Allocations beyond this fail with MemoryError. Counts what the process may write, not libraries or files."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (int(gibibytes * GIB), hard))
+
+
+TRACEBACK_LINES = 12
+
+
+def outcome(reward: Reward, sample: RewardSample, params: Any) -> RewardResult:
+    """Call the reward. What it raises, or returns in place of a result, is masked, with the end of its traceback."""
+    try:
+        return checked(reward(sample, params))
+    except BadResultError as error:
+        return masked(BAD_RESULT, end_of_traceback(error))
+    except (Exception, SystemExit) as error:  # somebody else's code: what it raises is told, counted and left out
+        return masked(type(error).__name__, end_of_traceback(error))
+
+
+def checked(result: object) -> RewardResult:
+    """Return `result` if it is a score. Raises BadResultError."""
+    if not isinstance(result, RewardResult):
+        raise BadResultError(f"a reward must return a RewardResult, not {type(result).__name__}.")
+    if result.status in (MALFORMED, TIMEOUT) and result.score > 0:
+        raise BadResultError(f"score ({result.score}) must be at most 0 when the status is {result.status}.")
+    return result
+
+
+def end_of_traceback(error: BaseException) -> str:
+    """Return the last lines of its traceback."""
+    lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
+    return "\n".join(lines[-TRACEBACK_LINES:])
+
 
 MEMORY_ERROR = masked(MemoryError.__name__).status
 MEMORY_GIB = 4.0  # where the params do not say
@@ -32,7 +93,7 @@ class LoadedReward:
 
 
 def serve(rewards: Sequence[LoadedReward], connection: socket.socket) -> None:
-    """Until the controller closes the connection, or a sample has used up the memory."""
+    """Answer tasks until the controller closes the connection, or a sample has used up the memory."""
     with connection.makefile("rb") as lines:
         for line in lines:
             for task in decode_tasks(line):

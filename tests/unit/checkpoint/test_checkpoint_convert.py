@@ -182,7 +182,7 @@ class TestRefused:
         save_file(tensors, megatron / "tp1_pp0.safetensors")
         with pytest.raises(ValueError, match=r"layers\.1\.input_layernorm\.weight at tp rank 1 is not the one"):
             verify(source, megatron, digests)
-        with pytest.raises(ValueError, match="the disk erred"):
+        with pytest.raises(ValueError, match="check the disk"):
             verify(source, megatron, digests | {"model.embed_tokens.weight": "0" * 16})
 
     def test_missing_truncated_and_reshaped_files(self, megatron: Path) -> None:

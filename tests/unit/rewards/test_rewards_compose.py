@@ -14,8 +14,8 @@ from rlhf_megatron.rewards.scorers.base import masked
 from rlhf_megatron.rewards.scorers.format import FormatParams, format_match
 from rlhf_megatron.rewards.scorers.overlong import OverlongParams, overlong
 from rlhf_megatron.rewards.service.components import Component, combine, load_components
-from rlhf_megatron.rewards.service.outcome import outcome
 from rlhf_megatron.rewards.service.scorer import RewardError, check_error_rate, check_reward, make_scorer
+from rlhf_megatron.rewards.service.worker import outcome
 
 THINK = r"<think>.*</think>\s*<answer>(.*)</answer>"
 EXACT = {"pattern": "<answer>(.*)</answer>"}
