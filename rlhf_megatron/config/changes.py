@@ -51,9 +51,6 @@ class Changes:
         return ", ".join(f"{key} {before} -> {now}" for key, (before, now) in self.all.items())
 
 
-NOTHING = Changes({}, {})
-
-
 def flat(text: str) -> dict[str, str]:
     """Setting -> value as text, of a resolved configuration (`show.as_yaml`), also of another version's."""
     found: dict[str, str] = {}
