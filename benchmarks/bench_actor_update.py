@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.common import ROOT, ratios, significant, take_turns, write_result
-from rlhf_megatron.checkpoint.random_init import random_hf_tensors, random_source
+from rlhf_megatron.checkpoint.source import random_hf_tensors, random_source
 from rlhf_megatron.config.schema import ActorConfig, OptimConfig
 from rlhf_megatron.data.batch import MiniBatch, offsets_from_lengths
 from rlhf_megatron.data.plan import ReplicaPlan, plan_replicas, take

@@ -62,7 +62,7 @@ def make_model(directory: Path) -> str:
         return "warm"
     from safetensors.torch import save_file
 
-    from rlhf_megatron.checkpoint.random_init import random_hf_tensors
+    from rlhf_megatron.checkpoint.source import random_hf_tensors
 
     shutil.copytree(MODEL, directory)
     config = json.loads((MODEL / "config.json").read_text())

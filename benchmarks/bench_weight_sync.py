@@ -84,7 +84,7 @@ def rank_main(model: str, tp: int, repetitions: int, output: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    from rlhf_megatron.checkpoint.random_init import random_source
+    from rlhf_megatron.checkpoint.source import random_source
     from rlhf_megatron.models.families.base import table_for
     from rlhf_megatron.models.table import split
     from rlhf_megatron.parallel.layout import Layout

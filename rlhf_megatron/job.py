@@ -118,7 +118,7 @@ class TrainJob:
         """True, and said, where the run directory holds this very run with all of its steps."""
         from rlhf_megatron.recovery.resume import completion
 
-        said = completion(self.run_dir, self.config) if self.replay is None else None
+        said = completion(self.run_dir, self.config.trainer) if self.replay is None else None
         if said is not None:
             print(said)
         return said is not None
@@ -129,7 +129,7 @@ class TrainJob:
         from rlhf_megatron.recovery.resume import goes_on
 
         def is_kept(path: Path) -> bool:
-            return self.replay is None and goes_on(path, self.config)
+            return self.replay is None and goes_on(path, self.config.trainer)
 
         opened = open_run_dir(self.config.trainer.default_local_dir, self.run_dir.name, is_kept)
         if opened.moved is not None:
@@ -147,8 +147,7 @@ class TrainJob:
         place=None,  # type: ignore[no-untyped-def]
     ) -> int:
         """`place`: of the engines; None: beside this process."""
-        from rlhf_megatron.proof.replay import replay
-        from rlhf_megatron.proof.replay_capsule import NOT_REPRODUCED_EXIT_CODE, replay_capsule
+        from rlhf_megatron.proof.replay import NOT_REPRODUCED_EXIT_CODE, replay, replay_capsule
         from rlhf_megatron.recovery.skips import NONFINITE_EXIT_CODE, NonFiniteNumbers
         from rlhf_megatron.rollout.engine import EngineError
         from rlhf_megatron.rollout.fleet.process import here

@@ -1,9 +1,8 @@
 """A thread that writes staged state while the rank's main thread goes on, and what all ranks make of it together.
 
 The thread never communicates: process groups belong to the main thread. Whatever keeps a rank from writing (disk full,
-directory read-only or gone) comes out as an error on all ranks alike, and no rank waits for one that failed.
-
-Also: Sharded state on its way to disk, in megatron's torch_dist format, which loads under another layout.
+directory read-only or gone) comes out as an error on all ranks alike, and no rank waits for one that failed. The
+format is megatron's torch_dist, which loads under another layout.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ METADATA, COMMON = ".metadata", "common.pt"
 
 
 class StagedState:
-    """What one rank will write: copies in host memory, whose originals may change from now on."""
+    """The copies in host memory that one rank will write. Their originals may change from now on."""
 
     def __init__(self, plan: SavePlan, data: list[Any], metadata: Metadata | None, plain: dict[str, Any]) -> None:
         self.plan = plan
@@ -47,7 +46,7 @@ class StagedState:
 
     @property
     def num_bytes(self) -> int:
-        """Of this rank's tensors that were not written yet."""
+        """Bytes of this rank's tensors that are not written yet."""
         return sum(value.nbytes for value in self._planner.data if isinstance(value, Tensor))
 
     def write(self, directory: Path) -> list[WriteResult]:
@@ -60,7 +59,7 @@ class StagedState:
         return _Writer(directory, single_file_per_rank=True, thread_count=1).write_data(self.plan, self._planner).wait()
 
     def complete(self, directory: Path, results: list[list[WriteResult]]) -> list[Path]:
-        """What the first rank writes when all ranks have written theirs: the files that say what is where."""
+        """Write the files that say what is where. The first rank does it when all ranks have written theirs."""
         assert self.metadata is not None, "only the first rank completes a checkpoint"
         _Writer(directory).finish(self.metadata, results)
         torch.save(self.plain, directory / COMMON)

@@ -133,7 +133,7 @@ class HFReader:
             raise ValueError(f"{self.directory}: {problem}. Fetch the directory again, or correct config.json.")
 
     def _problem(self, hf: HFTensor) -> str | None:
-        """What is wrong with a tensor, or None."""
+        """Return what is wrong with a tensor, or None."""
         if hf.name not in self._file_of:
             return f"tensor {hf.name} {hf.shape} is missing"
         file = self._file_of[hf.name]

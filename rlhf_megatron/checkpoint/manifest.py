@@ -1,4 +1,4 @@
-"""What a checkpoint consists of, written beside it: every file with its size and digest. Pure files, no Megatron.
+"""The manifest of a checkpoint names every file with its size and digest. Pure files, no Megatron.
 
 A directory is read only after it was compared with its manifest, so that a flipped bit, a missing shard or a file that
 somebody slipped in is found before anything in it is parsed. The manifest protects against accidents; whoever can write
@@ -40,7 +40,7 @@ class FileRecord:
 @codec.register
 @dataclass(frozen=True)
 class SaveResult:
-    """What one rank has to say of its part of a checkpoint."""
+    """The outcome of one rank's part of a checkpoint."""
 
     files: tuple[FileRecord, ...]  # those that this rank wrote; () where there is an error
     error: str | None = None  # the same on all ranks: which rank could not write, and why
@@ -48,7 +48,7 @@ class SaveResult:
 
 @dataclass(frozen=True)
 class CheckpointManifest:
-    """What stands in manifest.json."""
+    """The contents of manifest.json."""
 
     step: int
     policy_version: int
@@ -113,7 +113,7 @@ def verify_directory(directory: Path) -> CheckpointManifest:
 
 
 def verify_sizes(directory: Path) -> CheckpointManifest:
-    """As `verify_directory`, without reading the files."""
+    """Check like `verify_directory`, without reading the files."""
     manifest = read_manifest(directory)
     _raise_if(list(_size_problems(directory, manifest)))
     return manifest
@@ -147,7 +147,7 @@ def record_of(root: Path, path: Path) -> FileRecord:
 
 
 def records_below(directory: Path) -> tuple[FileRecord, ...]:
-    """Of all files in `directory`, which stands right below the checkpoint's."""
+    """Record all files in `directory`, which is right below the checkpoint's."""
     return tuple(record_of(directory.parent, directory / path) for path, _ in sorted(files_in(directory)))
 
 

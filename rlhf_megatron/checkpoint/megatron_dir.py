@@ -20,8 +20,7 @@ from torch import Tensor
 from rlhf_megatron import __version__
 from rlhf_megatron.checkpoint.aside import written_aside
 from rlhf_megatron.checkpoint.hf_reader import DTYPES, read_json
-from rlhf_megatron.checkpoint.hf_writer import write_companions
-from rlhf_megatron.checkpoint.safetensors_writer import SafetensorsWriter, TensorSpec
+from rlhf_megatron.checkpoint.hf_writer import SafetensorsWriter, TensorSpec, write_companions
 from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.models.table import Rule, check_tensor_parallel, join, rules_of_stage, split
 
@@ -32,7 +31,7 @@ FORMAT_VERSION = 2  # 1: digests of another kind
 
 @dataclass(frozen=True)
 class MegatronManifest:
-    """What manifest.json holds."""
+    """The contents of manifest.json."""
 
     format: str
     format_version: int

@@ -71,7 +71,7 @@ def _tracker() -> Any:
 
 
 def _as_tensor(state: Any) -> Tensor:
-    """Where CUDA graphs are used megatron tracks generators."""
+    """Return a state as a tensor. With CUDA graphs megatron tracks generators."""
     found: Tensor = state.get_state() if isinstance(state, torch.Generator) else state
     return found
 

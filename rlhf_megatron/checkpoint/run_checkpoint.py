@@ -56,7 +56,7 @@ class CheckpointStore:
         self._good: set[str] = set()  # names of those that were written or verified here
 
     def steps(self) -> list[int]:
-        """Of all checkpoints that have their name, good or not, newest first."""
+        """Return the steps of all checkpoints that have their name, intact or not, newest first."""
         if not self.directory.is_dir():
             return []
         matches = [_NAME.fullmatch(entry.name) for entry in self.directory.iterdir()]
@@ -195,7 +195,7 @@ class CheckpointStore:
         return self.directory / f".{self.path_of(step).name}.{kind}"
 
     def _is_good(self, path: Path) -> bool:
-        """Of one that this process has read or written already, sizes are enough."""
+        """Verify a checkpoint; sizes are enough for one that this process has read or written."""
         try:
             if path.name in self._good:
                 verify_sizes(path)
@@ -249,7 +249,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Of a directory of ours. What cannot be removed is said and left."""
+    """Remove a directory of ours. What cannot be removed is reported and left."""
     if not os.path.lexists(path):
         return
     try:

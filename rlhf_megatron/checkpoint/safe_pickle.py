@@ -1,10 +1,11 @@
-"""What torch and megatron-core pickle into a checkpoint, read without unpickling: no stranger's code can run.
+"""Reads what torch and megatron-core pickle into a checkpoint without unpickling it: no stranger's code can run.
 
 `.metadata` of a torch distributed checkpoint is a plain pickle, which torch hands to `pickle.load`; `common.pt` holds
 plain values. Here every global that a file names must be on a list, and even those are not fetched: the pickle is
 replayed over inert stand-ins, which are then checked field by field and made into torch's objects.
 
-Also: torch and megatron-core load checkpoints without unpickling. `PATCHES` is the whole list of what is replaced.
+`PATCHES` lists what is replaced in torch and megatron-core, so that they read checkpoints this way. The reader is our
+own: `torch.load(weights_only=True)` could take over common.pt, but not .metadata, and it would let tensors through.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def read_metadata(path: Path) -> Metadata:
 
 
 def read_plain(name: str, data: bytes) -> Any:
-    """What `torch.save` wrote, if that is plain values: numbers, strings, lists, dicts. Raises ValueError."""
+    """Read what `torch.save` wrote, if it is numbers, strings, lists and dicts. Raises ValueError."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             members = [info for info in archive.infolist() if PurePosixPath(info.filename).name == "data.pkl"]
@@ -219,7 +220,7 @@ def _properties(value: Any) -> TensorProperties:
 
 
 def _place(index: Any, info: Any) -> tuple[MetadataIndex, _StorageInfo]:
-    """Where one part of a tensor lies: a span of a plain file beside `.metadata`, as it is."""
+    """Check where one part of a tensor lies: a span of a plain file beside `.metadata`."""
     at, stored = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
     file = _exactly(stored["relative_path"], str, "relative_path")
     if PurePosixPath(file).name != file or not file.endswith(".distcp"):

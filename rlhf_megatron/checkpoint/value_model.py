@@ -1,4 +1,4 @@
-"""A critic in Hugging Face layout: transformers' ...ForTokenClassification with one label, whose head is `score`.
+"""A critic in Hugging Face layout is transformers' ...ForTokenClassification with one label, whose head is `score`.
 
 One starts from such a directory, from a ...ForSequenceClassification (a reward model; its head has no bias), or from
 any causal language model, whose output layer is left out and which gets a fresh head.
@@ -13,8 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from rlhf_megatron.checkpoint.hf_reader import HFReader
-from rlhf_megatron.checkpoint.random_init import RandomSource
-from rlhf_megatron.checkpoint.source import WeightSource
+from rlhf_megatron.checkpoint.source import RandomSource, WeightSource
 from rlhf_megatron.models.families.base import VALUE_HEAD, HFConfig, table_for
 from rlhf_megatron.models.table import Rule
 

@@ -59,7 +59,7 @@ def _count(text: str) -> int:
 def simulate(args: argparse.Namespace) -> None:
     """Simulate and print a table. Raises ConfigError, ValueError."""
     from rlhf_megatron.config.load import load_run_config
-    from rlhf_megatron.simulator.plan import make_workload, split_of
+    from rlhf_megatron.simulator.plan import Setting
     from rlhf_megatron.simulator.search import Study, detail_lines, run_lines, table_lines, verdict_lines
 
     _check(args)
@@ -69,11 +69,11 @@ def simulate(args: argparse.Namespace) -> None:
     if args.write is not None:
         _write_durations(args.write, durations)
         return
-    workload = make_workload(config, durations, args.seed)
-    study = Study(config, durations, workload, args.steps, args.warmup)
-    for line in run_lines(config, durations, args.steps, args.warmup, args.seed):
+    setting = Setting(config, durations)
+    study = Study(setting, setting.workload(args.seed), args.steps, args.warmup)
+    for line in run_lines(study):
         print(line)
-    own = study.case(config.schedule, split_of(config, durations))
+    own = study.case(config.schedule, setting.split)
     if own.figures is None:
         raise ValueError(own.why_not)
     cases = [own] if args.only else _compared(study, own, schedules, args)

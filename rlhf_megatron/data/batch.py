@@ -164,7 +164,7 @@ class ValueMiniBatch(TokenBatch):
 @codec.register
 @dataclass(frozen=True)
 class Values(TokenBatch):
-    """What the critic's forward-only pass returns. Zero where `response_mask` is False."""
+    """The result of the critic's forward-only pass. Zero where `response_mask` is False."""
 
     values: Tensor = per_token()  # [T] float32; entry t is the value of the state token_ids[:t], as for log-probs
 
@@ -172,7 +172,7 @@ class Values(TokenBatch):
 @codec.register
 @dataclass(frozen=True)
 class LogProbs(TokenBatch):
-    """What a forward-only pass returns. Zero where `response_mask` is False."""
+    """The result of a forward-only pass. Zero where `response_mask` is False."""
 
     log_probs: Tensor = per_token()  # [T] float32
     entropies: Tensor | None = per_token(default=None)  # [T] float32, nats, when asked for

@@ -1,9 +1,7 @@
 """A prompt as the chat that a model was trained on, by the template that its tokenizer brings.
 
-The template is a program of a stranger: it runs in a sandbox, with the names that transformers gives it, so that the
-same files make the same text.
-
-Also: Templates that come with a tokenizer are programs of strangers: what they can reach, and how long they may run.
+The template is a program of a stranger: it runs in a sandbox that limits what it can reach and how long it runs, with
+the names that transformers gives it, so that the same files make the same text.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Prompts as token ids, ready to be asked, and the batches that are made of them.
 
-Also: Rows to items: templates around the prompt, solved rows in front of it, and the limit on its length.
+A row becomes an item by the template around its prompt, solved rows in front of it, and the limit on its length.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ Truncation = Literal["error", "left", "right", "middle"]
 
 @dataclass(frozen=True)
 class Limit:
-    """What happens to prompts that are too long."""
+    """The limit on a prompt's length, and what happens to longer ones."""
 
     max_prompt_length: int  # tokens
     filter_overlong: bool = False  # drop them
@@ -109,7 +109,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """From what stands in a row to what the model reads."""
+    """Turns a row into what the model reads."""
 
     template: str = "{prompt}"  # around a text prompt
     shots: str = ""  # solved rows in front of it

@@ -1,9 +1,7 @@
-"""How documents are packed into bins of one size. Pure integers; `plan` says what for.
+"""Packs documents into bins of one size, and deals micro-batches to replicas so that all cost the same. Pure integers.
 
 Bin packing is hard; these are greedy ways and a bound on what any way could do. 16 000 documents take some tens of
 milliseconds, and the same input gives the same result.
-
-Also: How micro-batches are dealt to replicas, as many for each, so that all replicas cost the same. Pure integers.
 """
 
 from __future__ import annotations
@@ -112,7 +110,7 @@ def _exchange_documents_once(shares: list[Share], lengths: Sequence[int], costs:
 
 
 class _Documents:
-    """Of a replica, as arrays; `with_gaps`: also nothing (-1), once in each bin."""
+    """The documents of a replica as arrays. `with_gaps`: each bin also has one gap (-1)."""
 
     def __init__(self, share: Share, lengths: Sequence[int], costs: Sequence[int], with_gaps: bool) -> None:
         entries = [(index, document) for index, each in enumerate(share) for document in each.documents]

@@ -1,4 +1,4 @@
-"""How the samples of a call are spread over replicas and packed into micro-batches. Pure integers, on the controller.
+"""Spreads the samples of a call over replicas and packs them into micro-batches. Pure integers, on the controller.
 
     plan_replicas(lengths=[5, 3, 4], num_replicas=2, token_budget=6)
         replica 0: samples (0, 1)    micro_batches ((0,), (1,))    packed_length 5

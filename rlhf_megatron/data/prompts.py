@@ -24,7 +24,7 @@ class HeldOutSet:
 
 @dataclass(frozen=True)
 class PromptSets:
-    """What `load_prompts` found. `held_out_sets` is empty when a run of files names no val_files."""
+    """The result of `load_prompts`. `held_out_sets` is empty when a run of files names no val_files."""
 
     sources: tuple[PromptSource, ...]
     held_out_sets: tuple[HeldOutSet, ...]

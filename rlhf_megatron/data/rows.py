@@ -1,6 +1,6 @@
 """Rows of data files, checked: a prompt (text or chat messages), a label, a source, and what else a reward may read.
 
-Also: Data files as rows of plain values: JSONL, and parquet where pyarrow is installed.
+Files are JSONL, or parquet where pyarrow is installed.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class PromptRow:
 
 @dataclass(frozen=True)
 class TaskRows:
-    """What a generated task makes."""
+    """The rows of a generated task."""
 
     train: tuple[PromptRow, ...]
     held_out: tuple[PromptRow, ...]  # shares no problem with `train`
@@ -105,7 +105,7 @@ class TaskRows:
 
 @dataclass(frozen=True)
 class RowCounts:
-    """Of the non-blank rows of all files."""
+    """Counts of the non-blank rows of all files."""
 
     num_rows: int
     num_bad: int  # skipped

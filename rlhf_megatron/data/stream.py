@@ -1,6 +1,6 @@
 """The training prompts of a run in an order that a seed fixes, from one source or several weighted ones.
 
-Also: Which of several weighted sources a position of the stream takes its prompt from. No chance is involved.
+Which of the weighted sources a position takes its prompt from involves no chance.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _interleave(counts: Sequence[int]) -> list[int]:
 @codec.register
 @dataclass(frozen=True)
 class PromptCursor:
-    """Where a stream stands, and of which stream."""
+    """The position of a stream, and which stream it belongs to."""
 
     num_drawn: int  # prompts
     batch_size: int
@@ -141,7 +141,7 @@ class PromptStream:
         return self._num_drawn
 
     def go_to(self, num_drawn: int) -> None:
-        """Where a step of a former process has left it."""
+        """Go to where a step of an earlier process left the stream."""
         self._num_drawn = num_drawn
 
     def state(self) -> PromptCursor:

@@ -27,7 +27,7 @@ class EvaluationSet:
 
 @dataclass(frozen=True)
 class SetResult:
-    """Of one evaluation set. N = `num_samples`; masked samples are left out of all but `mean_response_length`."""
+    """Figures of one evaluation set. N = `num_samples`; only `mean_response_length` counts masked samples."""
 
     name: str
     num_items: int  # with at least one sample that counts
@@ -45,7 +45,7 @@ class SetResult:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Of one evaluation, all sets together. An item's score is the mean over its samples."""
+    """Figures of one evaluation, all sets together. An item's score is the mean over its samples."""
 
     accuracy: float  # mean score
     low: float  # 95 % interval of the mean over items: Wilson's, or Student's where scores leave [0, 1]
@@ -67,11 +67,11 @@ class Answered:
     results: tuple[tuple[RewardResult, ...], ...]
 
     def scores(self) -> list[tuple[float, ...]]:
-        """Of the samples that count, an entry an item; empty where all of its samples were masked."""
+        """Return the scores of the samples that count, an entry an item; empty where all its samples are masked."""
         return [tuple(r.score for r in results if not is_masked(r.status)) for results in self.results]
 
     def answers(self) -> list[tuple[str, ...]]:
-        """What majorities are counted of; entries as in `scores`."""
+        """Return the answers that majorities count; entries as in `scores`."""
         return [
             tuple(answer_of(text) for text, r in zip(texts, results, strict=True) if not is_masked(r.status))
             for texts, results in zip(self.responses, self.results, strict=True)

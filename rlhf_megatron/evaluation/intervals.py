@@ -1,4 +1,8 @@
-"""95 % intervals of a mean over items. An item is what counts: its samples are answers to one question."""
+"""95 % intervals of a mean over items. An item is what counts: its samples are answers to one question.
+
+scipy is not used: its Wilson interval takes whole counts only, its bootstrap takes 4 to 10 times as long as
+`sample_figures.bootstrap`, and the t quantile alone is not worth 140 MB and a second of import.
+"""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class PackedDocuments(PackedSeqParams):
 
     @cached_property
     def prefixes(self) -> tuple[Tensor, Tensor, Tensor]:
-        """See `document_order.prefix_keys`; made on the device of `cu_seqlens`, which nothing waits for."""
+        """The result of `document_order.prefix_keys`, made on the device of `cu_seqlens` without a wait."""
         return prefix_keys(self.cu_seqlens_q, self.positions.numel() * self.cp, self.cp, self.cp_rank)
 
     def mask(self, length: int) -> Tensor:
@@ -68,7 +68,7 @@ class PackedDocuments(PackedSeqParams):
 def packed_documents(
     cu_seqlens: Tensor, max_seqlen: int, positions: Tensor, cp_group: ProcessGroup | None = None
 ) -> PackedDocuments:
-    """What `model(..., packed_seq_params=...)` takes for one micro-batch.
+    """Make the `packed_seq_params` of a model's call for one micro-batch.
 
     `cu_seqlens` [D + 1] int32, borders of the documents; `max_seqlen` tokens of the longest; `positions` [T] or [1, T]
     int64. Make it once a micro-batch. Fast where documents of equal length lie together.

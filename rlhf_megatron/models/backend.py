@@ -1,4 +1,4 @@
-"""Whose layers a model has: megatron-core's own, Transformer Engine's, or plain torch under the latter's names."""
+"""A model has megatron-core's own layers, Transformer Engine's, or plain torch under the latter's names."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ import logging
 from typing import Any, Literal
 
 import torch
+from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
     get_mlp_module_spec_for_backend,
 )
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
+from torch import Tensor
 
 from rlhf_megatron.models.attention import PackedAttention
-from rlhf_megatron.models.norm import RMSNorm
+from rlhf_megatron.models.norm import RMSNorm, rms_norm
 from rlhf_megatron.models.table import Impl, Part
-from rlhf_megatron.models.te_names import TorchSpecProvider
 from rlhf_megatron.parallel.packages import INSTALL, TRANSFORMER_ENGINE, find_transformer_engine, try_import
 
 logger = logging.getLogger(__name__)
@@ -31,7 +33,7 @@ def has_transformer_engine() -> bool:
 
 
 def resolve_impl(transformer_impl: Literal["auto", "local", "transformer_engine"], device: torch.device) -> Impl:
-    """Whose names the modules get. Raises ValueError for Transformer Engine on a GPU without it."""
+    """Return whose names the modules get. Raises ValueError for Transformer Engine on a GPU without it."""
     is_cuda = device.type == "cuda"
     is_missing = is_cuda and transformer_impl != "local" and not has_transformer_engine()
     why_not = why_no_transformer_engine() if is_missing else ""
@@ -109,3 +111,39 @@ def _transformer_engine(has_qk_norm: bool) -> tuple[Any, Any]:
     layer = copy.deepcopy(get_gpt_layer_with_transformer_engine_spec(qk_layernorm=has_qk_norm))
     layer.submodules.self_attention.submodules.core_attention = PackedAttention
     return layer, importlib.import_module("megatron.core.extensions.transformer_engine").TENorm
+
+
+class LayerNormColumnParallelLinear(ColumnParallelLinear):
+    """RMSNorm, then megatron's column-parallel linear layer. State dict: `layer_norm_weight`, `weight`, `bias`.
+
+    In megatron's sharded_state_dict, which knows of `weight` and `bias`, the norm's weight is whole on every tp rank.
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **options)
+        self.eps = config.layernorm_epsilon
+        self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
+        self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # see RMSNorm
+
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """[s, b, h] -> [s, b, output / tp]; s is this rank's part under sequence parallelism."""
+        normed = rms_norm(input_, self.layer_norm_weight, self.eps)
+        return super().forward(normed, weight, runtime_gather_output)
+
+
+class TorchSpecProvider(LocalSpecProvider):
+    """The classes that megatron's functions put into layer specs."""
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        return True
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        return LayerNormColumnParallelLinear
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
+        return RMSNorm
+
+    def core_attention(self) -> type:
+        return PackedAttention

@@ -45,7 +45,7 @@ class Order:
 
 @dataclass(frozen=True)
 class ByLength:
-    """How a rank's tokens, and the keys that it has gathered, are brought together by the length of their documents."""
+    """Brings a rank's tokens, and the keys that it gathered, together by the length of their documents."""
 
     runs: tuple[Run, ...]  # of this rank's parts of documents, once `queries` is applied
     queries: Order | None  # [share]; None: equal lengths lie together already
@@ -84,7 +84,7 @@ def gathered_tokens(borders: Tensor, num_tokens: int, cp: int) -> Tensor:
 
 
 def prefix_keys(borders: Tensor, num_tokens: int, cp: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What a rank's chunks attend to, for attention over pairs of one query and one key sequence.
+    """Return what a rank's chunks attend to, for attention over pairs of one query and one key sequence.
 
     Its share is 2 D query sequences as it stands: each document's chunk `rank`, then its chunk 2 cp - 1 - `rank`. The
     keys of a chunk are the document up to the chunk's end, so that its last query sees its last key. Returns the

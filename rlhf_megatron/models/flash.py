@@ -28,7 +28,7 @@ SOURCES: dict[Attention, tuple[str, str]] = {
 
 
 class Borders(NamedTuple):
-    """Of the sequences that attend to themselves; a sequence's last query sees its last key."""
+    """Borders of sequences that attend to themselves; a sequence's last query sees its last key."""
 
     queries: Tensor  # [D + 1] int32
     keys: Tensor  # [D + 1] int32
@@ -48,7 +48,7 @@ class FlashKernel:
 
 @functools.cache
 def flash_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> FlashKernel:
-    """What `device` can do for queries of this kind. Packages are tried once a process."""
+    """Choose the kernel of `device` for queries of this kind. Packages are tried once a process."""
     if device.type == "cpu":  # no package is imported in vain
         return FlashKernel(choose_attention("cpu", "", head_dim, (0, 0), {}), None)
     capability, name_of_dtype = torch.cuda.get_device_capability(device), str(dtype).removeprefix("torch.")
@@ -61,7 +61,7 @@ def flash_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> Fla
 
 
 def absent_kernels() -> dict[Attention, str]:
-    """Why a kernel cannot be used, for those that cannot. Imports the packages."""
+    """Say why kernels cannot be used, for those that cannot. Imports the packages."""
     absent = {name: why_not for name, source in SOURCES.items() if (why_not := try_import(*source)[1])}
     if not torch.backends.cuda.is_flash_attention_available():
         absent["torch"] = "this build of torch has no flash attention"

@@ -1,4 +1,4 @@
-"""Which fused path a model takes, and why not a faster one. Pure: what is installed comes as arguments.
+"""Chooses the fused paths of a model and says why not a faster one. Pure: what is installed comes as arguments.
 
 Megatron-core offers more than is taken here, and says nothing where it takes something else: its rotary fusion (our
 attention turns queries and keys itself), its softmax and attention (ours knows packed documents), its persistent layer
@@ -29,7 +29,7 @@ _DATA_CENTER_GPUS = ((8, 0), (9, 0), (10, 0), (10, 3))  # their compute capabili
 
 @dataclass(frozen=True)
 class Choice:
-    """What is taken. `why_not` says in one sentence why nothing faster is, and is empty where there is nothing."""
+    """A chosen path. `why_not` says in one sentence why no faster one is taken; empty when there is none."""
 
     name: str
     why_not: str = ""

@@ -1,4 +1,4 @@
-"""What stands behind the final norm. Both heads hand out hidden states: rows of them become log-probs, or values."""
+"""The heads behind the final norm. Both return hidden states, whose rows become log-probs or values."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ class ValueHead(torch.nn.Module):
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
-        """As `HiddenStatesHead.forward`."""
+        """Return the hidden states, as `HiddenStatesHead.forward` does."""
         return input_, None
 
     def values(self, hidden_SH: Tensor, rows_R: Tensor) -> Tensor:
-        """Of what forward hands out [S, hidden], and rows of the whole sequence -> [R] float32. All tp ranks."""
+        """Compute [R] float32 from forward's result [S, hidden] and rows of the whole sequence. All tp ranks."""
         whole_SH = whole_sequence(hidden_SH, self.tp_group) if self.sequence_parallel else hidden_SH
         hidden_RH = whole_SH.index_select(0, rows_R)
         return torch.nn.functional.linear(hidden_RH.float(), self.weight.float(), self.bias.float())[:, 0]
 
     def sharded_state_dict(self, prefix: str, sharded_offsets: tuple[Any, ...], metadata: dict[str, Any]) -> Any:
-        """For megatron's distributed checkpoint, under another name than an output layer's.
+        """Return the state for megatron's distributed checkpoint, under another name than an output layer's.
 
         megatron lets the rows of `output_layer.weight` differ in number: a policy's would load as a value head.
         """

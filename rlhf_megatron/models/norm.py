@@ -42,7 +42,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @functools.cache
 def norm_of(impl: Impl, device: torch.device) -> Choice:
-    """What the norms of these layers run: for local ones `rms_norm`."""
+    """Say what the norms of these layers run; local ones run `rms_norm`."""
     apex = find_apex()
     has_norm = apex.is_usable and not has_torch_kernel() and _apex_norm()[0] is not None
     kind: DeviceType = "cuda" if device.type == "cuda" else "cpu"

@@ -103,7 +103,7 @@ def _recompute_settings(megatron: MegatronConfig) -> dict[str, Any]:
 
 
 def gradient_fusion(setting: bool | None, impl: Impl, dtype: torch.dtype, device: torch.device) -> Choice:
-    """Who adds weight gradients to the float32 buffers here; see `choose_gradient_fusion`."""
+    """Say who adds weight gradients to the float32 buffers here, by `choose_gradient_fusion`."""
     name = str(dtype).removeprefix("torch.")
     kind: DeviceType = "cuda" if device.type == "cuda" else "cpu"
     return choose_gradient_fusion(setting, kind, impl, name, has_gradient_extension(), has_float32_product())

@@ -1,8 +1,13 @@
-"""The only file that names a kind of accelerator. Everything else takes a `torch.device` and asks here."""
+"""The only file that names a kind of accelerator. Everything else takes a `torch.device` and asks here.
+
+The functions at the end share device memory with another process of the same machine (CUDA IPC).
+"""
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.multiprocessing import reductions
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,7 @@ def empty_cache(device: torch.device) -> None:
 
 
 def memory(device: torch.device) -> MemoryStats:
-    """What torch holds on `device` now, and its peak so far."""
+    """Return what torch holds on `device` now, and its peak so far."""
     if device.type != "cuda":
         return MemoryStats()
     free, total = torch.cuda.mem_get_info(device)
@@ -89,7 +95,7 @@ def memory(device: torch.device) -> MemoryStats:
 
 
 def name_of(device: torch.device) -> str:
-    """As its vendor spells it; "" of a CPU."""
+    """Return the vendor's name of a device; "" for a CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
@@ -122,14 +128,65 @@ class CopyQueue:
             yield
 
     def mark(self) -> Any:
-        """For `wait`: behind the copies so far. None where they are made."""
+        """Mark the end of the copies so far, for `wait`. None on a device that copies at once."""
         return None if self._stream is None else self._stream.record_event()
 
     def wait(self, mark: Any) -> None:
-        """What is computed from now on comes after the copies before `mark`."""
+        """Let what is computed from now on wait for the copies before `mark`."""
         torch.cuda.current_stream(self._device).wait_event(mark)
 
     def synchronize(self) -> None:
         """Returns when all copies are made."""
         if self._stream is not None:
             self._stream.synchronize()
+
+
+_DEVICE_INDEX = 6  # place of the device among the arguments of torch's rebuild_cuda_tensor
+
+
+def device_ids() -> list[str]:
+    """Identities of the devices that this process can use, the same in every process; none on a CPU."""
+    if not torch.cuda.is_available():
+        return []
+    return [device_id(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+
+
+def device_id(device: torch.device) -> str:
+    """Identity of one device; "" for a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def can_share(device: torch.device) -> bool:
+    """Whether memory of `device` can be opened by other processes. Expandable segments need rights that containers
+    rarely give, so they count as no."""
+    if device.type != "cuda" or torch.cuda.get_allocator_backend() != "native":
+        return False
+    return not torch.cuda.memory._snapshot()["allocator_settings"].get("expandable_segments", False)
+
+
+def pickle_shared(value: Any) -> bytes:
+    """`value` pickled, tensors on a device as references to their memory and all others by value.
+
+    One pickle for one reader: each counts what it has open. Devices are named by identity, since numbers differ between
+    processes; stock SGLang reads that.
+    """
+    out = io.BytesIO()
+    _SharingPickler(out).dump(value)
+    return out.getvalue()
+
+
+def collect() -> None:
+    """Free what was shared and other processes have closed."""
+    if torch.cuda.is_available():
+        torch.cuda.ipc_collect()
+
+
+class _SharingPickler(pickle.Pickler):
+    """torch's own pickler would send a tensor of a CPU as a file descriptor, which an unrelated process cannot get."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, Tensor) or obj.device.type != "cuda":
+            return NotImplemented
+        rebuild, arguments = reductions.reduce_tensor(obj)
+        changed = (*arguments[:_DEVICE_INDEX], device_id(obj.device), *arguments[_DEVICE_INDEX + 1 :])
+        return rebuild, changed

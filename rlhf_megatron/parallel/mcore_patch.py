@@ -1,4 +1,4 @@
-"""What the two patch modules share: the form of an entry, the version check, the warnings that are known."""
+"""The patch modules share the form of an entry, the version check and the known warnings."""
 
 from __future__ import annotations
 

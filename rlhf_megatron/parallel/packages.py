@@ -37,7 +37,7 @@ NOT_NVIDIAS = "it is not NVIDIA's Apex: PyPI has another project of this name, N
 
 @dataclass(frozen=True)
 class Package:
-    """What can be told of a package without importing it."""
+    """The facts of a package that need no import."""
 
     module: str
     is_present: bool
@@ -58,7 +58,7 @@ def find_package(module: str, distributions: Sequence[str] = ()) -> Package:
 
 
 def package_version(distribution: str) -> str:
-    """Of what is installed; empty where it is not."""
+    """Return the installed version; empty for none."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -96,7 +96,7 @@ def has_gradient_extension() -> bool:
 
 
 def why_no_compiler() -> str:
-    """What torch.compile for a GPU lacks here; empty where nothing is missing."""
+    """Say what torch.compile for a GPU lacks here; empty when nothing is missing."""
     if not _has_module("triton"):
         return "triton is not installed"
     if not any(shutil.which(name) for name in ("cc", "gcc", "clang")):

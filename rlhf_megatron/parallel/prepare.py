@@ -1,7 +1,4 @@
-"""One call that readies megatron-core in a process: version, fixes, and the CPU platform where needed.
-
-Also: What makes the hosts of a run repeat bit for bit on one layout (`trainer.deterministic`).
-"""
+"""Readies megatron-core in a process: version, fixes, the CPU platform where needed, and `trainer.deterministic`."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ ENVIRONMENT = {
 
 
 def make_deterministic() -> None:
-    """From now on an operation that torch cannot repeat bit for bit raises RuntimeError and says which it is."""
+    """Make an operation that torch cannot repeat bit for bit raise a RuntimeError that names it."""
     torch.use_deterministic_algorithms(True)
     # Filling is for programs that read what they never wrote.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

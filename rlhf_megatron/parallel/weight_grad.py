@@ -1,4 +1,4 @@
-"""What megatron-core asks of Apex's extension `fused_weight_gradient_mlp_cuda`, in plain torch.
+"""The functions of Apex's extension `fused_weight_gradient_mlp_cuda` that megatron-core calls, in plain torch.
 
 A linear layer's weight gradient is added to the float32 buffer by the matrix product itself: no gradient in the
 weight's type is made, rounded and added in a pass of its own. On CUDA in half precision torch has such a product from

@@ -1,4 +1,4 @@
-"""What a configuration names must exist and fit together. Looked at before any process is started."""
+"""Checks before any process starts that what a configuration names exists and fits together."""
 
 from __future__ import annotations
 
@@ -23,26 +23,43 @@ from rlhf_megatron.scheduler.run_data import load_data, run_data
 def check_run(
     config: RunConfig, replay_from: Path | None = None, last_step: int | None = None, capsule: Path | None = None
 ) -> None:
-    """Nothing is started; the parent of the run directory is made. Raises ConfigError with all problems at once.
+    """Check what the configuration names, before any process starts. Raises ConfigError with all problems at once.
 
-    `replay_from`, `last_step`: of a replay, which needs no engine. `capsule`: of a replay of one mini-batch, which
-    needs no data either.
+    Only the parent of the run directory is made. `replay_from` and `last_step` name a replay, which needs no engine;
+    `capsule` names a replay of one mini-batch, which needs no data either.
     """
+
+    def data() -> None:
+        load_parts(config)  # so that a wrong task is told once, by the rule on it
+        sets, tokenizer = load_data(config)
+        run_data(config, sets, tokenizer)
+        check_sources(config.reward, {item.source for item in (*sets.train, *sets.held_out)})
+        _check_vocabulary(tokenizer.vocab_size, Path(config.model.path))
+
+    def weights() -> None:
+        parts, tp = load_parts(config), config.actor.megatron.tensor_model_parallel_size
+        if config.model.init_seed is None:
+            _check_weights(Path(config.model.path), tp)
+        if parts.needs_reference and config.reference.path is not None:
+            _check_weights(Path(config.reference.path), tp)
+        if parts.needs_values and config.critic.path is not None:
+            critic = Path(config.critic.path)
+            read_value_model(critic, read_hf_config(critic))
+
     checks: list[Callable[[], object]] = [
         lambda: load_parts(config),
-        lambda: check_reward(config.reward),
-        lambda: _check_data(config),
-        lambda: _check_weights(config),
-        lambda: _check_output(config),
-        lambda: check_loggers(config.trainer.logger),
+        weights,
+        lambda: _check_output(config.trainer.default_local_dir),
     ]
     if capsule is not None:
-        checks = [lambda: load_parts(config), lambda: _check_weights(config), lambda: _check_output(config)]
         checks.append(lambda: read_capsule(capsule))
-    elif replay_from is not None and last_step is not None:
-        checks.append(lambda: Recorder(replay_from / "record").read(last_step))
     else:
-        checks.append(EngineSetup.of(config).check)
+        checks[1:1] = [lambda: check_reward(config.reward), data]
+        checks.append(lambda: check_loggers(config.trainer.logger))
+        if replay_from is not None and last_step is not None:
+            checks.append(lambda: Recorder(replay_from / "record").read(last_step))
+        else:
+            checks.append(EngineSetup.of(config).check)
     problems: list[str] = []
     for check in checks:
         try:
@@ -55,36 +72,22 @@ def check_run(
         raise ConfigError(problems)
 
 
-def _check_data(config: RunConfig) -> None:
-    """Raises ValueError where prompts, tokenizer, stop strings and vocabulary do not go together."""
-    load_parts(config)  # a wrong task is told once, in its words
-    sets, tokenizer = load_data(config)
-    run_data(config, sets, tokenizer)
-    check_sources(config.reward, {item.source for item in (*sets.train, *sets.held_out)})
-    vocab_size = int(read_hf_config(Path(config.model.path))["vocab_size"])
-    if tokenizer.vocab_size > vocab_size:
+def _check_vocabulary(num_tokens: int, model: Path) -> None:
+    """Raise ValueError where the tokenizer has ids that the model has not."""
+    vocab_size = int(read_hf_config(model)["vocab_size"])
+    if num_tokens > vocab_size:
         raise ValueError(
-            f"the tokenizer has token ids up to {tokenizer.vocab_size - 1}, but {config.model.path} has a vocabulary of"
-            f" {vocab_size}; set model.tokenizer_path to the tokenizer of this model."
+            f"the tokenizer has token ids up to {num_tokens - 1}, but {model} has a vocabulary of {vocab_size}; set"
+            " model.tokenizer_path to the tokenizer of this model."
         )
 
 
-def _check_weights(config: RunConfig) -> None:
-    """Reads the headers of the weight files. Raises ValueError naming the tensors that are missing or mis-shaped."""
-    parts = load_parts(config)
-    paths = [config.model.path] if config.model.init_seed is None else []
-    if parts.needs_reference and config.reference.path is not None:
-        paths.append(config.reference.path)
-    for path in map(Path, paths):
-        table = table_for(read_hf_config(path), config.actor.megatron.tensor_model_parallel_size)
-        HFReader(path).check(table)
-    if parts.needs_values and config.critic.path is not None:
-        critic = Path(config.critic.path)
-        read_value_model(critic, read_hf_config(critic))
+def _check_weights(model: Path, tp: int) -> None:
+    """Read the headers of the weight files. Raises ValueError naming missing tensors and wrong shapes."""
+    HFReader(model).check(table_for(read_hf_config(model), tp))
 
 
-def _check_output(config: RunConfig) -> None:
-    parent = config.trainer.default_local_dir
+def _check_output(parent: str) -> None:
     try:
         Path(parent).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=parent):

@@ -1,4 +1,4 @@
-"""A capsule: all that it takes to run one skipped mini-batch again, in `capsules/step_000012_actor/` of a run.
+"""A capsule holds what a skipped mini-batch needs to run again, in `capsules/step_000012_actor/` of a run.
 
     capsule.json       what was skipped and why: ranks, parameters, micro-batches, samples and tokens
     config.yaml        of the run
@@ -7,8 +7,8 @@
     weights/           of the role, sharded, as they stood; loads under any layout
     rng/               random states of each rank
 
-The hosts write weights and random states at the moment of the skip, into `.step_000012_actor.partial`; the controller
-adds the rest and gives the directory its name. A disk that refuses costs the capsule and not the run.
+At the skip the hosts write weights and random states into `.step_000012_actor.partial`; the controller adds the rest
+and renames the directory. When the disk fails, the capsule is lost and the run goes on.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.checkpoint.aside import fsync
-from rlhf_megatron.config.schema import RunConfig
-from rlhf_megatron.config.show import as_yaml
 from rlhf_megatron.data.batch import TokenBatch, TrainBatch
 from rlhf_megatron.data.codec import read_file, write_file
 from rlhf_megatron.observe.line_file import strict
@@ -37,7 +35,7 @@ FACTS, CONFIG, SAMPLES, MINI_BATCH = "capsule.json", "config.yaml", "samples.bat
 
 @dataclass(frozen=True)
 class Capsule:
-    """What a replay reads."""
+    """The files of a capsule, as a replay reads them."""
 
     path: Path
     facts: Mapping[str, Any]  # capsule.json
@@ -54,36 +52,37 @@ class Capsule:
 
 
 class Capsules:
-    """Of a run: those that it has, and new ones, at most `trainer.capsules_kept` steps of them."""
+    """The capsules of a run. `num_kept` steps have one at most; `note` takes a line for whoever watches the run."""
 
-    def __init__(self, run_dir: Path, config: RunConfig, note: Callable[[str], None]) -> None:
+    def __init__(self, run_dir: Path, config_yaml: str, num_kept: int, note: Callable[[str], None]) -> None:
         self.directory = run_dir / DIRECTORY
-        self.config = config
+        self.config_yaml = config_yaml
+        self.num_kept = num_kept
         self.note = note
         for partial in self.directory.glob(".*.partial"):
             shutil.rmtree(partial, ignore_errors=True)
 
     def place(self, step: int, role: str) -> Path | None:
-        """Where the hosts are to write, if this step has a skip; None: no more capsules are kept."""
+        """Return where the hosts write if this step has a skip; None when no more capsules are kept."""
         kept = {path.name.rpartition("_")[0] for path in self.directory.glob("step_*")}
         name = f"step_{step:06d}"
-        is_full = name not in kept and len(kept) >= self.config.trainer.capsules_kept
+        is_full = name not in kept and len(kept) >= self.num_kept
         if is_full or (self.directory / f"{name}_{role}").exists():
             return None
         return self.directory / f".{name}_{role}.partial"
 
     def newest(self) -> Path | None:
-        """The last one of the run."""
+        """Return the last capsule of the run."""
         return max(self.directory.glob("step_*"), default=None)
 
     def write(
         self, partial: Path, facts: Mapping[str, Any], samples: TrainBatch, mini_batch: TokenBatch | None
     ) -> Path | None:
-        """Complete the directory and give it its name, which is returned; None, and said, where the disk refuses."""
+        """Complete the directory, rename it and return the new path. When the disk fails, note it and return None."""
         path = partial.with_name(partial.name.removeprefix(".").removesuffix(".partial"))
         try:
             partial.mkdir(parents=True, exist_ok=True)
-            write_text(partial / CONFIG, as_yaml(self.config))
+            write_text(partial / CONFIG, self.config_yaml)
             write_file(partial / SAMPLES, samples)
             if mini_batch is not None:
                 write_file(partial / MINI_BATCH, mini_batch)
@@ -102,7 +101,7 @@ def is_capsule(path: Path) -> bool:
 
 
 def read_capsule(path: Path) -> Capsule:
-    """Raises ValueError for a directory that is none, or of another version."""
+    """Read a capsule. Raises ValueError for another directory, or another version of the format."""
     if not is_capsule(path):
         raise ValueError(f"{path} is not a capsule: it has no {FACTS}. They are under {DIRECTORY}/ of a run.")
     try:
@@ -110,7 +109,7 @@ def read_capsule(path: Path) -> Capsule:
     except ValueError as error:
         raise ValueError(f"{path / FACTS} cannot be read: {error}.") from error
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
-        raise ValueError(f"{path / FACTS} is not that of a capsule.")
+        raise ValueError(f"{path / FACTS} is not the file of a capsule.")
     if facts.get("format_version") != FORMAT_VERSION:
         raise ValueError(
             f"{path} is a capsule of format {facts.get('format_version')}; this version of the package reads"
@@ -119,5 +118,5 @@ def read_capsule(path: Path) -> Capsule:
     samples = read_file(path / SAMPLES)
     mini_batch = read_file(path / MINI_BATCH) if (path / MINI_BATCH).exists() else None
     if not isinstance(samples, TrainBatch) or not isinstance(mini_batch, TokenBatch | None):
-        raise ValueError(f"{path} holds batches of another kind than a capsule's.")
+        raise ValueError(f"{path} holds batches of the wrong type for a capsule.")
     return Capsule(path, facts, samples, mini_batch)

@@ -1,9 +1,10 @@
-"""Checkpoints of a run, as the controller makes and loads them. What is in one: docs/checkpoints.md.
+"""The controller writes and loads checkpoints of a run; docs/checkpoints.md lists their files.
 
 A save begins between two steps and is committed at the end of a later one: the hosts copy their state to memory, the
-run goes on while they write, and when all files are complete the directory gets its name. At most one is under way.
-
-Also: Where a run stands between two steps: what the controller must know to go on, beside the weights on the hosts.
+run goes on while they write, and when all files are complete the directory is renamed. One save runs at a time.
+`RunState` is what the controller must know to go on from a checkpoint, beside the weights on the hosts. Before a save,
+and every so many steps, `check_replicas` compares what ranks hold alike, so that no checkpoint has weights that differ
+or are not finite.
 """
 
 from __future__ import annotations
@@ -20,21 +21,18 @@ from typing import TypeVar
 from rlhf_megatron.checkpoint.aside import fsync
 from rlhf_megatron.checkpoint.manifest import FileRecord, SaveResult, record_of
 from rlhf_megatron.checkpoint.run_checkpoint import CheckpointStore, Found
-from rlhf_megatron.config.rules.run import has_critic, needs_reference
-from rlhf_megatron.config.schema import RunConfig
-from rlhf_megatron.config.show import as_yaml
+from rlhf_megatron.config.schema import TrainerConfig
 from rlhf_megatron.data import codec
 from rlhf_megatron.data.stream import PromptCursor
 from rlhf_megatron.observe.run_facts import versions
-from rlhf_megatron.recovery.desync import check_replicas
-from rlhf_megatron.runtime.proxies import CriticProxy, HostProxy, Workers
+from rlhf_megatron.runtime.proxies import CriticProxy, HostProxy, TrainedProxy, Workers
 from rlhf_megatron.sync.colocation import NoTurns, Turns
 
 
 @codec.register
 @dataclass(frozen=True)
 class RunState:
-    """After `step` and before the next one. Seeds of samples and shuffles follow from (trainer.seed, step)."""
+    """The state after `step`. Seeds of samples and shuffles follow from (trainer.seed, step)."""
 
     step: int  # 0: after the warm-up, or before anything
     policy_version: int  # weight syncs so far; these weights are that version also when they are sent again
@@ -52,6 +50,7 @@ class RunState:
 CHECKPOINTS = "checkpoints"
 RUN_STATE, CONFIG, REFERENCE, RNG = "run_state.batch", "config.yaml", "reference", "rng"
 PACKAGES = ("torch", "megatron-core", "rlhf-megatron")
+NUM_SHOWN = 20  # findings in a message
 SPARE_SHARE = 0.05  # of the estimated size, that must be free beside it
 POLL_S = 0.05
 Result = TypeVar("Result")
@@ -59,12 +58,12 @@ SETTLE_S = 90.0  # over the 60 s that NFS may show an old listing of a directory
 
 
 class SaveFailed(OSError):
-    """A checkpoint could not be written and trainer.save_failure is stop. Those before it are as they were."""
+    """A checkpoint could not be written and trainer.save_failure is stop. Earlier checkpoints are untouched."""
 
 
 @dataclass(frozen=True)
 class _InFlight:
-    """A save whose files the hosts are writing. Values are those at the request, not at the commit."""
+    """A save whose files the hosts are writing. Values are from the request, not from the commit."""
 
     step: int
     policy_version: int
@@ -73,27 +72,36 @@ class _InFlight:
 
 
 class Checkpointer:
-    """`run_dir`: locked by this run. `note`: says a line to whoever watches the run. `turns`: of trainer and engines,
-    where they share devices: a save needs the trainer's.
+    """Saves and restores the state of hosts and controller.
+
+    `config_yaml`: the run's configuration, stored in each checkpoint. `has_critic`: the critic is saved too.
+    `has_frozen_start`: a KL term needs a reference and no path gives it, so the policy after the warm-up is saved as
+    well. `run_dir`: locked by this run. `note`: takes a line for whoever watches the run. `turns`: of trainer and
+    engines that share devices; a save needs the trainer's.
 
     `on_commit(step)` is called when a checkpoint has its name, from `save`, `poll` or `wait`.
     """
 
     def __init__(
         self,
-        config: RunConfig,
+        trainer: TrainerConfig,
+        config_yaml: str,
         workers: Workers,
+        has_critic: bool,
+        has_frozen_start: bool,
         run_dir: Path,
         note: Callable[[str], None],
         turns: Turns | None = None,
     ) -> None:
-        self.store = CheckpointStore(run_dir / CHECKPOINTS, SETTLE_S if config.trainer.nnodes > 1 else 0.0)
+        self.store = CheckpointStore(run_dir / CHECKPOINTS, SETTLE_S if trainer.nnodes > 1 else 0.0)
         self.on_commit: Callable[[int], None] = lambda step: None
-        self._config = config
+        self._trainer = trainer
+        self._config_yaml = config_yaml
+        self._has_frozen_start = has_frozen_start
         self._workers = workers
         self._note = note
         self._turns = turns or NoTurns()
-        self._learning = workers.learning(has_critic(config))
+        self._learning = workers.learning(has_critic)
         self._in_flight: _InFlight | None = None
         self._last: Found | None = None  # committed or restored here
         self._num_bytes: int | None = None  # that the hosts will write, about
@@ -103,15 +111,16 @@ class Checkpointer:
             note(f"removed {path}: it was not complete when the run ended")
 
     def save(self, state: RunState) -> None:
-        """Begin a checkpoint of `state` and of the hosts as they are now; returns when they may change.
+        """Begin a checkpoint of `state` and of the hosts as they are now; return when they may change.
 
-        Waits for the one before. Nothing is done where that step has one. Raises SaveFailed, with save_failure stop.
+        Waits for the save before. A step that has a checkpoint is not saved again. Raises SaveFailed when
+        trainer.save_failure is stop.
         """
         self.wait()
         if self._last is not None and self._last.manifest.step == state.step:
             return
         self._turns.to_trainer()
-        if self._config.trainer.desync_freq:
+        if self._trainer.desync_freq:
             check_replicas(self._learning)
         began = time.monotonic()
         try:
@@ -123,31 +132,27 @@ class Checkpointer:
             return
         self._in_flight = _InFlight(state.step, state.policy_version, tuple(files), began)
         _results(worker.begin_save(directory=directory / worker.role) for worker in self._learning)
-        if not self._config.trainer.async_save:
+        if not self._trainer.async_save:
             self.wait()
 
     def poll(self) -> dict[str, float]:
-        """At each step's end: commit a save that is complete. Metrics since the last call. Raises SaveFailed."""
+        """Commit a complete save; called at each step's end. Returns metrics since the last call. Raises SaveFailed."""
         if self._in_flight is not None and self._is_written():
-            self._finish(self._config.trainer.stage_timeout_s)
+            self._finish(self._trainer.stage_timeout_s)
         metrics, self._metrics = self._metrics, {}
         return metrics
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Finish what is under way; given up after `timeout_s` (None: trainer.stage_timeout_s). Raises SaveFailed."""
+        """Finish the running save; give up after `timeout_s` (None: trainer.stage_timeout_s). Raises SaveFailed."""
         if self._in_flight is None:
             return
-        deadline = time.monotonic() + (self._config.trainer.stage_timeout_s if timeout_s is None else timeout_s)
+        deadline = time.monotonic() + (self._trainer.stage_timeout_s if timeout_s is None else timeout_s)
         while not self._is_written() and time.monotonic() < deadline:
             time.sleep(POLL_S)
         self._finish(max(0.0, deadline - time.monotonic()))
 
-    def newest(self) -> Found | None:
-        """The newest checkpoint of the run that is good. Raises ValueError when there are some and none is."""
-        return self.store.newest()
-
     def restore(self, found: Found) -> RunState:
-        """Everything as it was at `found`, on whatever layout the hosts have now; what the controller goes on from.
+        """Load `found` on the hosts, whatever their layout, and return the controller's state.
 
         Raises ValueError for a checkpoint that does not fit the configuration.
         """
@@ -169,8 +174,8 @@ class Checkpointer:
                 keeper.load_rng(directory=found.path / RNG).result()
             else:
                 self._note(
-                    f"{pool}: {found.manifest.layouts.get(pool)} is now {layout}; random states begin anew, and sums"
-                    " are made in another order, so that results are not bit for bit those of an undisturbed run"
+                    f"{pool}: the layout was {found.manifest.layouts.get(pool)} and is {layout}; random states start"
+                    " anew and sums have another order, so results differ in the last bits from an undisturbed run"
                 )
         if found.path.parent == self.store.directory:
             self._last = found
@@ -179,13 +184,13 @@ class Checkpointer:
     def _own_files(self, directory: Path, state: RunState) -> list[FileRecord]:
         codec.write_file(directory / RUN_STATE, state)
         with open(directory / CONFIG, "w") as file:
-            file.write(as_yaml(self._config))
+            file.write(self._config_yaml)
             file.flush()
             os.fsync(file.fileno())
         return [record_of(directory, directory / name) for name in (RUN_STATE, CONFIG)]
 
     def _host_files(self, directory: Path, state: RunState) -> list[FileRecord]:
-        """What the hosts write at once."""
+        """Files that the hosts write before `save` returns."""
         files: list[FileRecord] = []
         for keeper in self._rng_workers().values():
             files += _files_of(keeper.save_rng(directory=directory / RNG).result())
@@ -221,7 +226,7 @@ class Checkpointer:
         }
         self._note(f"committed step {save.step}: {found.path} ({_size(num_bytes)}, {seconds:.1f} s)")
         self.on_commit(save.step)
-        self.store.prune(self._config.trainer.max_ckpt_to_keep)
+        self.store.prune(self._trainer.max_ckpt_to_keep)
 
     def _failed(self, step: int, problem: str) -> None:
         self.store.abandon(step)
@@ -229,7 +234,7 @@ class Checkpointer:
         self._metrics["checkpoint/num_failed"] = float(self._num_failed)
         kept = f"the newest one is of step {self._last.manifest.step}" if self._last else "there is none before it"
         text = f"the checkpoint of step {step} was not written: {problem} ({kept})"
-        if self._config.trainer.save_failure == "stop":
+        if self._trainer.save_failure == "stop":
             raise SaveFailed(f"{text}; the run ends because trainer.save_failure is stop.")
         self._note(f"WARNING: {text}; the run goes on without it")
 
@@ -247,11 +252,11 @@ class Checkpointer:
             )
 
     def _has_own_reference(self, state: RunState) -> bool:
-        """Whether the reference is a policy that no path gives: the one after the warm-up."""
-        return needs_reference(self._config) and self._config.reference.path is None and state.num_warmup_steps > 0
+        """Whether the reference is the policy after the warm-up."""
+        return self._has_frozen_start and state.num_warmup_steps > 0
 
     def _rng_workers(self) -> dict[str, HostProxy | CriticProxy]:
-        """By pool: the role that stands for its ranks."""
+        """Return, by pool, the role that stands for its ranks."""
         return {
             pool: self._workers.critic if pool == "critic" else self._workers.host
             for pool in self._workers.group.layouts
@@ -264,7 +269,7 @@ def _results(calls: Iterable[Future[Result]]) -> list[Result]:
 
 
 def read_state(found: Found) -> RunState:
-    """What the controller goes on from. Raises ValueError."""
+    """Read the controller's state of a checkpoint. Raises ValueError."""
     state = codec.read_file(found.path / RUN_STATE)
     if not isinstance(state, RunState) or state.step != found.manifest.step:
         raise ValueError(f"{found.path / RUN_STATE} is not the state of step {found.manifest.step}.")
@@ -280,7 +285,7 @@ def _files_of(results: Sequence[SaveResult]) -> list[FileRecord]:
 
 
 def _linked(last: Found, directory: Path) -> list[FileRecord]:
-    """The reference of the checkpoint before, which never changes, as links; copies where links cannot be made."""
+    """Link the reference of the checkpoint before, which never changes; copy it where links are not possible."""
     files = [record for record in last.manifest.files if record.path.startswith(f"{REFERENCE}/")]
     for record in files:
         source, target = last.path / record.path, directory / record.path
@@ -295,3 +300,38 @@ def _linked(last: Found, directory: Path) -> list[FileRecord]:
 
 def _size(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.2f} MB"
+
+
+class ReplicasDiffer(ValueError):
+    """Ranks disagree on what they hold alike, or parameters are not finite. The run must not go on with them."""
+
+
+def check_replicas(workers: Sequence[TrainedProxy]) -> dict[str, float]:
+    """Check that the ranks of `workers` hold the same bits where they hold the same tensors. Returns metrics.
+
+    Pools are checked at the same time. Raises ReplicasDiffer naming each tensor and the ranks that differ from the
+    majority.
+    """
+    start = time.monotonic()
+    reports = _results(worker.check_replicas() for worker in workers)
+    found = [(worker.role, report) for worker, ranks in zip(workers, reports, strict=True) for report in ranks]
+    differences = [f"[{role}] {difference}" for role, report in found for difference in report.differences]
+    not_finite = [f"[{role} {report.where}] {bad}" for role, report in found for bad in report.not_finite]
+    if differences:
+        raise ReplicasDiffer(
+            f"tensors that ranks hold alike are not the same ({len(differences)}):\n  {_shown(differences)}\n"
+            "A rank computed, received or stored something else, by its hardware or a race. Start again from the newest"
+            " checkpoint, which was checked; if the same rank differs again, replace its machine."
+        )
+    if not_finite:
+        raise ReplicasDiffer(
+            f"parameters are not finite ({len(not_finite)}):\n  {_shown(not_finite)}\nThe last optimizer step was"
+            " finite and overflowed them: lower the learning rate or clip_grad, and start again from the newest"
+            " checkpoint."
+        )
+    return {"timing_s/desync": time.monotonic() - start}
+
+
+def _shown(lines: list[str]) -> str:
+    more = [f"... and {len(lines) - NUM_SHOWN} more"] if len(lines) > NUM_SHOWN else []
+    return "\n  ".join([*lines[:NUM_SHOWN], *more])

@@ -198,7 +198,7 @@ class Journal:
 
     @property
     def steps(self) -> list[int]:
-        """That have any record."""
+        """The steps that have any record."""
         return sorted(self._files())
 
     def _read_batch(self, step: int, kind: str) -> JournalledBatch | None:

@@ -1,42 +1,47 @@
-"""When the state of a run is saved: after every `save_freq` steps, after the last one, and when the run is to stop."""
+"""`Keeper` decides when the state of a run is saved: every `save_freq` steps, after the last, and when the run stops.
+
+`StageGuard` stands around every stage of a step: it times it, gives it its deadline, and starts none when the run is to
+stop; between two stages it commits a checkpoint that is complete.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 from rlhf_megatron.config.schema import TrainerConfig
+from rlhf_megatron.observe.tracker import Tracker
 from rlhf_megatron.recovery.checkpointer import RunState
-from rlhf_megatron.stop import RunStopped
+from rlhf_megatron.stop import RunStopped, StopRequest
 
 
 class Saves(Protocol):
-    """What a Keeper asks of `checkpointer.Checkpointer`."""
+    """The part of `checkpointer.Checkpointer` that a Keeper calls."""
 
     on_commit: Callable[[int], None]
 
     def save(self, state: RunState) -> None:
-        """Begin a checkpoint of the hosts as they are now; nothing where that step has one."""
+        """Begin a checkpoint of the hosts as they are now, unless that step has one."""
 
     def poll(self) -> dict[str, float]:
-        """Commit one whose files are complete. Metrics of what was committed."""
+        """Commit a checkpoint whose files are complete. Returns metrics of what was committed."""
 
     def wait(self) -> None:
         """Finish what is in flight."""
 
 
 class Journals(Protocol):
-    """What a Keeper asks of `journal.Journal` or `supply.group_journal.GroupJournal`."""
+    """The part of `journal.Journal` and `supply.group_journal.GroupJournal` that a Keeper calls."""
 
     def saved(self, state: RunState) -> None:
-        """There is a checkpoint of it: forget what no run will need that goes on from there."""
+        """Forget what a run that goes on from the checkpoint of `state` does not need."""
 
 
 class Keeper:
-    """Owned by the controller. Without a checkpointer it keeps nothing.
+    """Saves the state of a run through a checkpointer; without one it saves nothing.
 
-    `capture(step)`: the state after that step, as it stands now.
+    `capture(step)` returns the state after that step.
     """
 
     def __init__(
@@ -59,7 +64,7 @@ class Keeper:
             self._checkpointer.on_commit = self._committed
 
     def begin(self, step: int, is_saved: bool) -> None:
-        """The run stands after `step` and has not begun the next one. A warm-up is on disk when this returns."""
+        """Take the state after `step`, before the next one begins. A warm-up is on disk when this returns."""
         if self._capture is None:
             return
         self._state = self._capture(step)
@@ -82,16 +87,16 @@ class Keeper:
             self._metrics |= self._checkpointer.poll()
 
     def take_metrics(self) -> dict[str, float]:
-        """Of checkpoints, since the last time."""
+        """Return the metrics of checkpoints since the last call."""
         self.poll()
         metrics, self._metrics = self._metrics, {}
         return metrics
 
     @contextmanager
     def saving_when_stopped(self) -> Iterator[None]:
-        """A run that ends by RunStopped in here has its last whole step on disk, if anything is ever saved.
+        """Save the last whole step when the block ends by RunStopped, if the run saves at all.
 
-        What the journal has of the step after it stays there.
+        The journal keeps what it has of the step after it.
         """
         try:
             yield
@@ -105,7 +110,7 @@ class Keeper:
             raise RunStopped(f"{stopped}; the state after step {self._state.step} is saved") from stopped
 
     def finish(self) -> None:
-        """All that was begun is committed, or has failed and was said so."""
+        """Wait until every save is committed, or has failed with a note."""
         if self._checkpointer is not None:
             self._checkpointer.wait()
 
@@ -121,3 +126,38 @@ class Keeper:
         self._saving = {later: kept for later, kept in self._saving.items() if later > step}
         if self._journal is not None and state is not None:
             self._journal.saved(state)
+
+
+Stage = Callable[[str], AbstractContextManager[None]]  # around a stage of that name
+
+
+def _no_deadline(stage: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+class StageGuard:
+    """Callable: `with guard("generate"): ...`. Raises RunStopped in place of beginning a stage.
+
+    `deadline(stage)`: a context in which the stage has its deadline.
+    """
+
+    def __init__(
+        self,
+        tracker: Tracker,
+        stop: StopRequest | None = None,
+        deadline: Callable[[str], AbstractContextManager[None]] = _no_deadline,
+        keeper: Keeper | None = None,
+    ) -> None:
+        self.tracker = tracker
+        self.stop = stop or StopRequest()
+        self.deadline = deadline
+        self.keeper = keeper or Keeper()
+
+    @contextmanager
+    def __call__(self, stage: str, is_begun: bool = False) -> Iterator[None]:
+        """Run a stage. `is_begun`: it belongs to the stage before, which cannot stop half done."""
+        if not is_begun:
+            self.stop.check()
+            self.keeper.poll()
+        with self.deadline(stage), self.tracker.stage(stage):
+            yield

@@ -13,7 +13,7 @@ from rlhf_megatron.data.codec import read_file, write_file
 @codec.register
 @dataclass(frozen=True)
 class RecordedStart:
-    """Of the first step."""
+    """The state of the run before its first step."""
 
     num_warmup_steps: int
     policy_version: int  # that its rollouts were sampled with
@@ -29,7 +29,7 @@ class Recorder:
         return self.directory / f"step_{step:06d}.batch"
 
     def write(self, step: int, batch: ScoredBatch) -> None:
-        """What later stages have added is left out."""
+        """Write a step, without what later stages have added."""
         self.directory.mkdir(parents=True, exist_ok=True)
         scored = ScoredBatch(**{field.name: getattr(batch, field.name) for field in fields(ScoredBatch)})
         write_file(self._path(step), scored)

@@ -1,9 +1,9 @@
-"""Where a run goes on: the checkpoint that it starts from, and whether this configuration may go on from there."""
+"""Finds the checkpoint that a run starts from, and checks that this configuration may go on from there."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from rlhf_megatron.checkpoint.hf_reader import read_hf_config
 from rlhf_megatron.checkpoint.run_checkpoint import CheckpointStore, Found
 from rlhf_megatron.config.changes import OF_DATA_ORDER, Changes, compare, flat
 from rlhf_megatron.config.rules.schedule import takes_turns
-from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.schema import RunConfig, ScheduleConfig, TrainerConfig
 from rlhf_megatron.config.show import as_yaml
 from rlhf_megatron.data.stream import PromptStream
 from rlhf_megatron.observe.line_file import read_attempts
@@ -24,7 +24,7 @@ _NO_ARCHITECTURE = ("_name_or_path", "transformers_version", "torch_dtype", "dty
 
 @dataclass(frozen=True)
 class Start:
-    """A checkpoint that was verified, and what is known of it before any host is up."""
+    """A verified checkpoint, and what is known of it before any host is up."""
 
     found: Found
     state: RunState
@@ -37,12 +37,11 @@ class Start:
         return f"resumed after step {self.state.step} from {self.found.path}{changed}{layout}"
 
 
-def goes_on(run_dir: Path, config: RunConfig) -> bool:
-    """Whether what the directory holds is to be resumed: cheap, nothing is verified yet.
+def goes_on(run_dir: Path, trainer: TrainerConfig) -> bool:
+    """Tell whether the run in the directory is resumed. This is cheap: nothing is verified yet.
 
-    With resume_path it is where the run in it began at that checkpoint and has got further since.
+    With resume_path it is resumed when it began at that checkpoint and has a checkpoint of its own since.
     """
-    trainer = config.trainer
     if trainer.resume_mode == "disable" or not CheckpointStore(run_dir / CHECKPOINTS).steps():
         return False
     if trainer.resume_mode == "auto":
@@ -51,15 +50,15 @@ def goes_on(run_dir: Path, config: RunConfig) -> bool:
     return bool(starts) and starts[0].get("resumed_from") == str(trainer.resume_from_path)
 
 
-def completion(run_dir: Path, config: RunConfig) -> str | None:
-    """What to say of a run that has all of its steps already; None: there is work to do."""
-    if not goes_on(run_dir, config):
+def completion(run_dir: Path, trainer: TrainerConfig) -> str | None:
+    """Return a message for a run that has made all of its steps; None when there is work to do."""
+    if not goes_on(run_dir, trainer):
         return None
     try:
         steps = int(json.loads((run_dir / "summary.json").read_text())["steps"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    total = config.trainer.total_training_steps
+    total = trainer.total_training_steps
     if steps < total:
         return None
     return (
@@ -69,11 +68,12 @@ def completion(run_dir: Path, config: RunConfig) -> str | None:
 
 
 def find_start(config: RunConfig, run_dir: Path, stream: PromptStream | None) -> Start | None:
-    """None: the run starts anew. Raises ValueError where there are checkpoints and none is good, or where this
-    configuration cannot go on from the one that is.
+    """Return the checkpoint to start from, or None for a new run.
+
+    Raises ValueError when there are checkpoints and none is intact, or when this configuration cannot go on from it.
     """
     trainer = config.trainer
-    is_same_run = goes_on(run_dir, config)
+    is_same_run = goes_on(run_dir, trainer)
     if is_same_run:
         found = CheckpointStore(run_dir / CHECKPOINTS).newest()
         assert found is not None, "goes_on has seen a checkpoint"
@@ -87,9 +87,9 @@ def find_start(config: RunConfig, run_dir: Path, stream: PromptStream | None) ->
     before = flat((found.path / CONFIG).read_text())
     now = digests(config.plugins)
     changes = compare(before | _sources(state.plugins), flat(as_yaml(config)) | _sources(now))
-    _check_architecture(config, state)
-    _check_steps(config, state, found.path, is_same_run)
-    check_schedule(config, state)
+    _check_architecture(config.model.path, state)
+    _check_steps(trainer.total_training_steps, state, found.path, is_same_run)
+    check_schedule(config.schedule, config.algorithm.filter_groups.enable, state)
     _restore_stream(stream, state, changes)
     return Start(found, replace(state, plugins=now), changes, is_same_run)
 
@@ -99,24 +99,24 @@ def _sources(plugins: Mapping[str, str]) -> dict[str, str]:
     return {f"source of {plugin}": digest for plugin, digest in plugins.items()}
 
 
-def facts_of(start: Start | None, config: RunConfig) -> dict[str, Any]:
-    """What attempts.jsonl keeps of where a process began."""
-    own = {"plugins": digests(config.plugins)} if config.plugins else {}
+def facts_of(start: Start | None, resume_path: str | None, plugins: Sequence[str]) -> dict[str, Any]:
+    """Return what attempts.jsonl keeps of where a process began."""
+    own = {"plugins": digests(plugins)} if plugins else {}
     if start is None:
         return {"resumed_from_step": None, **own}
-    path = start.found.path.name if start.is_same_run else str(config.trainer.resume_from_path)
+    path = start.found.path.name if start.is_same_run else str(resume_path)
     changes = {key: list(pair) for key, pair in start.changes.all.items()}
     return {"resumed_from_step": start.state.step, "resumed_from": path, "changes": changes or None, **own}
 
 
-def architecture_of(config: RunConfig) -> dict[str, str]:
-    """What `RunState.architecture` keeps: a resumed run must have the same."""
-    entries = read_hf_config(Path(config.model.path))
+def architecture_of(model_path: str) -> dict[str, str]:
+    """Return what `RunState.architecture` keeps; a resumed run must have the same."""
+    entries = read_hf_config(Path(model_path))
     return {name: json.dumps(value, sort_keys=True) for name, value in entries.items() if name not in _NO_ARCHITECTURE}
 
 
-def _check_architecture(config: RunConfig, state: RunState) -> None:
-    now, before = architecture_of(config), state.architecture
+def _check_architecture(model_path: str, state: RunState) -> None:
+    now, before = architecture_of(model_path), state.architecture
     different = [
         f"{name} is {now.get(name, 'missing')} and was {before.get(name, 'missing')}"
         for name in sorted(now.keys() | before.keys())
@@ -124,14 +124,13 @@ def _check_architecture(config: RunConfig, state: RunState) -> None:
     ]
     if different:
         raise ValueError(
-            f"model.path ({config.model.path}) has another architecture than the run that is resumed:"
-            f" {'; '.join(different)}. Set it back, or start anew with --fresh."
+            f"model.path ({model_path}) has another architecture than the resumed run: {'; '.join(different)}. Set it"
+            " back, or start anew with --fresh."
         )
 
 
-def _check_steps(config: RunConfig, state: RunState, checkpoint: Path, is_same_run: bool) -> None:
-    """A run of the same directory that has all steps may lack its end: the last evaluation, the summary."""
-    total = config.trainer.total_training_steps
+def _check_steps(total: int, state: RunState, checkpoint: Path, is_same_run: bool) -> None:
+    """Refuse a run without steps to do. In its own directory it may still lack the last evaluation and the summary."""
     if state.step > total or (state.step == total and not is_same_run):
         raise ValueError(
             f"nothing is left to do: {checkpoint} is after step {state.step}, and trainer.total_training_steps is"
@@ -139,16 +138,16 @@ def _check_steps(config: RunConfig, state: RunState, checkpoint: Path, is_same_r
         )
 
 
-def check_schedule(config: RunConfig, state: RunState) -> None:
-    """A synchronous run has no groups in flight. Without a filter its steps' prompts have places of their own."""
-    if not takes_turns(config.schedule) or state.cursor is None:
+def check_schedule(schedule: ScheduleConfig, has_filter: bool, state: RunState) -> None:
+    """Raise ValueError where a synchronous run would go on with groups in flight, or inside of a step's prompts."""
+    if not takes_turns(schedule) or state.cursor is None:
         return
     expected = state.step * state.cursor.batch_size
-    if state.untrained or not (config.algorithm.filter_groups.enable or state.cursor.num_drawn == expected):
+    if state.untrained or not (has_filter or state.cursor.num_drawn == expected):
         raise ValueError(
-            f"schedule.name ({config.schedule.name}) cannot go on from this checkpoint: {state.cursor.num_drawn}"
-            f" prompts had been started and {len(state.untrained)} of them not been trained, where {expected} prompts"
-            " of whole steps are needed; restore the schedule that the run began with."
+            f"schedule.name ({schedule.name}) cannot go on from this checkpoint: {state.cursor.num_drawn} prompts were"
+            f" started and {len(state.untrained)} of them not trained, but whole steps need {expected} prompts; restore"
+            " the schedule that the run began with."
         )
 
 

@@ -1,24 +1,31 @@
-"""What a run does about numbers that are not finite: it counts skipped steps, keeps capsules of them, and ends.
+"""Numbers that are not finite: a run counts skipped steps, describes them, keeps capsules of them, and ends at a limit.
 
-A skip is an optimizer step that changed nothing on any rank, or a whole step of the loop that was not trained on, since
-a log-prob, value or advantage of it is not finite. The limit is on those that come one after the other in one role.
+A skip is an optimizer step that changed nothing on any rank, or a step of the loop that was not trained on because a
+log-prob, value or advantage is not finite. The limit counts skips in a row of one role.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from rlhf_megatron.config.schema import TrainerConfig
 from rlhf_megatron.data.batch import TokenBatch, TrainBatch
-from rlhf_megatron.observe.metrics.batch import BadColumn, describe
+from rlhf_megatron.data.plan import NO_OP, NO_OP_LENGTH, ReplicaPlan
+from rlhf_megatron.observe.metrics.batch import BadColumn, describe, sample_name
+from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.recovery.capsule import Capsules
-from rlhf_megatron.recovery.skip_facts import RoleSkips, of_batch, of_update, summary
+from rlhf_megatron.runtime.dispatch import plan_call
 from rlhf_megatron.runtime.proxies import TrainedProxy, Workers
 from rlhf_megatron.workers.contract import UpdateResult
 from rlhf_megatron.workers.findings import Findings
 
+NUM_SHOWN = 4  # of each list in a summary
 NONFINITE_EXIT_CODE = 17  # of a run that ended because of them
 
 
@@ -28,7 +35,7 @@ class NonFiniteNumbers(Exception):
 
 @dataclass
 class Skips:
-    """Owned by the controller, for the whole run. Without `capsules` none are kept."""
+    """The skips of a run, counted by the controller. Without `capsules` none are kept."""
 
     trainer: TrainerConfig
     capsules: Capsules | None = None
@@ -39,17 +46,17 @@ class Skips:
 
     @property
     def num_consecutive(self) -> int:
-        """For the state of the run: the most that a role has in a row."""
+        """The largest number of skips in a row of a role; part of the run's state."""
         return max(self.in_a_row.values(), default=self._before)
 
     def restore(self, num_consecutive: int) -> None:
-        """Undo `num_consecutive`: every role counts on from there until it makes a step."""
+        """Go on from a stored `num_consecutive`: every role counts from there until it makes a step."""
         self._before = num_consecutive
         self.in_a_row.clear()
 
     @property
     def is_over(self) -> bool:
-        """The limit is reached; `settle` will raise."""
+        """Whether the limit is reached, so that `settle` will raise."""
         return self.num_consecutive >= self.trainer.max_consecutive_skips
 
     def begin(self, step: int, worker: TrainedProxy, token_budget: int, arguments: dict[str, object]) -> RoleSkips:
@@ -58,11 +65,11 @@ class Skips:
         return RoleSkips(worker, token_budget, arguments, place)
 
     def count(self, role: str, is_skipped: bool) -> None:
-        """The outcome of one more optimizer step."""
+        """Count one more optimizer step."""
         self.in_a_row[role] = self.in_a_row.get(role, self._before) + 1 if is_skipped else 0
 
     def count_warmup(self, is_skipped: bool) -> None:
-        """The outcome of a supervised step of the actor. Raises NonFiniteNumbers at the limit."""
+        """Count a supervised step of the actor. Raises NonFiniteNumbers at the limit."""
         self.count("actor", is_skipped)
         self._end_at_limit(0, ["In the warm-up: look at its learning rate and at the weights that it starts from."])
 
@@ -133,3 +140,153 @@ class Skips:
             f"numbers are not finite: {self.num_consecutive} skips in a row (trainer.max_consecutive_skips ="
             f" {self.trainer.max_consecutive_skips}), the last in step {step}. {' '.join(said)}\n{kept}"
         )
+
+
+@dataclass
+class RoleSkips:
+    """The skips of one role in one step of the loop. A capsule holds the first of them."""
+
+    worker: TrainedProxy
+    token_budget: int
+    arguments: dict[str, object]  # of its update
+    place: Path | None  # where its hosts write; None: no capsule
+    count: int = 0
+    first_number: int = 0  # of the mini-batch, counted over the step
+    first: TokenBatch | None = None
+
+    @property
+    def role(self) -> str:
+        return self.worker.role
+
+
+def of_update(step: int, skips: RoleSkips, samples: TrainBatch, findings: Sequence[Findings]) -> dict[str, Any]:
+    """Describe a skipped mini-batch. `findings`: those of all ranks of the role's pool, in rank order."""
+    layout = skips.worker.layout
+    plans = plan_call(samples, layout, skips.token_budget)
+    errors = sorted({found.error for found in findings if found.error})
+    return {
+        "kind": "update",
+        "step": step,
+        "role": skips.role,
+        "mini_batch": skips.first_number,
+        "num_skipped": skips.count,
+        "layout": str(layout),
+        "token_budget": skips.token_budget,
+        "arguments": skips.arguments,
+        "plan": [asdict(plan) for plan in plans],
+        "weights_error": "; ".join(errors),
+        **seen(samples, layout, plans, findings),
+    }
+
+
+def of_batch(
+    step: int, worker: TrainedProxy, batch: TrainBatch, columns: Sequence[BadColumn], errors: Sequence[str]
+) -> dict[str, Any]:
+    """Describe a whole step that was not trained on."""
+    return {
+        "kind": "batch",
+        "step": step,
+        "role": worker.role,
+        "layout": str(worker.layout),
+        "columns": [
+            {"name": column.name, "num_tokens": column.num_tokens, "samples": _ids(batch, column.samples)}
+            for column in columns
+        ],
+        "what": describe(columns, batch),
+        "weights_error": "; ".join(sorted(set(errors))),
+    }
+
+
+def seen(
+    samples: TrainBatch, layout: Layout, plans: Sequence[ReplicaPlan], findings: Sequence[Findings]
+) -> dict[str, Any]:
+    """Collect what the ranks saw. Micro-batches and tokens are numbered as in `samples`."""
+    losses: dict[tuple[int, int], float] = {}  # (replica, micro-batch) -> sum over the cp ranks
+    tokens: dict[int, set[int]] = {}  # sample -> positions
+    for rank, found in enumerate(findings):
+        place = layout.coordinates(rank)
+        for micro_batch, loss in enumerate(found.losses if place.tp == 0 else ()):
+            losses[place.dp, micro_batch] = losses.get((place.dp, micro_batch), 0.0) + loss
+        for sample, position in _placed(samples, plans[place.dp], found.tokens):
+            tokens.setdefault(sample, set()).add(position)
+    micro_batches = [
+        {"replica": dp, "micro_batch": number, "loss": _number(loss), "samples": _samples(samples, plans[dp], number)}
+        for (dp, number), loss in sorted(losses.items())
+    ]
+    return {
+        "grad_norm": _number(findings[0].grad_norm),
+        "ranks": [
+            {
+                "where": found.where,
+                "gradients": [str(bad) for bad in found.gradients],
+                "parameters": [str(bad) for bad in found.parameters],
+            }
+            for found in findings
+            if found.gradients or found.parameters
+        ],
+        "first": _first(layout, findings),
+        "micro_batches": micro_batches,
+        "tokens": [
+            {"sample": int(samples.sample_ids[sample]), "prompt": samples.prompts[sample], "positions": sorted(found)}
+            for sample, found in sorted(tokens.items())
+        ],
+        "num_bad_tokens": sum(f.num_tokens for rank, f in enumerate(findings) if layout.coordinates(rank).tp == 0),
+        "samples": [sample_name(samples, sample) for sample in range(len(samples))],
+    }
+
+
+def summary(facts: Mapping[str, Any]) -> str:
+    """Say the facts of an update in one line."""
+    parts = [f"gradient norm {facts['grad_norm']}"]
+    for kind in ("parameters", "gradients"):
+        named = [f"[{rank['where']}] {bad}" for rank in facts["ranks"] for bad in rank[kind]]
+        if named:
+            parts.append(f"{kind} not finite: {_some(named)}")
+    losses = [entry for entry in facts["micro_batches"] if isinstance(entry["loss"], str)]
+    if losses:
+        ids = sorted({sample for entry in losses for sample in entry["samples"]})
+        parts.append(f"{len(losses)} micro-batches with such a loss (samples {_some(list(map(str, ids)))})")
+    if facts["tokens"]:
+        ids = [str(entry["sample"]) for entry in facts["tokens"]]
+        parts.append(f"log-probs or values of {facts['num_bad_tokens']} tokens (samples {_some(ids)})")
+    return "; ".join(parts)
+
+
+def _first(layout: Layout, findings: Sequence[Findings]) -> str:
+    """Forward passes come first, from the first stage to the last; gradients then, from the last to the first."""
+    seen_first: list[tuple[bool, int, int, str]] = []
+    for rank, found in enumerate(findings):
+        if found.first:
+            is_gradient, stage = found.first.startswith("gradient"), layout.coordinates(rank).pp
+            seen_first.append((is_gradient, -stage if is_gradient else stage, rank, f"[{found.where}] {found.first}"))
+    return min(seen_first)[3] if seen_first else ""
+
+
+def _placed(batch: TokenBatch, plan: ReplicaPlan, tokens: Sequence[int]) -> list[tuple[int, int]]:
+    """Tokens of a replica's shard as (sample of the batch, position in it)."""
+    lengths = [NO_OP_LENGTH if sample == NO_OP else int(batch.lengths[sample]) for sample in plan.samples]
+    ends = torch.tensor(lengths).cumsum(0)
+    placed = []
+    for token in tokens:
+        index = int(torch.searchsorted(ends, token, right=True))
+        placed.append((plan.samples[index], token - int(ends[index]) + lengths[index]))
+    return placed
+
+
+def _samples(batch: TrainBatch, plan: ReplicaPlan, micro_batch: int) -> list[int]:
+    held = [plan.samples[index] for index in plan.micro_batches[micro_batch]]
+    return _ids(batch, [sample for sample in held if sample != NO_OP])
+
+
+def _ids(batch: TrainBatch, samples: Sequence[int]) -> list[int]:
+    return [int(batch.sample_ids[sample]) for sample in samples]
+
+
+def _number(value: float) -> float | str:
+    """JSON has no word for nan and inf."""
+    return value if math.isfinite(value) else repr(value)
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - NUM_SHOWN} more" if len(names) > NUM_SHOWN else ""
+    return ", ".join(names[:NUM_SHOWN]) + more

@@ -53,7 +53,7 @@ class StageWatchdog:
         self._last_resort: threading.Timer | None = None
 
     def look_at(self, group: WorkerGroup, calls: Callable[[], Sequence[object]]) -> None:
-        """What a report is about. `calls`: the last calls to engines, as printed."""
+        """Set what a report covers. `calls` returns the last calls to engines, as printed."""
         self._group, self._calls = group, calls
         group.describe_hangs_by(self._late_call)
 
@@ -84,7 +84,7 @@ class StageWatchdog:
         return self._timeouts_s.get(stage, self._timeout_s)
 
     def _expire(self, stage: str, is_over: threading.Event) -> None:
-        """On the timer's thread."""
+        """Run on the timer's thread when a stage is late."""
         key = f"trainer.stage_timeouts_s.{stage}" if stage in self._timeouts_s else "trainer.stage_timeout_s"
         header = f"The stage {stage} was not finished within {self._deadline(stage):g} s ({key})."
         error = self._late_stage(header, is_over)

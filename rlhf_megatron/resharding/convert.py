@@ -17,9 +17,8 @@ from torch import Tensor
 
 from rlhf_megatron.checkpoint.aside import refuse_existing
 from rlhf_megatron.checkpoint.hf_reader import HFReader, read_hf_config
-from rlhf_megatron.checkpoint.hf_writer import MAX_SHARD_BYTES, hf_directory_writer
+from rlhf_megatron.checkpoint.hf_writer import MAX_SHARD_BYTES, TensorSpec, hf_directory_writer
 from rlhf_megatron.checkpoint.megatron_dir import MANIFEST, MegatronReader, megatron_directory_writer
-from rlhf_megatron.checkpoint.safetensors_writer import TensorSpec
 from rlhf_megatron.checkpoint.source import WeightSource
 from rlhf_megatron.models.families.base import HFConfig, table_for
 from rlhf_megatron.models.table import Rule, check_tensor_parallel, rules_of_stage, split

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rlhf_megatron.checkpoint.aside import fsync, refuse_existing
-from rlhf_megatron.checkpoint.hf_writer import write_companions, write_index
-from rlhf_megatron.checkpoint.safetensors_writer import SafetensorsWriter, TensorSpec, dtype_name
+from rlhf_megatron.checkpoint.hf_writer import SafetensorsWriter, TensorSpec, dtype_name, write_companions, write_index
 from rlhf_megatron.models.table import Rule
 from rlhf_megatron.resharding.buffers import Buffers, in_memory
 from rlhf_megatron.resharding.manifest import BucketManifest

@@ -13,9 +13,8 @@ import torch
 from rlhf_megatron.checkpoint.async_save import write_together
 from rlhf_megatron.checkpoint.hf_reader import HFReader, read_hf_config
 from rlhf_megatron.checkpoint.manifest import FileRecord, SaveResult, record_of, records_below
-from rlhf_megatron.checkpoint.random_init import random_source
 from rlhf_megatron.checkpoint.rng_state import load_rng, save_rng
-from rlhf_megatron.checkpoint.source import WeightSource
+from rlhf_megatron.checkpoint.source import WeightSource, random_source
 from rlhf_megatron.checkpoint.value_model import read_value_model
 from rlhf_megatron.config.rules.run import has_critic, needs_reference
 from rlhf_megatron.config.schema import ActorConfig, RunConfig

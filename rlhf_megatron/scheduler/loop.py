@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from rlhf_megatron import faults
 from rlhf_megatron.observe.tracker import Tracker
-from rlhf_megatron.recovery.guard import StageGuard
-from rlhf_megatron.recovery.keeper import Keeper
+from rlhf_megatron.recovery.keeper import Keeper, StageGuard
 from rlhf_megatron.scheduler.stages import Stages
 from rlhf_megatron.scheduler.supply.base import Supply
 

@@ -30,9 +30,8 @@ from rlhf_megatron.observe.watches import HeadWatch, MemoryWatch
 from rlhf_megatron.plugins import digests
 from rlhf_megatron.recovery.capsule import Capsules
 from rlhf_megatron.recovery.checkpointer import Checkpointer, RunState
-from rlhf_megatron.recovery.guard import StageGuard
 from rlhf_megatron.recovery.journal import Journal
-from rlhf_megatron.recovery.keeper import Keeper
+from rlhf_megatron.recovery.keeper import Keeper, StageGuard
 from rlhf_megatron.recovery.recorder import RecordedStart, Recorder
 from rlhf_megatron.recovery.resume import CONFIG, Start, architecture_of, facts_of, find_start
 from rlhf_megatron.recovery.skips import Skips
@@ -84,7 +83,7 @@ def train(
     attempts = Attempts(run_dir)
     trainer = config.trainer
     with ExitStack() as stack:
-        stack.enter_context(attempts.attempt(since, **facts_of(start, config)))
+        stack.enter_context(attempts.attempt(since, **facts_of(start, trainer.resume_from_path, config.plugins)))
         write_text(run_dir / CONFIG, as_yaml(config))
         tracker = stack.enter_context(_tracker(config, run_dir, tokenizer, start, attempts))
         engines = f"{num_engines(config)} {config.rollout.engine}"
@@ -120,7 +119,7 @@ def train(
         digest, journals = settings_digest(flat(as_yaml(config)), digests(config.plugins)), run_dir / "journal"
         journal = Journal(journals, digest) if trainer.save_freq and is_foreground else None
         groups = GroupJournal(journals, digest) if trainer.save_freq and not is_foreground else None
-        skips = Skips(trainer, Capsules(run_dir, config, tracker.note), tracker.note)
+        skips = Skips(trainer, Capsules(run_dir, as_yaml(config), trainer.capsules_kept, tracker.note), tracker.note)
         policies = (workers.actor, workers.reference) if parts.needs_reference else (workers.actor,)
         stages = Stages(
             config,
@@ -138,7 +137,10 @@ def train(
             heads=HeadWatch(policies, tracker.note),
             memory=MemoryWatch(workers),
         )
-        checkpointer = Checkpointer(config, workers, run_dir, tracker.note, turns)
+        has_frozen_start = parts.needs_reference and config.reference.path is None
+        checkpointer = Checkpointer(
+            trainer, as_yaml(config), workers, parts.needs_values, has_frozen_start, run_dir, tracker.note, turns
+        )
         state = (
             _resumed(start, stages, checkpointer, tracker) if start else _warmed_up(config, stages, tracker, sets, stop)
         )
@@ -237,9 +239,8 @@ def _warmed_up(config: RunConfig, stages: Stages, tracker: Tracker, sets: Prompt
     if stages.recorder:
         stages.recorder.write_start(RecordedStart(warm.num_steps, stages.weight_sync.version + 1))
     accuracy = warm.evaluation.accuracy if warm.evaluation else None
-    return RunState(
-        0, 0, None, {}, warm.num_steps, accuracy, architecture=architecture_of(config), plugins=digests(config.plugins)
-    )
+    architecture, plugins = architecture_of(config.model.path), digests(config.plugins)
+    return RunState(0, 0, None, {}, warm.num_steps, accuracy, architecture=architecture, plugins=plugins)
 
 
 def capture(stages: Stages, supply: Supply, clock: RunClock, before: RunState, step: int) -> RunState:

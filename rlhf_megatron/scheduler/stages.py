@@ -22,7 +22,7 @@ from rlhf_megatron.evaluation.evaluation import EvaluationResult, EvaluationSet,
 from rlhf_megatron.observe.metrics.batch import bad_columns, version_metrics
 from rlhf_megatron.observe.metrics.mismatch import MismatchCheck
 from rlhf_megatron.observe.watches import HeadWatch, MemoryWatch
-from rlhf_megatron.recovery.desync import check_replicas
+from rlhf_megatron.recovery.checkpointer import check_replicas
 from rlhf_megatron.recovery.journal import Journal
 from rlhf_megatron.recovery.recorder import Recorder
 from rlhf_megatron.recovery.skips import Skips

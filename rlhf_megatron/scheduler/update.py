@@ -15,8 +15,7 @@ from rlhf_megatron.config.correction_presets import is_bypass
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.data.batch import MiniBatch, TokenBatch, TrainBatch
 from rlhf_megatron.observe.metrics.batch import BadColumn
-from rlhf_megatron.recovery.skip_facts import RoleSkips
-from rlhf_megatron.recovery.skips import Skips
+from rlhf_megatron.recovery.skips import RoleSkips, Skips
 from rlhf_megatron.runtime.proxies import TrainedProxy, Workers
 from rlhf_megatron.scheduler.mini_batches import parts, picked, weighed, weighed_values
 from rlhf_megatron.workers.contract import UpdateResult

@@ -1,1 +1,1 @@
-"""What a run would do with its time: discrete events over the schedules of a real run. No module here imports torch."""
+"""Simulates how a run spends its time, by discrete events over a run's own schedules. No module here imports torch."""

@@ -1,4 +1,8 @@
-"""The engines of a simulation, and how work is spread over them: as rollout/balancer.py and rollout/session.py do it.
+"""The engines of a simulation, and how work is spread over them, as rollout/ does it in a run.
+
+An `Engine` advances all its responses together, as fast as their number allows. A clock counts the tokens that each
+running response got since the beginning; a response of L tokens that starts at clock c ends at c + L, so a heap of
+those ends is all that is kept, and an event costs O(log n).
 
 A piece of work goes to the engine with the fewest samples of pieces that are not whole yet, the first of several; where
 that one is full, this piece and those behind it wait. An engine is full with `most_pieces` (of a generate call), or
@@ -7,14 +11,14 @@ with so many samples that its slots stay in use while groups wait for their last
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from rlhf_megatron.rollout.sizes import CHUNK_SAMPLES, CHUNKS_IN_FLIGHT, OVERFILL
-from rlhf_megatron.simulator.engine import Engine, RunningGroup
 from rlhf_megatron.simulator.plan import Plan
 
 
@@ -84,7 +88,7 @@ class Fleet:
             self._watch(now, engine)
 
     def busy_s(self, now: float) -> float:
-        """Of all engines together."""
+        """Return the busy seconds of all engines together."""
         return sum(engine.busy_s(now) for engine in self.engines)
 
     def _dispatch(self, now: float) -> None:
@@ -146,3 +150,176 @@ def cut(groups: Sequence[RunningGroup], num_engines: int) -> list[list[RunningGr
         pieces[-1].append(group)
         size += len(group.lengths)
     return pieces
+
+
+@dataclass(eq=False)
+class RunningGroup:
+    """A prompt with its responses, as engines have it."""
+
+    number: int
+    attempt: int
+    prompt_tokens: int
+    lengths: tuple[int, ...]
+    num_left: int = 0  # responses that are not done
+    is_given_up: bool = False
+    first_versions: list[int] = field(default_factory=list)  # of each response that got in, in that order
+
+
+class Engine:
+    """Told by the simulation what happens, at times that never decrease. `seconds_a_token[n]`: while n run."""
+
+    __slots__ = (
+        "_busy_s",
+        "_cached",
+        "_clock",
+        "_count",
+        "_held_until",
+        "_paused_at",
+        "_seconds_a_prompt_token",
+        "_seconds_a_token",
+        "_slots",
+        "_waiting",
+        "_when",
+        "history",
+        "num_outstanding",
+        "num_running",
+        "number",
+        "running",
+        "stamp",
+        "version",
+    )
+
+    def __init__(
+        self, number: int, seconds_a_token: Sequence[float], prefill_tokens_per_s: float, has_history: bool = False
+    ) -> None:
+        """Make an engine with one slot for each entry of `seconds_a_token` after the first, which is for none."""
+        self.number = number
+        self.version = 0  # of its weights
+        self.num_running = 0
+        self.num_outstanding = 0  # running and waiting
+        self.running: list[tuple[float, int, int, RunningGroup]] = []  # (end on the clock, order, tokens, group)
+        self.history: list[tuple[float, int]] | None = [] if has_history else None  # (time, how many run from then on)
+        self.stamp = 0  # changes with whatever changes the time of the next end
+        self._waiting: deque[tuple[int, RunningGroup]] = deque()  # (tokens, group)
+        self._clock = 0.0  # tokens
+        self._when = 0.0  # the time at which the clock stood so
+        self._held_until = 0.0  # nothing is decoded before
+        self._paused_at: float | None = None
+        self._seconds_a_token = seconds_a_token
+        self._seconds_a_prompt_token = 1.0 / prefill_tokens_per_s
+        self._slots = len(seconds_a_token) - 1
+        self._count = 0
+        self._cached: set[int] = set()  # groups whose prompt it has computed
+        self._busy_s = 0.0
+
+    @property
+    def slots(self) -> int:
+        return self._slots
+
+    def submit(self, now: float, group: RunningGroup) -> None:
+        """All responses of a group."""
+        self._advance(now)
+        group.num_left = len(group.lengths)
+        for length in group.lengths:
+            self._waiting.append((length, group))
+        self.num_outstanding += len(group.lengths)
+        self._fill(now)
+
+    def next_end(self) -> float:
+        """Return when the next response ends if nothing else happens; infinity when none will."""
+        self._drop_given_up()
+        if not self.running or self._paused_at is not None:
+            return math.inf
+        start = self._held_until if self._held_until > self._when else self._when
+        return start + max(0.0, self.running[0][0] - self._clock) * self._seconds_a_token[self.num_running]
+
+    def take_ended(self, now: float) -> list[RunningGroup]:
+        """At the time that `next_end` gave: the groups whose last response ends now."""
+        self._advance(now)
+        running = self.running
+        self._clock = max(self._clock, running[0][0])  # the time was made from it, with rounding
+        done = []
+        while running and running[0][0] <= self._clock:
+            group = heapq.heappop(running)[3]
+            if not group.is_given_up:
+                self.num_running -= 1
+                self.num_outstanding -= 1
+                group.num_left -= 1
+                if not group.num_left:
+                    done.append(group)
+        self._fill(now)
+        return done
+
+    def give_up(self, now: float, group: RunningGroup) -> None:
+        """End what is left of the group, without a result."""
+        self._advance(now)
+        num_waiting = sum(waiting is group for _, waiting in self._waiting)
+        self._waiting = deque(item for item in self._waiting if item[1] is not group)
+        self.num_running -= group.num_left - num_waiting
+        self.num_outstanding -= group.num_left
+        group.is_given_up = True
+        self._drop_given_up()
+        self._fill(now)
+
+    def pause(self, now: float) -> None:
+        """Stop decoding for a weight sync, until `resume`."""
+        self._advance(now)
+        self._paused_at = now
+        self._changed(now)
+
+    def resume(self, now: float, version: int, recomputes: bool) -> None:
+        """Go on with new weights. `recomputes`: the keys and values of running responses are computed again."""
+        self._advance(now)
+        self._paused_at = None
+        self.version = version
+        self._cached = set()
+        if recomputes:
+            tokens = 0.0
+            for end, _, length, group in self.running:
+                if not group.is_given_up:
+                    tokens += length - (end - self._clock)
+                    if group.number not in self._cached:
+                        self._cached.add(group.number)
+                        tokens += group.prompt_tokens
+            self._hold(now, tokens * self._seconds_a_prompt_token)
+        self._fill(now)
+
+    def busy_s(self, now: float) -> float:
+        """Return the seconds until now in which it decoded."""
+        self._advance(now)
+        return self._busy_s
+
+    def _advance(self, now: float) -> None:
+        if self.num_running and self._paused_at is None:
+            self._busy_s += now - self._when
+            start = self._held_until if self._held_until > self._when else self._when
+            if now > start:
+                self._clock += (now - start) / self._seconds_a_token[self.num_running]
+        self._when = now
+
+    def _hold(self, now: float, seconds: float) -> None:
+        self._held_until = max(self._held_until, now) + seconds
+
+    def _fill(self, now: float) -> None:
+        """Give free slots to waiting groups. A prompt is computed once a group; meanwhile nothing is decoded."""
+        if self._paused_at is None:
+            waiting, slots = self._waiting, self._slots
+            while waiting and self.num_running < slots:
+                length, group = waiting.popleft()
+                self._count += 1
+                if group.number not in self._cached:
+                    self._cached.add(group.number)
+                    self._hold(now, group.prompt_tokens * self._seconds_a_prompt_token)
+                heapq.heappush(self.running, (self._clock + length, self._count, length, group))
+                group.first_versions.append(self.version)
+                self.num_running += 1
+        self._changed(now)
+
+    def _drop_given_up(self) -> None:
+        while self.running and self.running[0][3].is_given_up:
+            heapq.heappop(self.running)
+
+    def _changed(self, now: float) -> None:
+        self.stamp += 1
+        if self.history is not None:
+            self.history.append((now, 0 if self._paused_at is not None else self.num_running))

@@ -1,6 +1,6 @@
 """Simulations as bars over time: an SVG that needs nothing else, readable on light and on dark pages. Pure.
 
-Also: A simulation in the trace event format of Chrome's and Perfetto's viewers, as scheduler/trace.py writes a run's.
+`trace_json` writes the trace event format of Chrome's and Perfetto's viewers, as observe/ does for a run.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _block_name(block: range) -> str:
 
 
 def _bars(panel: Panel, seconds: float, scale: float, first: float, num_blocks: int) -> Iterator[str]:
-    """What trainer and scorer do, and the syncs of the engines: one path for each row and stage."""
+    """Draw the stages of trainer and scorer and the engines' syncs: one path a row and stage."""
     rows = {TRAINER: (0, 1), SCORER: (1, 1), ENGINES: (2, num_blocks)}
     paths: dict[tuple[str, str], list[str]] = {}
     for span in panel.history.spans:
@@ -124,7 +124,7 @@ def _bars(panel: Panel, seconds: float, scale: float, first: float, num_blocks: 
 
 
 def _load(panel: Panel, block: range, seconds: float, scale: float, y: float) -> Iterator[str]:
-    """How many of a block's slots decode, in bins of time; bins of one level are joined."""
+    """Draw how many of a block's slots decode, in bins of time; bins of one level are joined."""
     sums = [0.0] * NUM_BINS
     for number in block:
         _add_load(sums, panel.history.loads[number], panel.begin_s, seconds)

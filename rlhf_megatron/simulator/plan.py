@@ -1,4 +1,4 @@
-"""Everything that one simulation depends on: the run, the durations, and a split of GPUs. Pure figures."""
+"""A plan holds everything that one simulation depends on; it is made of a run, durations and a split of GPUs. Pure."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from dataclasses import dataclass
 
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.rules.run import actor_ranks, has_critic, model_parallel_size, needs_reference
-from rlhf_megatron.config.schema import RunConfig
-from rlhf_megatron.simulator.durations import ARGUMENTS, Durations
-from rlhf_megatron.simulator.lengths import Workload
+from rlhf_megatron.config.schema import RolloutConfig, RunConfig
+from rlhf_megatron.simulator.durations import ARGUMENTS, Durations, Workload
 
 BEYOND = 1000
-"""Steps that a run goes on for behind those that are simulated, so that its end does not show in them."""
+"""Steps that a run has beyond the simulated ones, so that its end does not affect them."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """Who has how many GPUs."""
+    """The GPUs of trainer and engines."""
 
     trainer_gpus: int
     num_engines: int
@@ -59,7 +58,7 @@ class Plan:
     most_scored: float = math.inf  # groups after which a step trains on those that teach, though they are too few
 
     def score_s(self, num_samples: int) -> float:
-        """A call for so many."""
+        """Seconds of a call that scores so many."""
         return self.score_fixed_s + self.score_per_sample_s * math.ceil(num_samples / self.score_workers)
 
     def annotate_s(self, num_tokens: int) -> float:
@@ -78,126 +77,133 @@ def slowdown(gpus: int, measured_gpus: int, doubling_efficiency: float) -> float
     return (2 * doubling_efficiency) ** -math.log2(gpus / measured_gpus)
 
 
-def split_of(config: RunConfig, durations: Durations) -> Split:
-    """As the run has it."""
-    return Split(actor_ranks(config), num_engines(config), gpus_per_engine(config, durations), config.rollout.colocated)
+@dataclass(frozen=True)
+class Setting:
+    """A run and how long its parts take: what its plans are made of."""
 
+    config: RunConfig
+    durations: Durations
 
-def num_engines(config: RunConfig) -> int:
-    return len(config.rollout.endpoints) or config.rollout.num_engines
+    @property
+    def split(self) -> Split:
+        """GPUs as the run has them."""
+        is_colocated = self.config.rollout.colocated
+        return Split(actor_ranks(self.config), num_engines(self.config.rollout), self.gpus_per_engine, is_colocated)
 
+    @property
+    def gpus_per_engine(self) -> int:
+        if self.durations.engine.gpus is not None:
+            return self.durations.engine.gpus
+        rollout = self.config.rollout
+        return _argument(rollout, ("tensor_parallel_size", "tp_size", "tp"), 1) if rollout.engine == "sglang" else 1
 
-def gpus_per_engine(config: RunConfig, durations: Durations) -> int:
-    if durations.engine.gpus is not None:
-        return durations.engine.gpus
-    return _argument(config, ("tensor_parallel_size", "tp_size", "tp"), 1) if config.rollout.engine == "sglang" else 1
-
-
-def _argument(config: RunConfig, names: Sequence[str], default: int) -> int:
-    """Of a server, under any spelling that it takes."""
-    arguments = {name.replace("-", "_"): value for name, value in config.rollout.sglang.args.items()}
-    return next((int(arguments[name]) for name in names if isinstance(arguments.get(name), int)), default)
-
-
-def slots_of(config: RunConfig, durations: Durations) -> int:
-    """Responses that an engine decodes at once. Raises ConfigError where nobody says."""
-    if durations.engine.slots is not None:
-        return durations.engine.slots
-    if config.rollout.engine == "local":
-        return config.rollout.max_num_seqs
-    if found := _argument(config, ("max_running_requests",), 0):
-        return found
-    raise ConfigError(
-        [
-            "engine.slots (null) must be given for rollout.engine sglang: the server makes it of its memory; set it, or"
-            " rollout.sglang.args.max_running_requests, to what the server's log names as max_running_requests."
-        ]
-    )
-
-
-def measured_gpus(config: RunConfig, durations: Durations) -> int:
-    """For which the trainer's durations hold."""
-    return durations.trainer.gpus or actor_ranks(config)
-
-
-def make_plan(config: RunConfig, durations: Durations, split: Split, num_steps: int) -> Plan:
-    """Scaling: the trainer's seconds a token go with its GPUs by `slowdown`. What is fixed a call, a step or a sync
-    stays, and so does an engine's speed. Raises ConfigError."""
-    trainer, score, sync = durations.trainer, durations.score, durations.sync
-    filters = config.algorithm.filter_groups
-    factor = slowdown(split.trainer_gpus, measured_gpus(config, durations), trainer.doubling_efficiency)
-    update = config.actor.ppo_epochs / trainer.update_tokens_per_s
-    annotate = 1 / trainer.annotate_tokens_per_s
-    if needs_reference(config):
-        annotate += 1 / trainer.reference_tokens_per_s
-    if has_critic(config):
-        epochs = config.critic.ppo_epochs or config.actor.ppo_epochs
-        critic = (1 / trainer.critic_tokens_per_s, epochs / trainer.critic_update_tokens_per_s)
-        if config.critic.num_ranks:  # in a pool of its own, which does not grow with the actor's
-            annotate, update = max(annotate, critic[0] / factor), max(update, critic[1] / factor)
-        else:
-            annotate, update = annotate + critic[0], update + critic[1]
-    slots = slots_of(config, durations)
-    decode = durations.engine.decode
-    return Plan(
-        num_steps=num_steps,
-        last_step=num_steps + BEYOND,
-        batch_size=config.data.train_batch_size,
-        group_size=config.rollout.n,
-        num_engines=split.num_engines,
-        seconds_a_token=(0.0, *(decode.seconds(count) for count in range(1, slots + 1))),
-        prefill_tokens_per_s=durations.engine.prefill_tokens_per_s,
-        score_fixed_s=score.fixed_s,
-        score_per_sample_s=score.per_sample_s,
-        score_workers=score.workers or config.reward.num_workers,
-        annotate_s_a_token=annotate * factor,
-        annotate_fixed_s=trainer.annotate_fixed_s,
-        advantages_s=trainer.advantages_s,
-        update_s_a_token=update * factor,
-        update_fixed_s=trainer.update_fixed_s,
-        sync_s=sync.seconds + ((sync.turns_s or 0.0) if split.is_colocated else 0.0),
-        recomputes=sync.recomputes,
-        least_annotated=config.actor.mini_batch_size,
-        most_scored=filters.max_num_gen_batches * config.data.train_batch_size if filters.enable else math.inf,
-    )
-
-
-def make_workload(config: RunConfig, durations: Durations, seed: int) -> Workload:
-    return Workload(
-        durations.lengths,
-        durations.prompts,
-        config.rollout.n,
-        config.data.max_response_length,
-        config.data.max_prompt_length,
-        seed,
-        durations.no_signal if config.algorithm.filter_groups.enable else 0.0,
-    )
-
-
-def total_gpus(config: RunConfig, durations: Durations) -> int:
-    """Of the run: of the actor's pool and the engines, which share them where they are colocated."""
-    return split_of(config, durations).gpus
-
-
-def splits(config: RunConfig, durations: Durations, gpus: int, most: int) -> list[Split]:
-    """At most `most` ways to give `gpus` to trainer and engines, from the fewest engines to the fewest trainer's ranks.
-
-    A trainer has whole replicas; what a split leaves over is idle. Where the durations tell what turns take, trainer
-    and engines in turns on all of them are another. Raises ConfigError where there is no way.
-    """
-    replica, per_engine = model_parallel_size(config), gpus_per_engine(config, durations)
-    sizes = range(gpus // replica * replica, 0, -replica)
-    every = [Split(size, (gpus - size) // per_engine, per_engine) for size in sizes if gpus - size >= per_engine]
-    indices = sorted({round(i * (len(every) - 1) / max(1, most - 1)) for i in range(most)}) if every else []
-    found = [every[i] for i in indices]
-    if durations.sync.turns_s is not None and gpus >= max(replica, per_engine):
-        found.append(Split(gpus // replica * replica, gpus // per_engine, per_engine, is_colocated=True))
-    if not found:
+    @property
+    def slots(self) -> int:
+        """Responses that an engine decodes at once. Raises ConfigError where neither file gives them."""
+        rollout = self.config.rollout
+        if self.durations.engine.slots is not None:
+            return self.durations.engine.slots
+        if rollout.engine == "local":
+            return rollout.max_num_seqs
+        if found := _argument(rollout, ("max_running_requests",), 0):
+            return found
         raise ConfigError(
             [
-                f"--gpus ({gpus}) must hold a replica of the trainer ({replica}) and an engine ({per_engine}); give"
-                f" {replica + per_engine} or more."
-            ],
-            ARGUMENTS,
+                "engine.slots (null) must be given for rollout.engine sglang: the server derives it from its memory;"
+                " set it, or rollout.sglang.args.max_running_requests, to max_running_requests of the server's log."
+            ]
         )
-    return found
+
+    @property
+    def measured_gpus(self) -> int:
+        """GPUs that the trainer's durations are measured on."""
+        return self.durations.trainer.gpus or actor_ranks(self.config)
+
+    def workload(self, seed: int) -> Workload:
+        data, durations = self.config.data, self.durations
+        return Workload(
+            durations.lengths,
+            durations.prompts,
+            self.config.rollout.n,
+            data.max_response_length,
+            data.max_prompt_length,
+            seed,
+            durations.no_signal if self.config.algorithm.filter_groups.enable else 0.0,
+        )
+
+    def plan(self, split: Split, num_steps: int) -> Plan:
+        """Scale the trainer's seconds a token to its GPUs by `slowdown`. Fixed times and an engine's speed stay.
+
+        Raises ConfigError.
+        """
+        config, durations = self.config, self.durations
+        trainer, score, sync = durations.trainer, durations.score, durations.sync
+        filters = config.algorithm.filter_groups
+        factor = slowdown(split.trainer_gpus, self.measured_gpus, trainer.doubling_efficiency)
+        update = config.actor.ppo_epochs / trainer.update_tokens_per_s
+        annotate = 1 / trainer.annotate_tokens_per_s
+        if needs_reference(config):
+            annotate += 1 / trainer.reference_tokens_per_s
+        if has_critic(config):
+            epochs = config.critic.ppo_epochs or config.actor.ppo_epochs
+            critic = (1 / trainer.critic_tokens_per_s, epochs / trainer.critic_update_tokens_per_s)
+            if config.critic.num_ranks:  # in a pool of its own, which does not grow with the actor's
+                annotate, update = max(annotate, critic[0] / factor), max(update, critic[1] / factor)
+            else:
+                annotate, update = annotate + critic[0], update + critic[1]
+        slots = self.slots
+        decode = durations.engine.decode
+        return Plan(
+            num_steps=num_steps,
+            last_step=num_steps + BEYOND,
+            batch_size=config.data.train_batch_size,
+            group_size=config.rollout.n,
+            num_engines=split.num_engines,
+            seconds_a_token=(0.0, *(decode.seconds(count) for count in range(1, slots + 1))),
+            prefill_tokens_per_s=durations.engine.prefill_tokens_per_s,
+            score_fixed_s=score.fixed_s,
+            score_per_sample_s=score.per_sample_s,
+            score_workers=score.workers or config.reward.num_workers,
+            annotate_s_a_token=annotate * factor,
+            annotate_fixed_s=trainer.annotate_fixed_s,
+            advantages_s=trainer.advantages_s,
+            update_s_a_token=update * factor,
+            update_fixed_s=trainer.update_fixed_s,
+            sync_s=sync.seconds + ((sync.turns_s or 0.0) if split.is_colocated else 0.0),
+            recomputes=sync.recomputes,
+            least_annotated=config.actor.mini_batch_size,
+            most_scored=filters.max_num_gen_batches * config.data.train_batch_size if filters.enable else math.inf,
+        )
+
+    def splits(self, gpus: int, most: int) -> list[Split]:
+        """At most `most` ways to give `gpus` to trainer and engines, from the fewest engines to the smallest trainer.
+
+        A trainer has whole replicas; what a split leaves over is idle. Where the durations have the time of turns,
+        trainer and engines in turns on all GPUs are one more way. Raises ConfigError where there is no way.
+        """
+        replica, per_engine = model_parallel_size(self.config), self.gpus_per_engine
+        sizes = range(gpus // replica * replica, 0, -replica)
+        every = [Split(size, (gpus - size) // per_engine, per_engine) for size in sizes if gpus - size >= per_engine]
+        indices = sorted({round(i * (len(every) - 1) / max(1, most - 1)) for i in range(most)}) if every else []
+        found = [every[i] for i in indices]
+        if self.durations.sync.turns_s is not None and gpus >= max(replica, per_engine):
+            found.append(Split(gpus // replica * replica, gpus // per_engine, per_engine, is_colocated=True))
+        if not found:
+            raise ConfigError(
+                [
+                    f"--gpus ({gpus}) must hold a replica of the trainer ({replica}) and an engine ({per_engine}); give"
+                    f" {replica + per_engine} or more."
+                ],
+                ARGUMENTS,
+            )
+        return found
+
+
+def num_engines(rollout: RolloutConfig) -> int:
+    return len(rollout.endpoints) or rollout.num_engines
+
+
+def _argument(rollout: RolloutConfig, names: Sequence[str], default: int) -> int:
+    """Return an argument of a server, under any spelling that it takes."""
+    arguments = {name.replace("-", "_"): value for name, value in rollout.sglang.args.items()}
+    return next((int(arguments[name]) for name in names if isinstance(arguments.get(name), int)), default)

@@ -1,4 +1,4 @@
-"""Durations of a run that was made: what its files tell, and a word on what they do not.
+"""Reads durations from the files of a finished run, and lists what had to be assumed.
 
 metrics.jsonl has the time of each stage and of each call to the hosts; `record/` (of --record) has all samples,
 samples.jsonl a few of each step. The first step is left out: it warms everything up.
@@ -17,16 +17,16 @@ import yaml
 
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import read_run_config
-from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.schema import RolloutConfig
 from rlhf_megatron.simulator.durations import (
     DecodeConfig,
     Durations,
     EngineDurations,
+    LengthsConfig,
     ScoreDurations,
     SyncDurations,
     TrainerDurations,
 )
-from rlhf_megatron.simulator.lengths import LengthsConfig
 from rlhf_megatron.simulator.plan import num_engines
 
 METRICS, SAMPLES, CONFIG, RECORD = "metrics.jsonl", "samples.jsonl", "config.yaml", "record"
@@ -48,11 +48,14 @@ def recorded_durations(run_dir: Path) -> Durations:
         lengths=lengths,
         prompts=LengthsConfig("constant", median=max(1.0, mean(row["prompt_length/mean"] for row in rows))),
         engine=EngineDurations(
-            DecodeConfig(points=((1, _decode(config, rows, assumed)),)), slots=_slots(config, assumed)
+            DecodeConfig(points=((1, _decode(config.schedule.name, config.rollout, rows, assumed)),)),
+            slots=_slots(config.data.train_batch_size, config.rollout, assumed),
         ),
         trainer=_trainer(rows, assumed),
-        score=ScoreDurations(per_sample_s=_score(config, rows, assumed)),
-        sync=SyncDurations(seconds=_seconds(rows, "sync"), turns_s=_turns(config, rows)),
+        score=ScoreDurations(per_sample_s=_score(config.reward.num_workers, rows, assumed)),
+        sync=SyncDurations(
+            seconds=_seconds(rows, "sync"), turns_s=_seconds(rows, "turns") if config.rollout.colocated else None
+        ),
         no_signal=_no_signal(rows, assumed),
         source=f"{len(rows)} steps of {run_dir.name}",
         assumed=tuple(assumed),
@@ -90,7 +93,7 @@ def _json_lines(path: Path) -> list[Row]:
 
 
 def _lengths(run_dir: Path, rows: Sequence[Row], assumed: list[str]) -> LengthsConfig:
-    """Of all samples where they were recorded, else of the random ones that are shown, else the mean of all."""
+    """Use the lengths of all recorded samples, else those of the random samples shown, else the mean of all."""
     values = _of_record(run_dir / RECORD, [row["step"] for row in rows]) or _of_samples(run_dir / SAMPLES)
     if len(values) >= MIN_SAMPLES:
         values = sorted(values)
@@ -121,34 +124,37 @@ def _of_samples(path: Path) -> list[int]:
     return [line["num_tokens"] for line in _json_lines(path) if line["kind"] == "random" and line["num_tokens"]]
 
 
-def _decode(config: RunConfig, rows: Sequence[Row], assumed: list[str]) -> float:
-    """Seconds a token of each response: a generate call takes as long as its longest response, or as slots allow."""
+def _decode(schedule: str, rollout: RolloutConfig, rows: Sequence[Row], assumed: list[str]) -> float:
+    """Return the seconds of a token of each response.
+
+    A generate call takes as long as its longest response, or as the slots allow.
+    """
     if "timing_s/generate" not in rows[0]:
         raise ValueError(
-            f"schedule.name ({config.schedule.name}) of this run does not tell what generation takes; measure a"
+            f"schedule.name ({schedule}) of this run does not tell how long generation takes; measure a"
             " synchronous run, or give engine.decode in a durations file."
         )
     assumed.append("an engine decodes as fast with many responses as with few, and prompts take no time")
-    slots = config.rollout.max_num_seqs if config.rollout.engine == "local" else None
+    slots = rollout.max_num_seqs if rollout.engine == "local" else None
 
     def tokens_in_turn(row: Row) -> float:
-        total = row["response_length/mean"] * row["rollout/num_samples"] / num_engines(config)
+        total = row["response_length/mean"] * row["rollout/num_samples"] / num_engines(rollout)
         return max(row["response_length/max"], total / slots if slots else 0.0, 1.0)
 
     return median(row["timing_s/generate"] / tokens_in_turn(row) for row in rows)
 
 
-def _slots(config: RunConfig, assumed: list[str]) -> int | None:
-    """None: the run's settings say it."""
-    if config.rollout.engine == "local" or "max_running_requests" in config.rollout.sglang.args:
+def _slots(batch_size: int, rollout: RolloutConfig, assumed: list[str]) -> int | None:
+    """Return the responses that an engine decodes at once; None where the run's settings have them."""
+    if rollout.engine == "local" or "max_running_requests" in rollout.sglang.args:
         return None
-    slots = -(-config.data.train_batch_size * config.rollout.n // num_engines(config))
+    slots = -(-batch_size * rollout.n // num_engines(rollout))
     assumed.append(f"an engine decodes all of its share of a step's responses at once ({slots})")
     return slots
 
 
 def _trainer(rows: Sequence[Row], assumed: list[str]) -> TrainerDurations:
-    """By the time of calls to the hosts; where a run did not write it, by that of the stages."""
+    """Use the time of calls to the hosts; where a run did not write it, the time of the stages."""
 
     def rate(call: str) -> float | None:
         found = [row[f"timing_per_token_ms/{call}"] for row in rows if row.get(f"timing_per_token_ms/{call}")]
@@ -175,13 +181,11 @@ def _trainer(rows: Sequence[Row], assumed: list[str]) -> TrainerDurations:
     )
 
 
-def _score(config: RunConfig, rows: Sequence[Row], assumed: list[str]) -> float:
-    """Seconds of a sample in one worker."""
-    assumed.append(
-        f"rewards take all of reward.num_workers ({config.reward.num_workers}) workers the same time a sample"
-    )
+def _score(num_workers: int, rows: Sequence[Row], assumed: list[str]) -> float:
+    """Return the seconds of a sample in one worker."""
+    assumed.append(f"all reward.num_workers ({num_workers}) workers take the same time for the reward of a sample")
     per_sample = [row.get("timing_s/score", 0.0) / row["rollout/num_samples"] for row in rows]
-    return median(per_sample) * config.reward.num_workers
+    return median(per_sample) * num_workers
 
 
 def _no_signal(rows: Sequence[Row], assumed: list[str]) -> float:
@@ -192,16 +196,12 @@ def _no_signal(rows: Sequence[Row], assumed: list[str]) -> float:
     return 0.0
 
 
-def _turns(config: RunConfig, rows: Sequence[Row]) -> float | None:
-    return _seconds(rows, "turns") if config.rollout.colocated else None
-
-
 def _seconds(rows: Sequence[Row], stage: str) -> float:
     return median(row.get(f"timing_s/{stage}", 0.0) for row in rows)
 
 
 def as_yaml(durations: Durations) -> str:
-    """As `read_durations` reads it: what is not a default."""
+    """Write what is not a default, in the form that `read_durations` reads."""
     return yaml.safe_dump(_given(durations), sort_keys=False, allow_unicode=True, width=100)
 
 

@@ -1,6 +1,6 @@
-"""Which schedule and which split of GPUs makes the shortest steps: all are simulated with the same responses.
+"""A study simulates schedules and splits of GPUs with the same responses, and finds the shortest steps.
 
-Also: What a study found, as text for a terminal. Pure.
+The other functions say what it found, as text for a terminal. Pure.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rlhf_megatron.config.rules.schedule import takes_turns
-from rlhf_megatron.config.schema import RunConfig, ScheduleConfig
+from rlhf_megatron.config.schema import ScheduleConfig
 from rlhf_megatron.scheduler.schedules import load_schedule
-from rlhf_megatron.simulator.durations import Durations
-from rlhf_megatron.simulator.figures import Figures, figures
-from rlhf_megatron.simulator.lengths import LengthsConfig, Workload
-from rlhf_megatron.simulator.plan import Split, make_plan, measured_gpus, splits
-from rlhf_megatron.simulator.simulation import History, Stuck
+from rlhf_megatron.simulator.durations import LengthsConfig, Workload
+from rlhf_megatron.simulator.plan import Setting, Split
+from rlhf_megatron.simulator.simulation import Figures, History, Stuck, figures
 from rlhf_megatron.simulator.supplies import simulate
 
 CANDIDATES = (
@@ -66,16 +64,14 @@ def _plain(value: Any) -> str:
 class Study:
     """A run and how it is simulated."""
 
-    config: RunConfig
-    durations: Durations
+    setting: Setting
     workload: Workload
     num_steps: int
     num_warmup: int
 
     def history(self, schedule: ScheduleConfig, split: Split, keeps_all: bool = False) -> History:
         """Raises ConfigError, Stuck."""
-        plan = make_plan(self.config, self.durations, split, self.num_steps)
-        return simulate(plan, load_schedule(schedule), self.workload, keeps_all)
+        return simulate(self.setting.plan(split, self.num_steps), load_schedule(schedule), self.workload, keeps_all)
 
     def case(self, schedule: ScheduleConfig, split: Split) -> Case:
         """Raises ConfigError."""
@@ -93,8 +89,8 @@ class Study:
 
     def best_split(self, schedule: ScheduleConfig, gpus: int, most: int) -> list[Case]:
         """A coarse choice of splits, then those around the best of them, at most `most` in all; the best first."""
-        every = splits(self.config, self.durations, gpus, 1 << 20)
-        coarse = splits(self.config, self.durations, gpus, max(2, most - most // 3))
+        every = self.setting.splits(gpus, 1 << 20)
+        coarse = self.setting.splits(gpus, max(2, most - most // 3))
         cases: dict[Split, Case] = {}
         for split in coarse:
             if not split.is_colocated or takes_turns(schedule):
@@ -123,7 +119,7 @@ def _order(case: Case) -> tuple[float, int]:
 
 
 def ranked(cases: Sequence[Case]) -> list[Case]:
-    """Those with figures, the shortest steps first."""
+    """Return the cases with figures, the shortest steps first."""
     return sorted((case for case in cases if case.figures is not None), key=_order)
 
 
@@ -159,18 +155,20 @@ HEADINGS = (
 _GAP = "  "
 
 
-def run_lines(config: RunConfig, durations: Durations, num_steps: int, num_warmup: int, seed: int) -> Iterator[str]:
-    """What is simulated, and what it rests on."""
+def run_lines(study: Study) -> Iterator[str]:
+    """Say what is simulated, and what it rests on."""
+    config, durations = study.setting.config, study.setting.durations
     samples = config.data.train_batch_size * config.rollout.n
     yield (
         f"{config.trainer.experiment_name}: {config.data.train_batch_size} prompts x {config.rollout.n} ="
-        f" {samples} samples a step; {num_steps} steps, figures of the last {num_steps - num_warmup}, seed {seed}"
+        f" {samples} samples a step; {study.num_steps} steps, figures of the last"
+        f" {study.num_steps - study.num_warmup}, seed {study.workload.seed}"
     )
     cut = config.data.max_response_length
     yield f"responses: {lengths_text(durations.lengths)}, cut at {cut}"
     yield f"prompts: {lengths_text(durations.prompts)}, cut at {config.data.max_prompt_length}"
     yield (
-        f"trainer's rates: of {measured_gpus(config, durations)} GPUs; twice as many make"
+        f"trainer's rates: of {study.setting.measured_gpus} GPUs; twice as many make"
         f" {2 * durations.trainer.doubling_efficiency:g} times the tokens a second"
     )
     if durations.source:
@@ -249,7 +247,7 @@ def detail_lines(case: Case) -> Iterator[str]:
 
 
 def verdict_lines(best: Case, cases: Sequence[Case], tolerance: float, most_lost: float) -> Iterator[str]:
-    """What to choose, against the best synchronous case, and what it costs."""
+    """Say what to choose, how it compares with the best synchronous case, and what it costs."""
     found = best.figures
     assert found is not None
     yield f"best for this run: {best.name} with {best.split} GPUs, {found.step_s:.1f} s a step"

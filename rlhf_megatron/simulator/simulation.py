@@ -1,9 +1,8 @@
-"""A run as discrete events over virtual time: what trainer, scorer and engines take, and what follows from it.
+"""A run as discrete events over virtual time: trainer, scorer and engines take their durations; figures follow.
 
-Whoever decides is in background.py and foreground.py, as in scheduler/supply/. What is left out: failures, evaluations,
-checkpoints, the imbalance of replicas, and time of the controller's own.
-
-Also: What a simulation leaves behind. Passive: made by simulation.py, read by figures, picture and trace.
+supplies.py decides what happens next, as scheduler/supply/ does in a run. Failures, evaluations, checkpoints, the
+imbalance of replicas and the controller's own time are left out. A `History` is what a simulation leaves; `figures`
+sums it up.
 """
 
 from __future__ import annotations
@@ -12,22 +11,22 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from rlhf_megatron.scheduler.schedules import Schedule
 from rlhf_megatron.scheduler.schedules.base import OnSync
 from rlhf_megatron.scheduler.schedules.flow import DropReason, Event, Flow
-from rlhf_megatron.simulator.engine import RunningGroup
-from rlhf_megatron.simulator.fleet import Fleet, Piece
-from rlhf_megatron.simulator.lengths import Workload
-from rlhf_megatron.simulator.plan import Plan
+from rlhf_megatron.simulator.durations import Workload
+from rlhf_megatron.simulator.fleet import Fleet, Piece, RunningGroup
+from rlhf_megatron.simulator.plan import Plan, Split
 
 TRAINER, SCORER, ENGINES = "trainer", "scorer", "engines"
 
 
 @dataclass(frozen=True)
 class Span:
-    """Somebody was at something."""
+    """The trainer, the scorer or the engines spend time on a stage."""
 
     row: str  # TRAINER, SCORER or ENGINES
     stage: str  # as the run names its stages
@@ -68,7 +67,7 @@ class Busy:
 
 @dataclass
 class History:
-    """What a simulation leaves. `busy[k]`: after k steps."""
+    """The result of a simulation. `busy[k]`: after k steps."""
 
     num_engines: int
     steps: list[StepRecord] = field(default_factory=list)
@@ -235,5 +234,81 @@ class Simulation:
 
 
 def num_tokens(group: RunningGroup) -> int:
-    """Of prompts and responses, as the trainer goes through them."""
+    """Count the tokens of prompts and responses that the trainer goes through."""
     return sum(group.lengths) + len(group.lengths) * group.prompt_tokens
+
+
+NO_SIGNAL: DropReason = "no signal"
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Figures of the steps after `num_warmup`. Shares are of the time from the sync before them to the last one."""
+
+    num_steps: int
+    step_s: float  # mean
+    step_s_min: float
+    step_s_max: float
+    tokens_per_s: float  # of prompts and responses that were trained
+    tokens_per_s_per_gpu: float
+    response_tokens: float  # mean length of the responses that were trained
+    trainer_idle: float  # share of the time in which the trainer's pool neither annotates, updates nor sends weights
+    engines_idle: float  # share of the engines' time in which they decode nothing and take part in no sync
+    engines_syncing: float  # share of their time that weight syncs take
+    scorer_idle: float
+    lag_mean: float  # over samples
+    lag_max: int
+    lags: dict[int, float]  # lag -> share of the trained samples
+    dropped: dict[str, float]  # reason -> groups, as a share of those that were begun
+    regenerated: float  # the same, of those begun anew
+
+    @property
+    def lost(self) -> float:
+        """Groups that the schedule drops or begins anew, as a share of those that were begun. Those without signal
+        would not train under any."""
+        return sum(share for reason, share in self.dropped.items() if reason != NO_SIGNAL) + self.regenerated
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def figures(history: History, split: Split, num_warmup: int) -> Figures:
+    """Raises ValueError where no step is left."""
+    steps = history.steps[num_warmup:]
+    if not steps:
+        raise ValueError(
+            f"--warmup ({num_warmup}) must be less than the simulated steps ({len(history.steps)}); lower it, or raise"
+            " --steps."
+        )
+    begin, end = history.busy[num_warmup], history.busy[-1]
+    total = end.when - begin.when
+    num_tokens = sum(step.num_tokens for step in steps)
+    lags = sum((step.lags for step in steps), Counter[int]())
+    num_samples = lags.total()
+    num_started = end.num_started - begin.num_started
+    drops = {reason: (count - begin.drops[reason]) / max(1, num_started) for reason, count in end.drops.items()}
+    seconds = [step.seconds for step in steps]
+    paused = (end.paused - begin.paused) / total
+    return Figures(
+        num_steps=len(steps),
+        step_s=total / len(steps),
+        step_s_min=min(seconds),
+        step_s_max=max(seconds),
+        tokens_per_s=num_tokens / total,
+        tokens_per_s_per_gpu=num_tokens / total / split.gpus,
+        response_tokens=sum(step.num_response_tokens for step in steps) / max(1, num_samples),
+        trainer_idle=_share(1 - (end.trainer - begin.trainer) / total),
+        engines_idle=_share(1 - (end.engines - begin.engines) / total / history.num_engines - paused),
+        engines_syncing=paused,
+        scorer_idle=_share(1 - (end.scorer - begin.scorer) / total),
+        lag_mean=sum(lag * count for lag, count in lags.items()) / max(1, num_samples),
+        lag_max=max(lags, default=0),
+        lags={lag: lags[lag] / num_samples for lag in sorted(lags)},
+        dropped={reason: share for reason, share in sorted(drops.items()) if share and reason not in ("again", "end")},
+        regenerated=drops.get("again", 0.0),
+    )
+
+
+def _share(value: float) -> float:
+    """Without rounding's tail below 0, and over 1 where a call reaches past the last sync."""
+    return min(1.0, max(0.0, value))

@@ -1,9 +1,8 @@
-"""A run whose groups are generated while the trainer works: the order of scheduler/supply/ledger.py.
+"""The two kinds of simulated runs; `simulate` picks the one for a schedule.
 
-The schedule is asked after every event, and again until it decides nothing more.
-
-Also: A run that generates and scores in the step itself: the order of scheduler/supply/foreground.py. Which supply
-simulates a schedule.
+`Background` generates groups while the trainer works, in the order of scheduler/supply/ledger.py: it asks the schedule
+after every event, and again until it decides nothing more. `Foreground` generates and scores in the step itself, in the
+order of scheduler/supply/foreground.py.
 """
 
 from __future__ import annotations
@@ -15,15 +14,14 @@ from rlhf_megatron.rollout.sizes import CHUNKS_IN_FLIGHT
 from rlhf_megatron.scheduler.schedules import Schedule
 from rlhf_megatron.scheduler.schedules.base import OnStale
 from rlhf_megatron.scheduler.schedules.synchronous import Synchronous
-from rlhf_megatron.simulator.engine import RunningGroup
-from rlhf_megatron.simulator.fleet import Piece, cut
-from rlhf_megatron.simulator.lengths import Workload
+from rlhf_megatron.simulator.durations import Workload
+from rlhf_megatron.simulator.fleet import Piece, RunningGroup, cut
 from rlhf_megatron.simulator.plan import Plan
 from rlhf_megatron.simulator.simulation import History, Simulation
 
 
 class Background(Simulation):
-    """Under any schedule."""
+    """Generates while the trainer works, under any schedule."""
 
     def __init__(self, plan: Plan, schedule: Schedule, workload: Workload, keeps_all: bool = False) -> None:
         super().__init__(plan, schedule, workload, keeps_all)

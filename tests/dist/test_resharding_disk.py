@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from test_resharding_sender import CONFIG, LLAMA, SEED, send
 from transformers import AutoModelForCausalLM
 
-from rlhf_megatron.checkpoint.random_init import random_hf_tensors
+from rlhf_megatron.checkpoint.source import random_hf_tensors
 from rlhf_megatron.resharding.digest import as_hex, digest
 from rlhf_megatron.resharding.manifest import BucketManifest, TensorEntry
 from rlhf_megatron.rollout.transports.disk import (

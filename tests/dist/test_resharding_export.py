@@ -13,7 +13,7 @@ from test_resharding_sender import CONFIG, LLAMA, SEED
 
 from rlhf_megatron.checkpoint.hf_reader import HFReader
 from rlhf_megatron.checkpoint.load_model import load_hf, local_shards
-from rlhf_megatron.checkpoint.random_init import random_hf_tensors, random_source
+from rlhf_megatron.checkpoint.source import random_hf_tensors, random_source
 from rlhf_megatron.models.families.base import table_for
 
 

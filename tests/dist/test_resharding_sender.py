@@ -11,7 +11,7 @@ import torch
 from dist_pool import DistPool
 
 from rlhf_megatron.checkpoint.load_model import load_hf, local_shards
-from rlhf_megatron.checkpoint.random_init import random_hf_tensors, random_source
+from rlhf_megatron.checkpoint.source import random_hf_tensors, random_source
 from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.resharding.digest import as_hex, digest
 from rlhf_megatron.resharding.manifest import BucketManifest

@@ -17,7 +17,7 @@ from workers_jobs import OVERLAPPED, SHARDED, StateSource, shards, share, summed
 
 from benchmarks.parity.rounding import relative_error
 from rlhf_megatron.checkpoint.hf_reader import HFReader, read_hf_config
-from rlhf_megatron.checkpoint.random_init import RandomSource
+from rlhf_megatron.checkpoint.source import RandomSource
 from rlhf_megatron.checkpoint.value_model import read_value_model, value_model_config, with_value_head
 from rlhf_megatron.data.batch import TokenBatch, ValueMiniBatch
 from rlhf_megatron.models.families.base import table_for

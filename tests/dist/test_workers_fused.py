@@ -39,7 +39,7 @@ def train_watching_products(world: World, **arguments: Any) -> tuple[RankResult,
     """`train`, and how many weight gradients the fused product added."""
     from megatron.core.tensor_parallel import layers
 
-    from rlhf_megatron.parallel import mcore_fixes as weight_grad
+    from rlhf_megatron.parallel import weight_grad
 
     calls = []
 

@@ -13,7 +13,7 @@ from check_tools import Checked, check, start
 from end_to_end_tools import processes_with
 from places import ROOT, SUPPORT
 
-from rlhf_megatron.proof.check.programs import ProgramError, run_train
+from rlhf_megatron.proof.check.proof import ProgramError, run_train
 
 SMOLLM2 = ROOT / ".cache" / "smollm2-135m-instruct"
 needs_smollm2 = pytest.mark.skipif(not (SMOLLM2 / "config.json").is_file(), reason="run: rlhf-megatron fetch smollm2")

@@ -21,7 +21,7 @@ from rollout_tools import reference_log_probs, request
 from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, needs_sglang, sglang_python
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rlhf_megatron.checkpoint.random_init import random_hf_tensors
+from rlhf_megatron.checkpoint.source import random_hf_tensors
 from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.resharding.digest import as_hex, digest
 from rlhf_megatron.resharding.plan import traffic_of_plan
@@ -68,7 +68,7 @@ TIMEOUT_S = 900.0  # ranks that are started on a busy machine
 def send(world: Any, seed: int, arguments: dict[str, Any]) -> Any:
     """On every rank: the verb of a run, for a model of these weights."""
     from rlhf_megatron.checkpoint.load_model import load_hf, local_shards
-    from rlhf_megatron.checkpoint.random_init import random_source
+    from rlhf_megatron.checkpoint.source import random_source
     from rlhf_megatron.models.build import build_model
     from rlhf_megatron.runtime.roles import HostRole
 

@@ -244,7 +244,7 @@ def one_rank_actor(
     device: torch.device, dtype: torch.dtype, hf_config: dict[str, Any] = CONFIG, **megatron: Any
 ) -> Iterator[tuple[Any, Any]]:
     """(actor, world) with seeded weights; the world ends with the block. `megatron`: of its MegatronConfig."""
-    from rlhf_megatron.checkpoint.random_init import random_source
+    from rlhf_megatron.checkpoint.source import random_source
     from rlhf_megatron.config.schema import ActorConfig, MegatronConfig, OptimConfig
     from rlhf_megatron.parallel.layout import Layout
     from rlhf_megatron.parallel.world import create_world, destroy_world
@@ -264,7 +264,7 @@ def one_rank_actor(
 @contextmanager
 def one_rank_critic(device: torch.device, dtype: torch.dtype) -> Iterator[Any]:
     """A critic with seeded weights; its world ends with the block."""
-    from rlhf_megatron.checkpoint.random_init import random_source
+    from rlhf_megatron.checkpoint.source import random_source
     from rlhf_megatron.config.schema import CriticConfig, MegatronConfig, OptimConfig
     from rlhf_megatron.parallel.layout import Layout
     from rlhf_megatron.parallel.world import create_world, destroy_world

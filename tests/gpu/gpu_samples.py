@@ -65,7 +65,7 @@ def rounded_weights(
     dtype: torch.dtype, kept_as: torch.dtype = torch.float32, hf_config: dict[str, Any] = CONFIG
 ) -> dict[str, Tensor]:
     """HF name -> the weights that an actor in `dtype` starts from, as `kept_as`."""
-    from rlhf_megatron.checkpoint.random_init import random_hf_tensors
+    from rlhf_megatron.checkpoint.source import random_hf_tensors
 
     return {name: tensor.to(dtype).to(kept_as) for name, tensor in random_hf_tensors(hf_config, 1)}
 
@@ -98,7 +98,7 @@ def make_value_batch(values: Tensor) -> Any:
 
 def rounded_critic_weights(dtype: torch.dtype) -> dict[str, Tensor]:
     """HF name -> the weights that a critic in `dtype` starts from, as float32."""
-    from rlhf_megatron.checkpoint.random_init import random_source
+    from rlhf_megatron.checkpoint.source import random_source
     from rlhf_megatron.models.table import HFTensor
 
     head = HFTensor("score.weight", (1, CONFIG["hidden_size"]))

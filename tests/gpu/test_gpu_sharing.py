@@ -11,7 +11,7 @@ import pytest
 import torch
 from places import ROOT
 
-from rlhf_megatron.parallel import device_sharing
+from rlhf_megatron.parallel import device as device_sharing
 from rlhf_megatron.resharding.buffers import in_memory
 from rlhf_megatron.resharding.digest import as_hex, digest
 from rlhf_megatron.resharding.manifest import BucketManifest

@@ -12,11 +12,12 @@ from scheduler_samples import train_batch
 
 from rlhf_megatron.config.correction_presets import is_bypass
 from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.show import as_yaml
 from rlhf_megatron.data.batch import TrainBatch
 from rlhf_megatron.data.codec import read_file, write_file
 from rlhf_megatron.observe.metrics.batch import bad_columns, valid_samples
 from rlhf_megatron.parallel.world import World
-from rlhf_megatron.proof.replay_capsule import Outcome, replay_capsule
+from rlhf_megatron.proof.replay import Outcome, replay_capsule
 from rlhf_megatron.recovery.capsule import Capsules
 from rlhf_megatron.recovery.skips import NonFiniteNumbers, Skips
 from rlhf_megatron.runtime.proxies import Workers
@@ -69,7 +70,9 @@ def skipped_updates(world: World, config: RunConfig, run_dir: Path) -> Skipped:
     bad = replace(batch, advantages=advantages)
     notes: list[str] = []
     metrics, error = [], ""
-    skips = Skips(config.trainer, Capsules(run_dir, config, notes.append), notes.append)
+    skips = Skips(
+        config.trainer, Capsules(run_dir, as_yaml(config), config.trainer.capsules_kept, notes.append), notes.append
+    )
     with hosts(config) as (group, _):
         try:
             for step in (1, 2, 3):
@@ -100,7 +103,9 @@ def left_out(world: World, config: RunConfig, run_dir: Path) -> Skipped:
     from rlhf_megatron.checkpoint.load_model import named_parameters
 
     notes: list[str] = []
-    skips = Skips(config.trainer, Capsules(run_dir, config, notes.append), notes.append)
+    skips = Skips(
+        config.trainer, Capsules(run_dir, as_yaml(config), config.trainer.capsules_kept, notes.append), notes.append
+    )
     batch = small_batch()
     with hosts(config) as (group, roles):
         parameters = named_parameters(roles["actor"].trained.chunks)

@@ -86,7 +86,7 @@ def held(world: World, case: Case) -> dict[str, int]:
 
 
 def make_worker(world: World, case: Case) -> Any:
-    from rlhf_megatron.checkpoint.random_init import random_source
+    from rlhf_megatron.checkpoint.source import random_source
     from rlhf_megatron.workers.actor import MegatronActor
     from rlhf_megatron.workers.critic import MegatronCritic
     from rlhf_megatron.workers.trained_model import Phase

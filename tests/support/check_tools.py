@@ -62,7 +62,7 @@ def check(out: Path, *words: str, script: Path | None = None) -> Checked:
 
 def _plant() -> None:
     """The unsharded run trains with another weight decay than the layout."""
-    from rlhf_megatron.proof.check import programs
+    from rlhf_megatron.proof.check import proof as programs
     from rlhf_megatron.proof.check.proof import ONE_RANK
 
     run_train = programs.run_train

@@ -16,7 +16,9 @@ import workers_reference as reference
 from torch import Tensor
 
 from rlhf_megatron import faults
+from rlhf_megatron.config.rules.run import has_critic, needs_reference
 from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.show import as_yaml
 from rlhf_megatron.data.stream import PromptCursor
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.parallel.world import World, create_world, destroy_world
@@ -49,7 +51,11 @@ def hosts(config: RunConfig) -> Iterator[tuple[InlineGroup, dict[str, Any]]]:
 
 def make(config: RunConfig, group: InlineGroup, run_dir: Path) -> tuple[Checkpointer, Notes]:
     notes = Notes()
-    saver = Checkpointer(config, Workers(group), run_dir, notes.lines.append)
+    has_frozen_start = needs_reference(config) and config.reference.path is None
+    text, workers = as_yaml(config), Workers(group)
+    saver = Checkpointer(
+        config.trainer, text, workers, has_critic(config), has_frozen_start, run_dir, notes.lines.append
+    )
     saver.on_commit = notes.commits.append
     return saver, notes
 

@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from rlhf_megatron.checkpoint.load_model import load_hf, named_parameters
-from rlhf_megatron.checkpoint.random_init import RandomSource
+from rlhf_megatron.checkpoint.source import RandomSource
 from rlhf_megatron.config.schema import MegatronConfig
 from rlhf_megatron.models.attention import packed_documents
 from rlhf_megatron.models.build import MegatronModel, build_model

@@ -33,7 +33,7 @@ from rlhf_megatron.scheduler.schedules.synchronous import Synchronous
 from rlhf_megatron.scheduler.supply.background import Background, Work
 from rlhf_megatron.scheduler.supply.drive import ScoreGroups
 from rlhf_megatron.scheduler.supply.foreground import Foreground
-from rlhf_megatron.simulator.lengths import Workload
+from rlhf_megatron.simulator.durations import Workload
 from rlhf_megatron.simulator.plan import Plan
 
 PROMPT_TOKENS, NUM_PROMPTS, TOKEN, FIRST_ID = 2, 100, 3, 2

@@ -70,7 +70,7 @@ def _entries(params: ReasoningGymParams, count: int) -> Iterator[tuple[int, dict
 
 
 def _check_json(name: str, dataset: Any, entry: dict[str, Any]) -> None:
-    """Of some tasks, the library scores by types that JSON does not have. Raises ValueError for them."""
+    """Refuse tasks that the library scores by types that JSON does not have. Raises ValueError."""
     answer, read = entry["answer"], json.loads(json.dumps(entry))
     if answer is not None and dataset.score_answer(answer, entry) != dataset.score_answer(answer, read):
         raise ValueError(f"dataset ({name!r}) cannot be used: reasoning-gym scores it wrongly once it has been stored.")

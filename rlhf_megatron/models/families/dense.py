@@ -1,4 +1,4 @@
-"""What dense decoders with grouped-query attention, RMSNorm and gated MLP share: dimensions, arguments, rules."""
+"""Dense decoders with grouped-query attention, RMSNorm and gated MLP share dimensions, arguments and rules."""
 
 from __future__ import annotations
 

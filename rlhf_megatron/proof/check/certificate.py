@@ -1,4 +1,4 @@
-"""What was checked and what came out, as Markdown for people and JSON for scripts."""
+"""A certificate says what was checked and what came out, as Markdown for people and JSON for scripts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PACKAGES = ("rlhf-megatron", "megatron-core", "torch", "transformers", "numpy")
 
 @dataclass(frozen=True)
 class Certificate:
-    """Of one `rlhf-megatron check`."""
+    """The result of one `rlhf-megatron check`."""
 
     command: str
     config: str  # the file

@@ -1,12 +1,12 @@
-"""The run's configuration at a tiny size: the same algorithm, losses, optimizer and layout; small model and data.
+"""A run's configuration and model at a tiny size: algorithm, losses, optimizer, layout and model family stay the same.
 
-Also: A tiny model of the same family and kind as a large one: what a layout can get wrong in it stays. Pure.
+What a layout can get wrong in the large model it can get wrong in the tiny one too. Pure.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,18 @@ MIN_EPS = 1e-5  # of Adam: below, an element whose gradient is rounding noise mo
 VALUE_HEAD_STD = 0.1  # least: behind a head of zeros nothing else would learn in the first optimizer step
 VOCAB_CHUNK = 8  # columns of the head at a time: several chunks of the tiny vocabulary
 
+HEAD_DIM = 8
+MIN_VOCAB_SIZE = 32  # holds the tokens of the character tokenizer
+MAX_QUERIES_PER_GROUP = 3
+SETTINGS: dict[str, Any] = {
+    "initializer_range": 0.06,  # wide enough for the probabilities of tokens to differ
+    "torch_dtype": "float32",
+    "dtype": None,
+    "bos_token_id": None,  # these three are of the character tokenizer
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+
 CHANGED = (
     "float32 in trainer and engine, so that layouts agree to rounding error",
     "the bundled local engine, one server; the synchronous schedule, whatever the run's is",
@@ -55,11 +67,18 @@ CHANGED = (
 
 
 def fold_config(config: RunConfig, folded: Folded, directory: Path) -> RunConfig:
-    """The configuration of a folded run. `directory`: with models and data in it.
+    """Return the configuration of a folded run. `directory` holds its models and data.
 
-    Configurations that differ in `folded` only train the same.
+    Two configurations that differ only in `folded` train the same.
     """
-    num_ranks = folded.num_ranks
+    num_ranks, num_samples = folded.num_ranks, PROMPTS * min(config.rollout.n, MAX_SAMPLES)  # of a step
+    true_samples = config.data.train_batch_size * config.rollout.n
+
+    def mini_batch(true: int) -> int:
+        """Two a step where the run has several, else one."""
+        return num_samples // 2 if true_samples > true else num_samples
+
+    is_exact = config.model.dtype == "float32" and config.rollout.dtype in (None, "float32")
     return RunConfig(
         model=ModelConfig(
             path=str(directory / "model"),
@@ -75,9 +94,9 @@ def fold_config(config: RunConfig, folded: Folded, directory: Path) -> RunConfig
             shuffle=config.data.shuffle,
             seed=config.data.seed,
         ),
-        actor=_actor(config, folded.actor.megatron),
-        critic=_critic(config, folded, directory),
-        reference=_reference(config, directory),
+        actor=_actor(config.actor, folded.actor.megatron, mini_batch),
+        critic=_critic(config.critic, folded, directory, mini_batch) if has_critic(config) else CriticConfig(),
+        reference=_reference(config.reference, directory) if needs_reference(config) else ReferenceConfig(),
         rollout=RolloutConfig(
             engine="local",
             n=min(config.rollout.n, MAX_SAMPLES),
@@ -88,9 +107,10 @@ def fold_config(config: RunConfig, folded: Folded, directory: Path) -> RunConfig
             update_weights_bucket_megabytes=1,
         ),
         reward=RewardConfig(name="character_share"),
-        algorithm=_algorithm(config),
+        algorithm=_algorithm(config.algorithm, num_samples),
         warmup=_warmup(config.warmup),
-        checks=_checks(config),
+        # the run's own bound, where it is one on float32
+        checks=CheckConfig(log_prob_max_abs_diff=config.checks.log_prob_max_abs_diff) if is_exact else CheckConfig(),
         trainer=TrainerConfig(
             experiment_name=folded.name,
             default_local_dir=str(directory),
@@ -108,22 +128,19 @@ def fold_config(config: RunConfig, folded: Folded, directory: Path) -> RunConfig
     )
 
 
-def _actor(config: RunConfig, megatron: MegatronConfig) -> ActorConfig:
+def _actor(actor: ActorConfig, megatron: MegatronConfig, mini_batch: Callable[[int], int]) -> ActorConfig:
     return replace(
-        config.actor,
+        actor,
         megatron=megatron,
-        optim=_optim(config.actor.optim),
-        mini_batch_size=_mini_batch(config, config.actor.mini_batch_size),
-        ppo_epochs=min(config.actor.ppo_epochs, 2),
+        optim=_optim(actor.optim),
+        mini_batch_size=mini_batch(actor.mini_batch_size),
+        ppo_epochs=min(actor.ppo_epochs, 2),
         ppo_max_token_len_per_gpu=TOKEN_BUDGET,
         log_prob_chunk_size=VOCAB_CHUNK,
     )
 
 
-def _critic(config: RunConfig, folded: Folded, directory: Path) -> CriticConfig:
-    critic = config.critic
-    if not has_critic(config):
-        return CriticConfig()
+def _critic(critic: CriticConfig, folded: Folded, directory: Path, mini_batch: Callable[[int], int]) -> CriticConfig:
     return replace(
         critic,
         path=None if critic.path is None else str(directory / "critic"),
@@ -131,27 +148,13 @@ def _critic(config: RunConfig, folded: Folded, directory: Path) -> CriticConfig:
         num_ranks=0 if folded.critic is None else folded.critic.num_ranks,
         megatron=MegatronConfig() if folded.critic is None else folded.critic.megatron,
         optim=_optim(critic.optim),
-        mini_batch_size=None if critic.mini_batch_size is None else _mini_batch(config, critic.mini_batch_size),
+        mini_batch_size=None if critic.mini_batch_size is None else mini_batch(critic.mini_batch_size),
         ppo_epochs=None if critic.ppo_epochs is None else min(critic.ppo_epochs, 2),
         ppo_max_token_len_per_gpu=None if critic.ppo_max_token_len_per_gpu is None else 2 * TOKEN_BUDGET,
     )
 
 
-def _mini_batch(config: RunConfig, true: int) -> int:
-    """Two a step where the run has several, else one."""
-    samples = _num_samples(config)
-    return samples // 2 if config.data.train_batch_size * config.rollout.n > true else samples
-
-
-def _num_samples(config: RunConfig) -> int:
-    """Of a step of the folded run."""
-    return PROMPTS * min(config.rollout.n, MAX_SAMPLES)
-
-
-def _reference(config: RunConfig, directory: Path) -> ReferenceConfig:
-    reference = config.reference
-    if not needs_reference(config):
-        return ReferenceConfig()
+def _reference(reference: ReferenceConfig, directory: Path) -> ReferenceConfig:
     return replace(
         reference,
         path=None if reference.path is None else str(directory / "reference"),
@@ -159,13 +162,12 @@ def _reference(config: RunConfig, directory: Path) -> ReferenceConfig:
     )
 
 
-def _algorithm(config: RunConfig) -> AlgorithmConfig:
-    """The adaptive KL controller needs a horizon far longer than a step. No group is left out: there is nothing to
-    generate others with.
+def _algorithm(algorithm: AlgorithmConfig, num_samples: int) -> AlgorithmConfig:
+    """The adaptive KL controller needs a horizon far longer than a step. No group is left out: a replay has no engine
+    to generate others.
     """
-    control = config.algorithm.kl_ctrl
-    horizon = max(control.horizon, 10 * _num_samples(config))
-    return replace(config.algorithm, kl_ctrl=replace(control, horizon=horizon), filter_groups=FilterGroupsConfig())
+    control = replace(algorithm.kl_ctrl, horizon=max(algorithm.kl_ctrl.horizon, 10 * num_samples))
+    return replace(algorithm, kl_ctrl=control, filter_groups=FilterGroupsConfig())
 
 
 def _optim(optim: OptimConfig) -> OptimConfig:
@@ -185,29 +187,10 @@ def _warmup(warmup: WarmupConfig) -> WarmupConfig:
     return WarmupConfig(max_steps=2, batch_size=PROMPTS, test_freq=2, test_samples=PROMPTS, optim=_optim(warmup.optim))
 
 
-def _checks(config: RunConfig) -> CheckConfig:
-    """The run's own bound where it is one on float32."""
-    is_exact = config.model.dtype == "float32" and config.rollout.dtype in (None, "float32")
-    return CheckConfig(log_prob_max_abs_diff=config.checks.log_prob_max_abs_diff) if is_exact else CheckConfig()
-
-
-HEAD_DIM = 8
-MIN_VOCAB_SIZE = 32  # holds the tokens of the character tokenizer
-MAX_QUERIES_PER_GROUP = 3
-SETTINGS: dict[str, Any] = {
-    "initializer_range": 0.06,  # wide enough for the probabilities of tokens to differ
-    "torch_dtype": "float32",
-    "dtype": None,
-    "bos_token_id": None,  # these three are of the character tokenizer
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
-
-
 def fold_model(
     hf_config: Mapping[str, Any], trues: Sequence[MegatronConfig], folded: Sequence[MegatronConfig]
 ) -> dict[str, Any]:
-    """The config.json of a tiny model that fits all layouts `folded`. `trues`: the run's own layouts, one a pool.
+    """Return config.json of a tiny model that fits all layouts `folded`. `trues`: the run's own layouts, one a pool.
 
     Raises ValueError for a model that has no family here.
     """
@@ -252,14 +235,14 @@ def num_chunks(megatron: MegatronConfig) -> int:
 
 
 def layers_per_chunk(true: MegatronConfig, num_layers: int, small_chunks: int) -> int:
-    """Of the tiny model. Two where the large one has several and they make a difference, or cost little."""
+    """Layers of a chunk of the tiny model: two where the large one has several and they matter or cost little."""
     are_grouped = true.recompute_granularity == "full" and (true.recompute_num_layers or 1) > 1
     are_cut = true.recompute_granularity == "full" and true.recompute_method == "block"
     return 2 if num_layers > num_chunks(true) and (are_grouped or are_cut or small_chunks <= 2) else 1
 
 
 def _queries_per_group(true: int) -> int:
-    """The same where it is small; else 2, or 3 for an odd number."""
+    """Keep a small number; else 2, or 3 for an odd one."""
     return true if true <= MAX_QUERIES_PER_GROUP else 2 + true % 2
 
 

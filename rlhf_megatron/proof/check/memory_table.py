@@ -1,4 +1,4 @@
-"""Memory of the true layout, with what the weight sync needs, as rows for people and for scripts."""
+"""The bytes that the run's own layout needs, those of the weight sync included, as rows for people and scripts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from rlhf_megatron.checkpoint.hf_reader import read_hf_config
 from rlhf_megatron.config.rules.run import actor_ranks, critic_ranks, has_critic, needs_reference
-from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.schema import ActorConfig, RunConfig
 from rlhf_megatron.kernels.head_memory import HeadMemory, HeadShape, head_memory
 from rlhf_megatron.models.families.base import padded_vocab_size, table_for
 from rlhf_megatron.resharding.plan import StageTraffic, stage_traffic
@@ -25,23 +25,14 @@ NOT_INCLUDED = (
 )
 UNITS = {"MiB": 1 << 20, "GiB": 1 << 30}
 HEADER = (
-    "model",
-    "stage",
-    "ranks",
-    "parameters",
-    "gradients",
-    "main parameters",
-    "moments",
-    "a rank",
-    "head",
-    "reference",
-    "weight sync",
+    *("model", "stage", "ranks", "parameters", "gradients", "main parameters", "moments"),
+    *("a rank", "head", "reference", "weight sync"),
 )
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Exact bytes of the true layout."""
+    """Exact bytes of the run's own layout."""
 
     stages: tuple[StageMemory, ...]  # of the actor
     critic: tuple[StageMemory, ...]  # empty: the run has none
@@ -49,9 +40,7 @@ class Memory:
     reference: tuple[int, ...]  # of the frozen reference model, by stage, bytes a rank; empty: the run has none
     is_reference_on_host: bool  # it is on the device during its forward pass only
     traffic: tuple[StageTraffic, ...]  # of the weight sync, by stage: the sender of each
-    head: (
-        HeadMemory | None
-    )  # of the actor's last stage, in an update; None: the reference backend, which makes all logits
+    head: HeadMemory | None  # of the actor's last stage in an update; None: the reference backend makes all logits
 
     @property
     def total(self) -> int:
@@ -60,10 +49,10 @@ class Memory:
 
 
 def plan(config: RunConfig, hf_config: Mapping[str, Any], critic_config: Mapping[str, Any]) -> Memory:
-    """`hf_config`: of model.path; `critic_config`: of critic.path. The reference is taken to be as the policy where it
-    cannot be read.
+    """Plan the memory of all models. `hf_config`: of model.path; `critic_config`: of critic.path.
 
-    Raises ValueError for a model or layout that is not supported.
+    A reference that cannot be read is assumed to be like the policy. Raises ValueError for a model or layout that is
+    not supported.
     """
     megatron, dtype = config.actor.megatron, getattr(torch, config.model.dtype)
     stages = plan_memory(hf_config, megatron, actor_ranks(config), dtype)
@@ -88,22 +77,14 @@ def plan(config: RunConfig, hf_config: Mapping[str, Any], critic_config: Mapping
         EngineSetup.of(config).dtype,
         config.rollout.update_weights_bucket_megabytes * MIB,
     )
-    return Memory(
-        stages,
-        critic,
-        critic_ranks(config) > 0,
-        reference,
-        config.reference.param_offload,
-        traffic,
-        _head(config, hf_config),
-    )
+    head = _head(config.actor, hf_config, dtype, config.trainer.device == "cpu")
+    has_critic_pool, is_on_host = critic_ranks(config) > 0, config.reference.param_offload
+    return Memory(stages, critic, has_critic_pool, reference, is_on_host, traffic, head)
 
 
-def _head(config: RunConfig, hf_config: Mapping[str, Any]) -> HeadMemory | None:
-    """Of a micro-batch that has the whole token budget, all of it response. On a GPU unless the run is one on a CPU."""
-    actor, megatron = config.actor, config.actor.megatron
-    tp, dtype = megatron.tensor_model_parallel_size, getattr(torch, config.model.dtype)
-    backend, is_cpu = actor.kernels.backend, config.trainer.device == "cpu"
+def _head(actor: ActorConfig, hf_config: Mapping[str, Any], dtype: torch.dtype, is_cpu: bool) -> HeadMemory | None:
+    """Memory of a micro-batch that fills the token budget with response tokens."""
+    tp, backend = actor.megatron.tensor_model_parallel_size, actor.kernels.backend
     if backend == "reference":
         return None
     if backend == "auto":
@@ -119,7 +100,7 @@ def _head(config: RunConfig, hf_config: Mapping[str, Any]) -> HeadMemory | None:
             chunk_size=actor.log_prob_chunk_size,
             dtype=dtype,
             device_type="cpu" if is_cpu else "cuda",
-            num_parts=tp if megatron.sequence_parallel else 1,
+            num_parts=tp if actor.megatron.sequence_parallel else 1,
             stash_bytes=stash_bytes_of(actor.kernels, dtype),
             backend=backend,
         )
@@ -127,7 +108,7 @@ def _head(config: RunConfig, hf_config: Mapping[str, Any]) -> HeadMemory | None:
 
 
 def rows(memory: Memory) -> list[Sequence[str]]:
-    """One row a model and pipeline stage, under HEADER; a range where the optimizer's shards are not of one size."""
+    """Return one row a model and stage, under HEADER. Optimizer shards of several sizes are shown as a range."""
     found: list[Sequence[str]] = []
     unit = _unit(memory)
     for index, (stage, traffic) in enumerate(zip(memory.stages, memory.traffic, strict=True)):
@@ -145,7 +126,7 @@ def _cells(model: str, stage: StageMemory, unit: str) -> Sequence[str]:
 
 
 def notes(memory: Memory) -> list[str]:
-    """What the columns mean."""
+    """Explain the columns."""
     unit = _unit(memory)
     lines = [
         f"{unit} on each rank of a pipeline stage. `a rank`: parameters, gradients, main parameters and moments.",

@@ -1,12 +1,17 @@
 """Two steps of the real loop in folded layouts, replayed on one unsharded rank, and compared.
 
-The first layout makes the rollouts with an engine and records them; one rank and every further layout replay them, so
-that all train on the same samples from the same weights.
+The first layout generates with an engine and records its rollouts; one rank and every further layout replay them, so
+that all train on the same samples from the same weights. Each run is `rlhf-megatron train` in its own processes, on a
+tiny model and prompts that are written here; nothing is fetched.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import random
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,23 +19,35 @@ from typing import Any
 
 from torch import Tensor
 
-from rlhf_megatron.checkpoint.random_init import random_source
-from rlhf_megatron.checkpoint.source import WeightSource
-from rlhf_megatron.checkpoint.value_model import with_value_head
+from rlhf_megatron.checkpoint.hf_writer import TensorSpec, hf_directory_writer
+from rlhf_megatron.checkpoint.source import WeightSource, random_source
+from rlhf_megatron.checkpoint.value_model import value_model_config, with_value_head
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import load_run_config
 from rlhf_megatron.config.rules.run import has_critic, megatron_sections, needs_reference
 from rlhf_megatron.config.schema import MegatronConfig, RunConfig
+from rlhf_megatron.config.show import as_yaml
+from rlhf_megatron.data.tokenizer import write_character_tokenizer
 from rlhf_megatron.models.families.base import table_for
-from rlhf_megatron.models.table import Head
-from rlhf_megatron.proof.check import compare, programs, tiny_files
+from rlhf_megatron.models.table import Head, Rule
+from rlhf_megatron.proof.check import compare
 from rlhf_megatron.proof.check.fold_config import NUM_STEPS, VALUE_HEAD_STD, fold_config, fold_model, fold_recompute
 from rlhf_megatron.proof.check.fold_layout import UNSHARDED, Folded, FoldedPool
-from rlhf_megatron.proof.check.programs import Finished, ProgramError
+from rlhf_megatron.rollout.fleet.process import ServerProcess
 
 ONE_RANK = "one_rank"
 CRITIC_WEIGHTS = "hf_critic"  # in a run's directory
 TIMEOUT_S = 1800.0  # of one run
+POLL_S = 0.2
+ENVIRONMENT: Mapping[str, str] = {
+    "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",  # processes, not GPUs
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+}
+NUM_TRAIN, NUM_HELD_OUT = 64, 8
+REFERENCE_SEED_OFFSET = 1000  # the reference's random weights are not those of the actor
+CRITIC_SEED_OFFSET = 2000  # nor are those of a critic from a directory of its own
 
 Progress = Callable[[str], None]
 
@@ -45,7 +62,7 @@ class Models:
 
 @dataclass(frozen=True)
 class LayoutResult:
-    """What one folded layout came to."""
+    """The figures of one folded layout."""
 
     folded: Folded
     seconds: float
@@ -59,7 +76,7 @@ class LayoutResult:
 
 @dataclass(frozen=True)
 class Proof:
-    """Of all folded layouts."""
+    """The results of all folded layouts."""
 
     model: Mapping[str, Any]  # config.json of the tiny policy
     layouts: tuple[LayoutResult, ...]
@@ -78,12 +95,13 @@ def prove(
     directory: Path,
     progress: Progress,
 ) -> Proof:
-    """Runs everything below `directory`, which is absolute. `models`: the true ones; `layouts`: of this run.
+    """Run every layout below `directory`, which is absolute. `models`: those of the run itself.
 
-    A run that fails is a problem of its layout; one that fails on one rank is a problem of the first.
+    A run that fails is a problem of its layout; when the run on one rank fails, the first layout has the problem.
     """
-    tiny = fold_models(config, models, layouts)
-    layouts = tuple(_with_recompute(folded, config, models) for folded in layouts)
+    trues = [megatron for _, megatron, _ in megatron_sections(config)]
+    tiny = fold_models(trues, models, layouts, has_critic(config) and config.critic.path is not None)
+    layouts = tuple(_with_recompute(folded, trues, models) for folded in layouts)
     runs = _Runs(config, tiny, directory, progress)
     first, *others = layouts
     results: list[LayoutResult] = []
@@ -102,12 +120,16 @@ def prove(
     return Proof(tiny.policy, tuple(results), num_syncs, one_rank.seconds)
 
 
-def fold_models(config: RunConfig, models: Models, layouts: Sequence[Folded]) -> Models:
-    """Tiny ones that fit the folded layouts. A critic from a directory of its own reads the policy's tokens."""
-    trues = [megatron for _, megatron, _ in megatron_sections(config)]
+def fold_models(
+    trues: Sequence[MegatronConfig], models: Models, layouts: Sequence[Folded], has_critic_path: bool
+) -> Models:
+    """Make tiny models that fit the folded layouts. A critic from a directory of its own reads the policy's tokens.
+
+    `trues`: the run's own layouts, one a pool.
+    """
     of_actor = [folded.actor.megatron for folded in layouts]
     of_critic = [folded.pools[-1].megatron for folded in layouts]
-    if config.critic.path is None or not has_critic(config):
+    if not has_critic_path:
         policy = fold_model(models.policy, trues, [*of_actor, *of_critic])
         return Models(policy, policy)
     policy = fold_model(models.policy, trues[:1], of_actor)
@@ -115,9 +137,8 @@ def fold_models(config: RunConfig, models: Models, layouts: Sequence[Folded]) ->
     return Models(policy, {**critic, "vocab_size": policy["vocab_size"]})
 
 
-def _with_recompute(folded: Folded, config: RunConfig, models: Models) -> Folded:
-    """recompute_num_layers of every pool as the tiny models allow."""
-    trues = [megatron for _, megatron, _ in megatron_sections(config)]
+def _with_recompute(folded: Folded, trues: Sequence[MegatronConfig], models: Models) -> Folded:
+    """Set recompute_num_layers of every pool to what the tiny models allow."""
 
     def fitting(pool: FoldedPool, true: MegatronConfig, model: Mapping[str, Any]) -> FoldedPool:
         return replace(pool, megatron=fold_recompute(pool.megatron, true, int(model["num_hidden_layers"])))
@@ -127,21 +148,26 @@ def _with_recompute(folded: Folded, config: RunConfig, models: Models) -> Folded
     return replace(folded, actor=actor, critic=critic)
 
 
+@dataclass
 class _Runs:
-    """The runs of one proof: they share models, data and directory. `models`: the tiny ones."""
+    """The runs of one proof. They share models, data and directory."""
 
-    def __init__(self, config: RunConfig, models: Models, directory: Path, progress: Progress) -> None:
-        self.config = config
-        self.models = models
-        self.directory = directory
-        self.progress = progress
-        self.recorded: Path | None = None
-        path = tiny_files.write_model(directory / "model", models.policy)
+    config: RunConfig
+    models: Models  # the tiny ones
+    directory: Path
+    progress: Progress
+    recorded: Path | None = None
+
+    def __post_init__(self) -> None:
+        config, models, seed = self.config, self.models, self.config.trainer.seed
+        path = write_model(self.directory / "model", models.policy)
         if needs_reference(config) and config.reference.path is not None:
-            tiny_files.write_reference(directory / "reference", models.policy, config.trainer.seed, path)
+            table, reference = table_for(models.policy), self.directory / "reference"
+            _write_weights(reference, models.policy, table, seed + REFERENCE_SEED_OFFSET, path)
         if has_critic(config) and config.critic.path is not None:
-            tiny_files.write_critic(directory / "critic", models.critic, config.trainer.seed, path)
-        tiny_files.write_prompts(directory, config.trainer.seed)
+            table, config_json = table_for(models.critic, head="value"), value_model_config(models.critic)
+            _write_weights(self.directory / "critic", config_json, table, seed + CRITIC_SEED_OFFSET, path)
+        write_prompts(self.directory, seed)
 
     def record(self, folded: Folded) -> Finished:
         """The run that the others replay. Raises ProgramError."""
@@ -189,13 +215,16 @@ class _Runs:
         return {**starts, CRITIC_WEIGHTS: by_name(first, self.models.critic, "value")}
 
     def _train(self, folded: Folded, words: Sequence[str], run_dir: Path) -> Finished:
-        config = tiny_files.write_config(self.directory, fold_config(self.config, folded, self.directory))
+        config = self.directory / f"{folded.name}.yaml"
+        config.touch(0o600)
+        text = as_yaml(fold_config(self.config, folded, self.directory), with_secrets=True)
+        config.write_text(text, encoding="utf-8")
         try:
             load_run_config(config)
         except ConfigError as error:
             raise AssertionError(f"the folded configuration {config} breaks a rule: {error}") from error
         self.progress(f"{run_dir.name}: {folded.num_ranks} processes; log: {run_dir}.log")
-        finished = programs.run_train(config, words, run_dir, TIMEOUT_S)
+        finished = run_train(config, words, run_dir, TIMEOUT_S)
         self.progress(f"{run_dir.name}: done in {finished.seconds:.0f} s")
         return finished
 
@@ -209,3 +238,68 @@ def by_name(source: WeightSource, hf_config: Mapping[str, Any], head: Head) -> C
         return source.hf_tensors(rule)[index]
 
     return tensor
+
+
+class ProgramError(RuntimeError):
+    """A program that failed or took too long. The message has the end of what it said, and where the logs are."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that ended well."""
+
+    run_dir: Path
+    seconds: float
+
+
+def run_train(config: Path, arguments: Sequence[str], run_dir: Path, timeout_s: float) -> Finished:
+    """`rlhf-megatron train config arguments` until it ends; its output goes to `run_dir` + ".log".
+
+    Raises ProgramError. The processes are gone when this returns or raises, KeyboardInterrupt included.
+    """
+    log = run_dir.with_name(run_dir.name + ".log")
+    start = time.monotonic()
+    command = [sys.executable, "-m", "rlhf_megatron", "train", str(config), *arguments]
+    process = ServerProcess(run_dir.name, command, log, ENVIRONMENT)
+    try:
+        while (code := process.exit_code) is None and time.monotonic() - start < timeout_s:
+            time.sleep(POLL_S)
+    finally:
+        process.stop()
+    if code != 0:
+        reason = f"no end within {timeout_s:.0f} s" if code is None else f"exit code {code}"
+        logs = f"{log}, {run_dir / 'logs'} and {run_dir / 'engines'}"
+        raise ProgramError(f"{run_dir.name}: {reason}. It ended with:\n{process.tail()}\nLogs: {logs}")
+    return Finished(run_dir, time.monotonic() - start)
+
+
+def write_model(directory: Path, hf_config: Mapping[str, Any]) -> Path:
+    """config.json and tokenizer; weights come from a seed."""
+    write_character_tokenizer(directory, int(hf_config["vocab_size"]))
+    (directory / "config.json").write_text(json.dumps(dict(hf_config), indent=2) + "\n", encoding="utf-8")
+    return directory
+
+
+def _write_weights(
+    directory: Path, hf_config: Mapping[str, Any], table: Sequence[Rule], seed: int, model: Path
+) -> None:
+    tensors = [hf for rule in table for hf in rule.hf]
+    source = random_source(hf_config, seed)
+    specs = [TensorSpec(hf.name, "float32", hf.shape) for hf in tensors]
+    with hf_directory_writer(directory, specs, hf_config, model) as writer:
+        for hf in tensors:
+            writer.write(hf.name, source.tensor(hf))
+
+
+def write_prompts(directory: Path, seed: int) -> None:
+    """train.jsonl and val.jsonl: additions of one, two and three digits, so that samples have different lengths."""
+    draw = random.Random(seed)
+    for name, count in (("train", NUM_TRAIN), ("val", NUM_HELD_OUT)):
+        lines = [json.dumps(_addition(draw, 1 + number % 3)) + "\n" for number in range(count)]
+        (directory / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def _addition(draw: random.Random, num_digits: int) -> dict[str, str]:
+    """A problem as those of the addition task: "07+45=" -> "052"."""
+    a, b = (draw.randrange(10**num_digits) for _ in range(2))
+    return {"prompt": f"{a:0{num_digits}d}+{b:0{num_digits}d}=", "answer": f"{a + b:0{num_digits + 1}d}"}

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_megatron.parallel.device_sharing import pickle_shared
+from rlhf_megatron.parallel.device import pickle_shared
 from rlhf_megatron.resharding.digest import as_hex
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.checkpoint.hf_reader import DTYPES
-from rlhf_megatron.checkpoint.hf_writer import write_companions, write_index
-from rlhf_megatron.checkpoint.safetensors_writer import TensorSpec
+from rlhf_megatron.checkpoint.hf_writer import TensorSpec, write_companions, write_index
 from rlhf_megatron.resharding.buffers import Buffers, Deliver, num_buffers
 from rlhf_megatron.resharding.manifest import BucketManifest, TensorEntry
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError

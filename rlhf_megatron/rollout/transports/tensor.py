@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlhf_megatron.parallel.device_sharing import can_share, device_id
+from rlhf_megatron.parallel.device import can_share, device_id
 from rlhf_megatron.resharding.buffers import Buffers, Deliver, num_buffers
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.rollout.engine import Engine, EngineAddress

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from rlhf_megatron import faults
 from rlhf_megatron.data.batch import AnnotatedBatch, ScoredBatch, concat, select
 from rlhf_megatron.observe.metrics.batch import lags
-from rlhf_megatron.recovery.guard import Stage
+from rlhf_megatron.recovery.keeper import Stage
 from rlhf_megatron.scheduler.filter_groups import FewGroups, alike
 from rlhf_megatron.scheduler.samples import greedy_length_metrics
 from rlhf_megatron.scheduler.schedules.base import OnSync, Schedule

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rlhf_megatron.data.batch import PromptBatch, RolloutBatch, ScoredBatch
-from rlhf_megatron.recovery.guard import Stage
+from rlhf_megatron.recovery.keeper import Stage
 from rlhf_megatron.rollout.engine import GeneratedSample, GenerateRequest
 
 Samples = Sequence[Sequence[GeneratedSample]]  # a list for each request of a group

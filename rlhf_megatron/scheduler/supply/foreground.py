@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from rlhf_megatron.data.batch import PromptBatch, RolloutBatch, ScoredBatch
-from rlhf_megatron.recovery.guard import Stage
+from rlhf_megatron.recovery.keeper import Stage
 from rlhf_megatron.scheduler.schedules.base import Schedule
 from rlhf_megatron.scheduler.schedules.flow import Event, Flow, GroupStage
 from rlhf_megatron.scheduler.supply.base import Progress

@@ -12,9 +12,8 @@ from places import ROOT
 from safetensors.torch import load_file, save_file
 from table_samples import FAMILIES, LLAMA3_ROPE, SMALL_QWEN3, THREE_KV_HEADS, random_state, tied
 
-from rlhf_megatron.checkpoint.hf_writer import hf_directory_writer
+from rlhf_megatron.checkpoint.hf_writer import TensorSpec, hf_directory_writer
 from rlhf_megatron.checkpoint.megatron_dir import MegatronReader
-from rlhf_megatron.checkpoint.safetensors_writer import TensorSpec
 from rlhf_megatron.cli.main import main
 from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.resharding.convert import open_model, verify, write_hf, write_megatron

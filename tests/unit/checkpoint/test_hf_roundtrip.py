@@ -12,10 +12,9 @@ from table_samples import SMALL_QWEN3
 from torch import nn
 
 from rlhf_megatron.checkpoint.hf_reader import INDEX, HFReader, read_hf_config
-from rlhf_megatron.checkpoint.hf_writer import hf_directory_writer, plan_files
+from rlhf_megatron.checkpoint.hf_writer import SafetensorsWriter, TensorSpec, hf_directory_writer, plan_files
 from rlhf_megatron.checkpoint.load_model import load_hf, local_shards
-from rlhf_megatron.checkpoint.random_init import random_hf_tensors, random_source
-from rlhf_megatron.checkpoint.safetensors_writer import SafetensorsWriter, TensorSpec
+from rlhf_megatron.checkpoint.source import random_hf_tensors, random_source
 from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.models.table import Rule, join, rules_of_stage, split
 

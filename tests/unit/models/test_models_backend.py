@@ -16,10 +16,9 @@ from megatron.core.transformer.identity_op import IdentityOp
 from rlhf_megatron.checkpoint.dist_checkpoint import load_sharded, save_sharded, without_extra_state
 from rlhf_megatron.checkpoint.load_model import named_parameters
 from rlhf_megatron.config.schema import MegatronConfig
-from rlhf_megatron.models.backend import has_transformer_engine, resolve_impl
+from rlhf_megatron.models.backend import LayerNormColumnParallelLinear, has_transformer_engine, resolve_impl
 from rlhf_megatron.models.build import build_model
 from rlhf_megatron.models.norm import RMSNorm
-from rlhf_megatron.models.te_names import LayerNormColumnParallelLinear
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.parallel.world import World, create_world, destroy_world
 

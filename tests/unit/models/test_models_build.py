@@ -11,7 +11,7 @@ import torch
 from dist_pool import DistPool
 from torch import Tensor
 
-from rlhf_megatron.checkpoint.random_init import RandomSource
+from rlhf_megatron.checkpoint.source import RandomSource
 from rlhf_megatron.config.schema import MegatronConfig
 from rlhf_megatron.models.attention import packed_documents
 from rlhf_megatron.models.build import build_model

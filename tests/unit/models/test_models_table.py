@@ -210,7 +210,7 @@ def test_what_is_not_supported_is_refused(change: dict, message: str) -> None:
 
 
 def test_random_weights_depend_on_name_and_seed_only() -> None:
-    from rlhf_megatron.checkpoint.random_init import random_hf_tensors, random_source
+    from rlhf_megatron.checkpoint.source import random_hf_tensors, random_source
 
     hf_config = {**QWEN3, "initializer_range": 0.5}
     first = dict(random_hf_tensors(hf_config, 7))

@@ -25,13 +25,13 @@ from rlhf_megatron.config.schema import (
     RunConfig,
     TrainerConfig,
 )
+from rlhf_megatron.config.show import as_yaml
 from rlhf_megatron.models.families.base import family_for, table_for
 from rlhf_megatron.models.table import check_tensor_parallel
 from rlhf_megatron.parallel.layout import layout_of
-from rlhf_megatron.proof.check import tiny_files
 from rlhf_megatron.proof.check.fold_config import fold_config, fold_model, fold_recompute, layers_per_chunk
 from rlhf_megatron.proof.check.fold_layout import UNSHARDED, Folded, FoldedPool, fold_layouts, replica_size
-from rlhf_megatron.proof.check.proof import Models, fold_models
+from rlhf_megatron.proof.check.proof import Models, fold_models, write_model, write_prompts
 
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 LARGE = MegatronConfig(
@@ -181,14 +181,17 @@ def test_every_shipped_configuration_folds_to_one_that_breaks_no_rule(
         pytest.skip(f"{config.model.path} is not there")
     hf_config = json.loads((Path(config.model.path) / "config.json").read_text())
     pools = list(megatron_sections(config))
+    trues = [megatron for _, megatron, _ in pools]
     models = Models(hf_config, hf_config)
-    tiny_files.write_prompts(tmp_path, 1)
+    write_prompts(tmp_path, 1)
     for processes in (1, 4, 16, 64):
         layouts = fold_layouts(pools, processes)
-        tiny_files.write_model(tmp_path / "model", fold_models(config, models, layouts).policy)
+        write_model(tmp_path / "model", fold_models(trues, models, layouts, config.critic.path is not None).policy)
         for folded in layouts:
             small = fold_config(config, folded, tmp_path)
-            loaded = load_run_config(tiny_files.write_config(tmp_path, small)).config
+            path = tmp_path / f"{folded.name}.yaml"
+            path.write_text(as_yaml(small))
+            loaded = load_run_config(path).config
             assert loaded == small, "the file says the same"
             one_rank = fold_config(config, Folded(folded.name, FoldedPool(UNSHARDED, 1), None, ()), tmp_path)
             placed = {name: getattr(loaded.critic, name) for name in ("num_ranks", "megatron")}
@@ -255,11 +258,11 @@ def test_tiny_models_of_two_pools_fit_both() -> None:
             algorithm=AlgorithmConfig(adv_estimator="gae"),
             trainer=TrainerConfig(n_gpus_per_node=7),
         )
-        layouts = fold_layouts(list(megatron_sections(config)), 16)
+        pools = list(megatron_sections(config))
+        layouts = fold_layouts(pools, 16)
         policy = {**QWEN3_32B, "num_hidden_layers": 12, "num_key_value_heads": 4}
-        tiny = fold_models(
-            config, Models(policy, {**SMALL_LLAMA, "num_hidden_layers": 12} if path else policy), layouts
-        )
+        models = Models(policy, {**SMALL_LLAMA, "num_hidden_layers": 12} if path else policy)
+        tiny = fold_models([megatron for _, megatron, _ in pools], models, layouts, path is not None)
         assert tiny.critic["num_hidden_layers"] == 6, "two layers a stage"
         assert (tiny.policy["model_type"], tiny.critic["model_type"]) == ("qwen3", "llama" if path else "qwen3")
         assert tiny.policy["num_key_value_heads"] % 4 == 0 and tiny.policy["vocab_size"] == tiny.critic["vocab_size"]

@@ -30,14 +30,14 @@ from rlhf_megatron.config.schema import (
     RunConfig,
     TrainerConfig,
 )
+from rlhf_megatron.config.show import as_yaml
 from rlhf_megatron.data.batch import MiniBatch, TrainBatch
 from rlhf_megatron.data.plan import ReplicaPlan
 from rlhf_megatron.observe.metrics.batch import BadColumn, bad_columns, describe
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.recovery.capsule import Capsules, read_capsule
-from rlhf_megatron.recovery.desync import ReplicasDiffer, check_replicas
-from rlhf_megatron.recovery.skip_facts import seen, summary
-from rlhf_megatron.recovery.skips import NonFiniteNumbers, Skips
+from rlhf_megatron.recovery.checkpointer import ReplicasDiffer, check_replicas
+from rlhf_megatron.recovery.skips import NonFiniteNumbers, Skips, seen, summary
 from rlhf_megatron.runtime.proxies import Workers
 from rlhf_megatron.scheduler.advantages import AdvantageStage
 from rlhf_megatron.scheduler.parts import Parts
@@ -161,7 +161,7 @@ def test_nothing_is_sent_past_the_limit_and_the_capsule_has_the_first_mini_batch
     """Of 8 mini-batches the second is the first skip; two calls are under way when the limit of 2 is seen."""
     notes: list[str] = []
     config = replace(CONFIG, trainer=replace(CONFIG.trainer, max_consecutive_skips=2))
-    skips = Skips(config.trainer, Capsules(tmp_path, config, notes.append), notes.append)
+    skips = Skips(config.trainer, Capsules(tmp_path, as_yaml(config), 3, notes.append), notes.append)
     group = Group(False, *[True] * 7)
     path = tmp_path / "capsules" / "step_000012_actor"
     with pytest.raises(NonFiniteNumbers, match=rf"(?s)a.weight \(1 NaN of 8\).*--replay {path}$"):
@@ -181,7 +181,7 @@ def test_so_many_steps_have_capsules_as_are_to_be_kept(tmp_path: Path) -> None:
     directory = tmp_path / "capsules"
     (directory / "step_000004_actor").mkdir(parents=True)
     (directory / ".step_000003_actor.partial").mkdir()
-    capsules = Capsules(tmp_path, replace(CONFIG, trainer=replace(CONFIG.trainer, capsules_kept=2)), print)
+    capsules = Capsules(tmp_path, as_yaml(CONFIG), 2, print)
     assert not (directory / ".step_000003_actor.partial").exists()
     assert capsules.place(4, "actor") is None
     assert capsules.place(4, "critic") == directory / ".step_000004_critic.partial"
@@ -194,7 +194,7 @@ def test_so_many_steps_have_capsules_as_are_to_be_kept(tmp_path: Path) -> None:
 def test_a_disk_that_refuses_costs_the_capsule_only(tmp_path: Path) -> None:
     notes: list[str] = []
     (tmp_path / "capsules").write_text("not a directory")
-    skips = Skips(CONFIG.trainer, Capsules(tmp_path, CONFIG, notes.append), notes.append)
+    skips = Skips(CONFIG.trainer, Capsules(tmp_path, as_yaml(CONFIG), 3, notes.append), notes.append)
     metrics = run_updates(updates_of(Group(True, False), 2), 1, skips)
     assert metrics["actor/num_skipped_steps"] == 1
     assert notes[0].startswith("no capsule of step 1: ") and len(notes) == 2
@@ -207,7 +207,7 @@ def test_directories_that_are_no_capsules_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="capsule of format 2; this version of the package reads 1"):
         read_capsule(tmp_path)
     (tmp_path / "capsule.json").write_text("[1]")
-    with pytest.raises(ValueError, match="not that of a capsule"):
+    with pytest.raises(ValueError, match="not the file of a capsule"):
         read_capsule(tmp_path)
 
 

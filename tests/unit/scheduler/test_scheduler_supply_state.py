@@ -12,7 +12,7 @@ import torch
 from data_samples import scored
 from supply_tools import NUM_SAMPLES, TOKENIZER, Bench, Hasty, HeldSession, make_requests, right_or_wrong, stream_of
 
-from rlhf_megatron.config.schema import FilterGroupsConfig, RunConfig, ScheduleConfig
+from rlhf_megatron.config.schema import FilterGroupsConfig, ScheduleConfig
 from rlhf_megatron.data.batch import PromptBatch, RolloutBatch, ScoredBatch
 from rlhf_megatron.data.stream import PromptCursor
 from rlhf_megatron.recovery.checkpointer import RunState
@@ -98,14 +98,10 @@ def test_groups_of_other_settings_do_not_wait_for_these_to_come_back(tmp_path: P
 
 @pytest.mark.parametrize("is_filtered", [False, True])
 def test_groups_in_flight_do_not_go_on_in_a_synchronous_run(is_filtered: bool) -> None:
-    config = RunConfig()
-    config = replace(config, algorithm=replace(config.algorithm, filter_groups=FilterGroupsConfig(is_filtered)))
     state = RunState(2, 3, PromptCursor(num_drawn=4, batch_size=2, order=""))
-    check_schedule(config, state)
-    with pytest.raises(
-        ValueError, match=r"schedule.name \(synchronous\) cannot go on .* and 1 of them not been trained"
-    ):
-        check_schedule(config, replace(state, untrained=(3,)))
+    check_schedule(ScheduleConfig("synchronous"), is_filtered, state)
+    with pytest.raises(ValueError, match=r"schedule.name \(synchronous\) cannot go on .* and 1 of them not trained"):
+        check_schedule(ScheduleConfig("synchronous"), is_filtered, replace(state, untrained=(3,)))
 
 
 def test_what_is_known_is_not_generated_and_what_is_lost_is() -> None:

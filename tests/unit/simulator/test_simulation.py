@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 
 from rlhf_megatron.config.schema import ScheduleConfig
 from rlhf_megatron.scheduler.schedules import load_schedule
-from rlhf_megatron.simulator.figures import figures
-from rlhf_megatron.simulator.lengths import LengthsConfig, Workload
+from rlhf_megatron.simulator.durations import LengthsConfig, Workload
 from rlhf_megatron.simulator.plan import Plan, Split
-from rlhf_megatron.simulator.simulation import History
+from rlhf_megatron.simulator.simulation import History, figures
 from rlhf_megatron.simulator.supplies import simulate
 
 PLAN = Plan(

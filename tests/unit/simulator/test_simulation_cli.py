@@ -19,12 +19,11 @@ from rlhf_megatron.cli.simulate import grid
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import load_run_config
 from rlhf_megatron.config.schema import ScheduleConfig
-from rlhf_megatron.simulator.durations import read_durations
-from rlhf_megatron.simulator.figures import Figures
-from rlhf_megatron.simulator.lengths import LengthsConfig, Workload
-from rlhf_megatron.simulator.plan import Split, gpus_per_engine, make_plan, slots_of, slowdown, split_of, splits
+from rlhf_megatron.simulator.durations import LengthsConfig, Workload, read_durations
+from rlhf_megatron.simulator.plan import Setting, Split, slowdown
 from rlhf_megatron.simulator.recorded import as_yaml, recorded_durations
 from rlhf_megatron.simulator.search import Case, Study, pick
+from rlhf_megatron.simulator.simulation import Figures
 
 EXAMPLE = ROOT / "examples" / "simulate_1024"
 SMALL = """
@@ -80,9 +79,10 @@ def test_the_best_split_is_better_than_its_neighbours(tmp_path: Path) -> None:
     config = load_run_config(ROOT / "configs/quickstart.yaml", ["data.max_response_length=400"], False).config
     read = read_durations(durations)
     workload = Workload(read.lengths, read.prompts, config.rollout.n, 400, 100, 1)
-    study = Study(config, read, workload, 6, 2)
+    setting = Setting(config, read)
+    study = Study(setting, workload, 6, 2)
     schedule = ScheduleConfig("asynchronous", {"max_lag": 1})
-    every = [study.case(schedule, split) for split in splits(config, read, 100, 1000)]
+    every = [study.case(schedule, split) for split in setting.splits(100, 1000)]
     assert len(every) > 8 and all(case.split.gpus <= 100 for case in every)
     found = study.best_split(schedule, 100, 8)[0]
     assert found.figures and found.figures.step_s <= 1.02 * min(case.figures.step_s for case in every if case.figures)
@@ -95,8 +95,9 @@ def test_the_trainer_scales_as_stated() -> None:
     assert slowdown(32, 64, 0.95) == pytest.approx(1.9)
     config = load_run_config(EXAMPLE / "run.yaml", with_files=False).config
     durations = read_durations(EXAMPLE / "durations.yaml")
-    assert split_of(config, durations) == Split(512, 64, 8) and gpus_per_engine(config, durations) == 8
-    half = make_plan(config, durations, Split(256, 96, 8), 1)
+    setting = Setting(config, durations)
+    assert setting.split == Split(512, 64, 8) and setting.gpus_per_engine == 8
+    half = setting.plan(Split(256, 96, 8), 1)
     # Update: 1 / 1e6 s a token on 512, x 1.9. Log-probs: actor and reference, 2 / 3e6, x 1.9.
     assert half.update_s_a_token == pytest.approx(1.9e-6) and half.annotate_s_a_token == pytest.approx(3.8e6 / 3e12)
     assert half.seconds_a_token[64] == 0.014 and len(half.seconds_a_token) == 257
@@ -105,14 +106,14 @@ def test_the_trainer_scales_as_stated() -> None:
 def test_splits_are_whole_replicas_and_engines() -> None:
     config = load_run_config(EXAMPLE / "run.yaml", with_files=False).config
     durations = read_durations(EXAMPLE / "durations.yaml")
-    found = splits(config, durations, 100, 50)
+    found = Setting(config, durations).splits(100, 50)
     assert all(split.trainer_gpus % 16 == 0 and split.gpus <= 100 for split in found)
     assert found[-1].is_colocated and found[-1] == Split(96, 12, 8, True)
     apart = replace(durations, sync=replace(durations.sync, turns_s=None))
     with pytest.raises(
         ConfigError, match=r"--gpus \(20\) must hold a replica of the trainer \(16\) and an engine \(8\)"
     ):
-        splits(config, apart, 20, 5)
+        Setting(config, apart).splits(20, 5)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +149,7 @@ def test_sglang_needs_slots_from_somebody(small: Path, capsys: pytest.CaptureFix
     assert simulate("--durations", small, run="examples/simulate_1024/run.yaml") == 2
     assert "engine.slots (null) must be given" in capsys.readouterr().err
     config = load_run_config(EXAMPLE / "run.yaml", ["rollout.sglang.args.max-running-requests=96"], False).config
-    assert slots_of(config, read_durations(small)) == 96
+    assert Setting(config, read_durations(small)).slots == 96
 
 
 def test_a_grid_of_schedules() -> None:

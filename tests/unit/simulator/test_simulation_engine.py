@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_megatron.simulator.durations import DecodeConfig
-from rlhf_megatron.simulator.engine import Engine, RunningGroup
+from rlhf_megatron.simulator.fleet import Engine, RunningGroup
 
 
 def make(seconds_a_token: list[float], prefill: float = math.inf) -> Engine:

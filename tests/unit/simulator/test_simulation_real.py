@@ -18,7 +18,7 @@ from sleeping_run import PROMPT_TOKENS, Slept, sleep_through
 from rlhf_megatron.config.schema import ScheduleConfig
 from rlhf_megatron.scheduler.schedules import load_schedule
 from rlhf_megatron.scheduler.schedules.synchronous import Synchronous
-from rlhf_megatron.simulator.lengths import LengthsConfig, Workload
+from rlhf_megatron.simulator.durations import LengthsConfig, Workload
 from rlhf_megatron.simulator.plan import Plan
 from rlhf_megatron.simulator.supplies import Background, Foreground
 

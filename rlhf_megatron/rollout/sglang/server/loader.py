@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_megatron.parallel.device_sharing import device_ids
+from rlhf_megatron.parallel.device import device_ids
 from rlhf_megatron.resharding.digest import as_hex, digest_part
 from rlhf_megatron.resharding.manifest import DTYPE_BYTES, BucketManifest, TensorEntry
 from rlhf_megatron.rollout.sglang.server import facts
