@@ -110,11 +110,17 @@ def case_text(name: str, case: Mapping[str, Any]) -> str:
     return text + "".join(f"\nNot measured: {what}: {_last_line(reason)}.\n" for what, reason in absent.items())
 
 
+def _parts(what: str) -> tuple[str, str]:
+    """("tp 2", "log-prob") of "tp 2: log-prob", ("lognormal, dp 1", "padding") of "lognormal, dp 1, padding"."""
+    sample, mark, quantity = what.rpartition(": ")
+    return (sample, quantity) if mark else (what.rpartition(", ")[0], what.rpartition(", ")[2])
+
+
 def worst_of_each(figures: Sequence[Figure]) -> list[tuple[str, ...]]:
-    """Figures named "sample: quantity", by quantity, unit and bar; those without a bar stand for themselves."""
+    """Figures by quantity, unit and bar (`_parts`); those without a bar stand for themselves."""
     groups: dict[tuple[Any, ...], list[Figure]] = {}
     for index, figure in enumerate(figures):
-        sample, _, quantity = figure.what.rpartition(": ")
+        sample, quantity = _parts(figure.what)
         key = (quantity, figure.unit, figure.bar) if figure.bar is not None and sample else (index,)
         groups.setdefault(key, []).append(figure)
     rows = []
@@ -122,7 +128,7 @@ def worst_of_each(figures: Sequence[Figure]) -> list[tuple[str, ...]]:
         worst = max(group, key=over_bar)
         cells = _figure_cells(worst)
         if len(group) > 1:
-            sample = worst.what.rpartition(": ")[0]
+            sample = _parts(worst.what)[0]
             cells = (str(key[0]), *cells[1:4], f"the worst of {len(group)}: {sample}")
         rows.append(cells)
     return rows

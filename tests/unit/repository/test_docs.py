@@ -1,10 +1,8 @@
-"""Documents say what is there: links, paths, make targets, sizes, quoted messages, examples that run."""
+"""Documents say what is there: links, paths, make targets, sizes, quoted messages."""
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,6 @@ from places import ROOT
 from tools.file_map import file_map
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-CONTRIBUTING = DOCUMENTS[1]
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 TOP_FOLDERS = ("rlhf_megatron", "configs", "docs", "benchmarks", "launch", "tests", "tools", "examples")
 PATH = re.compile(rf"(?<![\w/.-])(?:{'|'.join(TOP_FOLDERS)})/[\w./-]*\w\.(?:py|yaml|md|sh|json|png|txt)\b")
@@ -47,7 +44,7 @@ def test_make_map_says_what_each_module_is_for() -> None:
 def test_documents_stay_short() -> None:
     """The README and CONTRIBUTING are read whole; what does not fit there stands in docs/."""
     sizes = {document.name: document.stat().st_size for document in DOCUMENTS[:2]}
-    assert sizes["README.md"] <= 8192, sizes
+    assert all(size <= 8192 for size in sizes.values()), sizes
 
 
 def test_the_index_leads_to_every_document() -> None:
@@ -75,13 +72,3 @@ def test_the_hops_from_loop_to_clip_formula() -> None:
     assert [int(number) for number, _, _ in rows] == [1, 2, 3, 4, 5]
     for _, path, call in rows:
         assert call in (ROOT / "rlhf_megatron" / path).read_text(), f"{path} does not say {call}"
-
-
-def test_examples_of_contributing_run() -> None:
-    """In a process of their own, since they register parts."""
-    code = "\n\n".join(block for language, block in BLOCK.findall(CONTRIBUTING.read_text()) if language == "python")
-    names = re.findall(r"^def (test_\w+)", code, re.MULTILINE)
-    assert len(names) == 7
-    code += "\n\n" + "\n".join(f"{name}()" for name in names)
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
-    assert result.returncode == 0, result.stderr
