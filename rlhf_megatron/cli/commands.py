@@ -74,7 +74,7 @@ def _config(parser: argparse.ArgumentParser) -> None:
     reference = actions.add_parser("reference", help="settings as Markdown: type, default, meaning")
     reference.add_argument("section", nargs="?", default="", help="only those of this section, such as rollout")
     reference.set_defaults(run=f"{module}:reference")
-    verl = actions.add_parser("from-verl", help="a configuration of verl as one of ours")
+    verl = actions.add_parser("from-verl", help="translate a configuration of verl")
     _from_verl(verl)
     verl.set_defaults(run="rlhf_megatron.cli.from_verl:from_verl")
     for action in (show, check, reference, verl):
@@ -124,13 +124,15 @@ def _fetch(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="RUN.yaml", type=Path, nargs="?", help="a run: what it takes and lacks here")
+    parser.add_argument(
+        "config", metavar="RUN.yaml", type=Path, nargs="?", help="also show what this run uses and lacks here"
+    )
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="settings over those of the file")
     parser.add_argument("--json", action="store_true", dest="is_json", help="one JSON object instead of a table")
 
 
 def _algorithms(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", nargs="?", help="of one part: all that is known of it")
+    parser.add_argument("name", metavar="NAME", nargs="?", help="print all that is known of this part")
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
@@ -148,13 +150,33 @@ COMMANDS = (
     Command("train", "train a policy", _train, "rlhf_megatron.cli.train:train"),
     Command("check", "prove a run's layout on this machine, without GPUs", _check, "rlhf_megatron.cli.check:check"),
     Command(
-        "simulate", "which schedule suits a run, and what it costs", _simulate, "rlhf_megatron.cli.simulate:simulate"
+        "simulate",
+        "compare schedules and splits of a run on simulated GPUs",
+        _simulate,
+        "rlhf_megatron.cli.simulate:simulate",
     ),
-    Command("doctor", "which fast paths are live here", _doctor, "rlhf_megatron.cli.doctor.run:doctor"),
-    Command("engine", "SGLang servers for runs to attach to", engine.add_arguments, "rlhf_megatron.cli.engine:engine"),
-    Command("report", "what a run came to: one HTML page", report.add_arguments, "rlhf_megatron.cli.report:report"),
-    Command("config", "show, check, document or take over configurations", _config, ""),
-    Command("algorithms", "what can be named in them", _algorithms, "rlhf_megatron.cli.algorithms:algorithms"),
-    Command("fetch", "get a real model without a model hub", _fetch, "rlhf_megatron.cli.convert:fetch"),
+    Command(
+        "doctor",
+        "show which fast paths this machine has, and what is missing",
+        _doctor,
+        "rlhf_megatron.cli.doctor.run:doctor",
+    ),
+    Command(
+        "engine", "start SGLang servers for runs to attach to", engine.add_arguments, "rlhf_megatron.cli.engine:engine"
+    ),
+    Command(
+        "report",
+        "write one HTML page about a run, or compare several",
+        report.add_arguments,
+        "rlhf_megatron.cli.report:report",
+    ),
+    Command("config", "show, check, document or translate configurations", _config, ""),
+    Command(
+        "algorithms",
+        "list estimators, losses, rewards, schedules and their parameters",
+        _algorithms,
+        "rlhf_megatron.cli.algorithms:algorithms",
+    ),
+    Command("fetch", "download a real model without a model hub", _fetch, "rlhf_megatron.cli.convert:fetch"),
     Command("convert", "change the layout of weights on disk", _convert, ""),
 )

@@ -1,4 +1,4 @@
-"""`rlhf-megatron report RUN_DIR ...`: what a run came to, as one HTML page and pictures."""
+"""`rlhf-megatron report RUN_DIR ...`: writes one HTML page and pictures about a run, or compares several."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from rlhf_megatron import api
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Run directories, where the report goes, and whether a browser opens it."""
-    parser.add_argument("run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="of a run; several are compared")
-    parser.add_argument("--out", metavar="DIR", type=Path, help="of the report (RUN_DIR/report)")
+    parser.add_argument(
+        "run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="directory of a run; several are compared"
+    )
+    parser.add_argument("--out", metavar="DIR", type=Path, help="where the report goes (RUN_DIR/report)")
     parser.add_argument(
         "--open",
         choices=("auto", "yes", "no"),
         default="auto",
-        help="the page in a browser; auto: from a terminal on a machine with a screen (%(default)s)",
+        help="open the page in a browser; auto: from a terminal on a machine with a screen (%(default)s)",
     )
 
 

@@ -33,6 +33,11 @@ _NOT_YET = "not supported yet; remove it"
 _TURNS = "while engines generate all of the trainer is in host memory; not within the trainer's turn"
 _ATTENTION = "the backend is chosen with transformer_impl; remove it"
 _FUSIONS = "fused where it can be; remove it"
+_BATCH_SIZES = ("ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz")
+_LOGITS = (
+    *("entropy_from_logits_with_chunking", "entropy_checkpointing"),
+    *("calculate_sum_pi_squared", "sum_pi_squared_checkpointing"),
+)
 _ROLES = ("actor", "critic", "reference", "rollout", "reward.reward_model")
 _WATCHING = (("trace", "backend"), ("prometheus", "enable"))
 _OF_ENGINES = (
@@ -46,6 +51,7 @@ _ENGINES_OWN = "it is the engine's own business; see rollout.sglang.args"
 _NO_IMAGES = "prompts are text; remove it"
 _VERLS_OWN = "it belongs to how verl is built; remove it"
 _NO_EXPERTS = "models with experts are not supported yet; remove it"
+_TABLE = "weights are always converted by the weight table; remove it"
 _WEIGHTS = "weights are read from a directory in Hugging Face layout"
 _FORCED = "it follows from the layout, since other values fail silently; remove it"
 _RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
@@ -55,13 +61,12 @@ VERL_NAMES = (
         "actor.mini_batch_size",
         "it counts samples (prompts x rollout.n), where verl counts prompts: multiply by rollout.n",
     ),
-    VerlName("actor.ppo_micro_batch_size", "actor.ppo_max_token_len_per_gpu", _BUDGET),
-    VerlName("actor.ppo_micro_batch_size_per_gpu", "actor.ppo_max_token_len_per_gpu", _BUDGET),
-    VerlName("actor.use_dynamic_bsz", "actor.ppo_max_token_len_per_gpu", _BUDGET),
+    *(VerlName(f"actor.{name}", "actor.ppo_max_token_len_per_gpu", _BUDGET) for name in _BATCH_SIZES),
     VerlName("actor.clip_ratio", "actor.policy_loss.params.clip_ratio_low", "and clip_ratio_high beside it"),
-    VerlName("actor.clip_ratio_low", "actor.policy_loss.params.clip_ratio_low"),
-    VerlName("actor.clip_ratio_high", "actor.policy_loss.params.clip_ratio_high"),
-    VerlName("actor.clip_ratio_c", "actor.policy_loss.params.clip_ratio_c"),
+    *(
+        VerlName(f"actor.clip_ratio_{side}", f"actor.policy_loss.params.clip_ratio_{side}")
+        for side in ("low", "high", "c")
+    ),
     VerlName("actor.grad_clip", "actor.optim.clip_grad"),
     VerlName("actor.optim.lr_warmup_steps_ratio", "actor.optim.lr_warmup_steps", "in optimizer steps"),
     *(
@@ -96,11 +101,7 @@ VERL_NAMES = (
         VerlName(f"actor.{name}", None, _VERLS_OWN, off=(True, 600))
         for name in ("use_torch_compile", "load_weight", "nccl_timeout", "use_prefix_grouper")
     ),
-    *(
-        VerlName(f"actor.{name}", "actor.kernels", "no logits are kept")
-        for name in ("entropy_from_logits_with_chunking", "entropy_checkpointing", "calculate_sum_pi_squared")
-    ),
-    VerlName("actor.sum_pi_squared_checkpointing", "actor.kernels", "no logits are kept"),
+    *(VerlName(f"actor.{name}", "actor.kernels", "no logits are kept") for name in _LOGITS),
     VerlName("actor.fsdp_config.*", "actor.megatron", "the trainer is always Megatron: choose parallel sizes"),
     *(VerlName(f"{role}.profiler.*", None, _NOT_YET, switch=f"{role}.profiler.enable") for role in _ROLES),
     *(
@@ -119,25 +120,17 @@ VERL_NAMES = (
     VerlName("reference.fsdp_config.*", "reference.param_offload"),
     VerlName("reference.ulysses_sequence_parallel_size", "actor.megatron.context_parallel_size"),
     VerlName("reference.log_prob_micro_batch_size", "reference.max_token_len_per_gpu", _BUDGET),
-    VerlName(
-        "actor.megatron.use_mbridge", None, "weights are always converted by the weight table; remove it", off=(True,)
-    ),
-    VerlName(
-        "actor.megatron.vanilla_mbridge",
-        None,
-        "weights are always converted by the weight table; remove it",
-        off=(True,),
-    ),
+    *(VerlName(f"actor.megatron.{name}mbridge", None, _TABLE, off=(True,)) for name in ("use_", "vanilla_")),
     VerlName("actor.megatron.dtype", "model.dtype"),
-    VerlName("actor.megatron.param_offload", "rollout.colocated", _TURNS),
-    VerlName("actor.megatron.grad_offload", "rollout.colocated", _TURNS),
-    VerlName("actor.megatron.optimizer_offload", "rollout.colocated", _TURNS),
+    *(
+        VerlName(f"actor.megatron.{name}_offload", "rollout.colocated", _TURNS)
+        for name in ("param", "grad", "optimizer")
+    ),
     VerlName("actor.megatron.expert_model_parallel_size", None, _NO_EXPERTS, off=(1,)),
     VerlName("actor.megatron.expert_tensor_parallel_size", None, _NO_EXPERTS, off=(1,)),
     VerlName("actor.megatron.dynamic_context_parallel", "actor.megatron.context_parallel_size", "one size for all"),
     VerlName("actor.megatron.use_dist_checkpointing", "model.path", _WEIGHTS),
-    VerlName("actor.megatron.dist_checkpointing_path", "model.path", _WEIGHTS),
-    VerlName("actor.megatron.dist_checkpointing_prefix", "model.path", _WEIGHTS),
+    *(VerlName(f"actor.megatron.dist_checkpointing_{name}", "model.path", _WEIGHTS) for name in ("path", "prefix")),
     VerlName("actor.megatron.seed", "trainer.seed"),
     VerlName("actor.megatron.forward_only", None, "each role knows whether it trains; remove it"),
     *(
