@@ -5,10 +5,7 @@ verl's learning-rate schedules move once a step of the loop, ours at each optimi
 
 from __future__ import annotations
 
-from typing import get_args
-
-from rlhf_megatron.config.keys import field_types
-from rlhf_megatron.config.schema import TrainerConfig
+from rlhf_megatron.registry import parts_of
 from rlhf_megatron.verl.data import at_home
 from rlhf_megatron.verl.draft import Draft
 from rlhf_megatron.verl.given import Given
@@ -104,7 +101,7 @@ def _loggers(draft: Draft) -> None:
     value = draft.given.get(key)
     if value is None:
         return
-    known = get_args(get_args(field_types(TrainerConfig)["logger"])[0])
+    known = list(parts_of("logger"))
     names = [LOGGERS.get(str(name), str(name)) for name in (value if isinstance(value, list) else [value])]
     kept = list(dict.fromkeys(name for name in names if name in known))
     lost = [name for name in names if name not in known]

@@ -306,3 +306,9 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     assert run([str(file)], capsys)[0] == 2
     assert run([str(tmp_path / "gone.yaml")], capsys)[0] == 2
     assert run([str(out), "nonsense"], capsys)[0] == 2
+
+
+def test_loggers_that_are_registered_are_kept() -> None:
+    result = translated(PPO_YAML, "trainer.logger=[console,wandb,mlflow]")
+    found = result.values["trainer.logger"]
+    assert found.value == ["console", "wandb", "jsonl"] and found.note == "without mlflow, which is not there"
