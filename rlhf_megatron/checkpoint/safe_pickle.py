@@ -68,16 +68,6 @@ _METADATA_GLOBALS = frozenset(
 )
 
 
-def check_metadata(path: Path) -> None:
-    """Raises ValueError naming the file and what it must not hold, if torch could not load `.metadata` safely."""
-    read_metadata(path)
-
-
-def check_common(path: Path) -> None:
-    """Raises ValueError naming the file and the first global in it, if `common.pt` holds more than plain values."""
-    read_plain(str(path), read_bytes(path))
-
-
 def read_metadata(path: Path) -> Metadata:
     """`.metadata` of a torch distributed checkpoint, of what is needed to load tensors.
 
@@ -289,9 +279,9 @@ def check_directory(directory: Path) -> None:
         raise ValueError(f"{path} cannot be read: {error}; {directory} is not a checkpoint.") from error
     if not is_known or any(_CONFIG.get(key) != value for key, value in config.items()):
         raise ValueError(f"{path} says {str(config)[:200]}; only {json.dumps(_CONFIG)} is read.")
-    check_metadata(directory / METADATA)
-    if (directory / COMMON).exists():
-        check_common(directory / COMMON)
+    read_metadata(directory / METADATA)
+    if (path := directory / COMMON).exists():
+        read_plain(str(path), read_bytes(path))
 
 
 def apply() -> None:

@@ -176,7 +176,7 @@ class ChatFormat:
             )
         except ValueError as error:
             raise ValueError(
-                f"the chat template refuses the prompt ({error}); mend the prompt, data.system_prompt or {KWARGS}."
+                f"the chat template refuses the prompt ({error}); correct the prompt, data.system_prompt or {KWARGS}."
             ) from error
 
 

@@ -123,7 +123,7 @@ def _load(source: SourceSettings, config: DataConfig, tokenizer: Tokenizer, chat
         shots, train, taken = take_shots(train, source.few_shot, source.prompt_template)
         held_out_rows = tuple(row for row in held_out if row.prompt not in taken)
         if held_out and not held_out_rows:
-            raise ValueError("every held-out prompt stands solved in front of the others; lower few_shot.num_shots.")
+            raise ValueError("every held-out prompt is used as a solved example; lower few_shot.num_shots.")
         form = PromptFormat(source.prompt_template, shots, chat)
         limit = Limit(config.max_prompt_length, config.filter_overlong_prompts, config.truncation)
         train_items = encode_rows(train, tokenizer, form, limit)

@@ -141,7 +141,7 @@ def summarize_set(answered: Answered) -> SetResult:
     statuses = Counter(r.status for results in answered.results for r in results if is_masked(r.status))
     if not items:
         raise ValueError(
-            f"no sample of the evaluation set {answered.name!r} could be scored ({_counts(statuses)}); mend what the"
+            f"no sample of the evaluation set {answered.name!r} could be scored ({_counts(statuses)}); fix what the"
             " reward or the engines reported, or take the set out of the run."
         )
     num_samples = max(map(len, answered.results))

@@ -118,7 +118,7 @@ def choose_gradient_fusion(
     fix = "install torch 2.10 or newer, Transformer Engine, or Apex with its CUDA extensions"
     why_not = f"in {dtype} it needs a matrix product into float32, which this torch has not"
     if setting:
-        raise ValueError(f"gradient_accumulation_fusion (true) cannot be: {why_not}; {fix}, or leave it null.")
+        raise ValueError(f"gradient_accumulation_fusion (true) is not possible: {why_not}; {fix}, or leave it null.")
     return Choice("off", why_not, fix)
 
 

@@ -42,7 +42,9 @@ class Layout:
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"virtual pipeline size ({self.vpp}) needs pipeline stages; use pp 2 or more, or vpp 1.")
         if self.sequence_parallel and self.tp == 1:
-            raise ValueError("sequence parallelism splits over tensor-parallel ranks; use tp 2 or more, or none of it.")
+            raise ValueError(
+                "sequence parallelism splits over tensor-parallel ranks; use tp 2 or more, or turn it off."
+            )
 
     @property
     def replica_size(self) -> int:

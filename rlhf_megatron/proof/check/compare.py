@@ -89,7 +89,7 @@ def compare_weights(
     Raises ValueError for other tensors.
     """
     if found.keys() != one_rank.keys():
-        raise ValueError(f"one run alone has the tensors {sorted(found.keys() ^ one_rank.keys())}.")
+        raise ValueError(f"only one of the runs has the tensors {sorted(found.keys() ^ one_rank.keys())}.")
     rows = []
     for name, theirs in one_rank.items():
         before = start(name).double()

@@ -17,7 +17,7 @@ from dist_pool import DistPool, JobError
 from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from rlhf_megatron.checkpoint.safe_pickle import check_common, check_metadata, read_metadata, read_plain
+from rlhf_megatron.checkpoint.safe_pickle import read_bytes, read_metadata, read_plain
 from rlhf_megatron.parallel.world import World
 
 STATE = {
@@ -104,7 +104,7 @@ def test_evil_metadata_is_refused_and_runs_nothing(checkpoint: Path, marker: Pat
     path = checkpoint / ".metadata"
     path.write_bytes(pickle.dumps(EVIL[kind](honest(checkpoint), marker), protocol=protocol))
     with pytest.raises(ValueError, match=rf"\.metadata names {FORBIDDEN.get(kind, r'posix.system')}"):
-        check_metadata(path)
+        read_metadata(path)
     assert not marker.exists()
 
 
@@ -126,7 +126,7 @@ def test_dotted_names_do_not_lead_out_of_an_allowed_module(checkpoint: Path, mar
         )
         (checkpoint / ".metadata").write_bytes(code)
         with pytest.raises(ValueError, match="which no checkpoint of this trainer holds"):
-            check_metadata(checkpoint / ".metadata")
+            read_metadata(checkpoint / ".metadata")
     assert not marker.exists()
 
 
@@ -138,7 +138,7 @@ def test_a_pickle_cannot_change_the_classes_that_it_names(checkpoint: Path) -> N
     del torch_metadata.Metadata.planted  # type: ignore[attr-defined]
     (checkpoint / ".metadata").write_bytes(code)
     with pytest.raises(ValueError, match=r"\.metadata is (broken|no metadata)"):
-        check_metadata(checkpoint / ".metadata")
+        read_metadata(checkpoint / ".metadata")
     assert not hasattr(torch_metadata.Metadata, "planted")
 
 
@@ -166,7 +166,7 @@ def test_metadata_that_says_something_else_is_refused(checkpoint: Path, kind: st
     change, message = MALFORMED[kind]
     (checkpoint / ".metadata").write_bytes(pickle.dumps(change(honest(checkpoint))))
     with pytest.raises(ValueError, match=message):
-        check_metadata(checkpoint / ".metadata")
+        read_metadata(checkpoint / ".metadata")
 
 
 def test_a_part_outside_of_its_tensor_is_refused(checkpoint: Path) -> None:
@@ -176,7 +176,7 @@ def test_a_part_outside_of_its_tensor_is_refused(checkpoint: Path) -> None:
     entry.chunks[0].offsets = torch.Size([1, 0])
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(ValueError, match=r"weight has a part \(3, 4\) at \(1, 0\) outside of its shape \(3, 4\)"):
-        check_metadata(checkpoint / ".metadata")
+        read_metadata(checkpoint / ".metadata")
 
 
 def test_every_truncation_of_the_metadata_is_an_error_that_names_it(checkpoint: Path) -> None:
@@ -185,7 +185,7 @@ def test_every_truncation_of_the_metadata_is_an_error_that_names_it(checkpoint: 
     for length in range(0, len(whole), 7):
         path.write_bytes(whole[:length])
         with pytest.raises(ValueError, match=r"\.metadata is broken"):
-            check_metadata(path)
+            read_metadata(path)
 
 
 def test_a_link_or_a_pipe_is_not_opened(checkpoint: Path) -> None:
@@ -193,17 +193,17 @@ def test_a_link_or_a_pipe_is_not_opened(checkpoint: Path) -> None:
     path.rename(checkpoint / "moved")
     path.symlink_to("moved")
     with pytest.raises(ValueError, match="is a link"):
-        check_metadata(path)
+        read_metadata(path)
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(ValueError, match="plain file"):  # and does not wait for a writer
-        check_metadata(path)
+        read_metadata(path)
 
 
 def test_common_is_read_as_torch_reads_it(tmp_path: Path) -> None:
     path = tmp_path / "common.pt"
     torch.save(COMMON, path)
-    check_common(path)
+    read_plain(str(path), read_bytes(path))
     assert read_plain("common.pt", path.read_bytes()) == COMMON == torch.load(path, weights_only=True)
 
 
@@ -212,10 +212,10 @@ def test_evil_common_is_refused_and_runs_nothing(tmp_path: Path, marker: Path) -
     for evil in (touch(marker), {**COMMON, "args": touch(marker)}, {"a": [(touch(marker),)]}):
         torch.save(evil, path)
         with pytest.raises(ValueError, match=r"common\.pt names posix\.system"):
-            check_common(path)
+            read_plain(str(path), read_bytes(path))
     torch.save(evil, path, _use_new_zipfile_serialization=False)
     with pytest.raises(ValueError, match=r"common\.pt is no file that torch\.save wrote"):
-        check_common(path)
+        read_plain(str(path), read_bytes(path))
     assert not marker.exists()
 
 
@@ -223,12 +223,12 @@ def test_common_with_tensors_or_a_bomb_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "common.pt"
     torch.save({"weight": torch.zeros(3)}, path)
     with pytest.raises(ValueError, match=r"names torch\._utils\._rebuild_tensor_v2|refers to stored tensors"):
-        check_common(path)
+        read_plain(str(path), read_bytes(path))
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("common/data.pkl", b"\x80\x02" + b"N0" * 50_000_000 + b"N.")
     assert path.stat().st_size < 1 << 20
     with pytest.raises(ValueError, match="stored as it is"):
-        check_common(path)
+        read_plain(str(path), read_bytes(path))
 
 
 def loads_of(world: World, checkpoint: Path, target: Path | None) -> dict[str, Any]:

@@ -124,7 +124,7 @@ def test_no_template(tmp_path: Path) -> None:
 
 def test_what_a_template_refuses(tmp_path: Path) -> None:
     directory = write_chat_tokenizer(tmp_path, chat_template=LLAMA)
-    with pytest.raises(ValueError, match=r"refuses the prompt \(Conversation roles must alternate.*mend the prompt"):
+    with pytest.raises(ValueError, match=r"refuses the prompt \(Conversation roles must alternate.*correct the prompt"):
         ours(directory, [USER, USER], date_string="x")
     rows = [{"prompt": "fine", "answer": 1}, {"prompt": [USER, USER], "answer": 1}]
     path = written(tmp_path / "a.jsonl", *rows)

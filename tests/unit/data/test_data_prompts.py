@@ -132,7 +132,7 @@ def test_solved_rows_are_not_held_out_either(tmp_path: Path, tokenizer: Tokenize
     for item in sets.train:
         assert item.prompt[len(prefix) :] + item.label not in prefix
     alone = written(tmp_path / "alone.jsonl", *(row for row in rows if f"{row['prompt']}{row['answer']} " in prefix))
-    with pytest.raises(ValueError, match="every held-out prompt stands solved in front of the others"):
+    with pytest.raises(ValueError, match="every held-out prompt is used as a solved example"):
         load_prompts(DataConfig(train_files=(str(train),), val_files=(str(alone),), few_shot=shots), tokenizer)
 
 

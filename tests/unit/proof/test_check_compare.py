@@ -142,7 +142,7 @@ def test_tensors_that_did_not_move_and_missing_ones() -> None:
     assert still.error == 0.0 and still.is_ok
     alone, _ = compare_weights(moved(0.1), moved(0.0), START.__getitem__)
     assert alone.error == math.inf and not alone.is_ok
-    with pytest.raises(ValueError, match=r"one run alone has the tensors \['norm'\]"):
+    with pytest.raises(ValueError, match=r"only one of the runs has the tensors \['norm'\]"):
         compare_weights({"matrix": START["matrix"]}, moved(0.1), START.__getitem__)
 
 
