@@ -53,14 +53,17 @@ smollm2-ppo: $(VENV)/.installed  ## PPO with a critic on SmolLM2-135M-Instruct a
 	$(BIN)/rlhf-megatron fetch smollm2
 	$(BIN)/rlhf-megatron train configs/smollm2_ppo.yaml $(ARGS)
 
+# Two processes, a file of tests in one of them; in the order of the folders: the long files first, many short ones last.
+IN_TWO := -n 2 --dist loadfile --no-loadscope-reorder
+
 test: $(VENV)/.installed  ## all tests that need no GPU
-	$(BIN)/python -m pytest tests -m "not gpu and not chaos and not long" $(ARGS)
+	$(BIN)/python -m pytest tests $(IN_TWO) -m "not gpu and not chaos and not long" $(ARGS)
 
 check: $(VENV)/.installed  ## format, lint, types, layering, fast tests: before each commit
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests -q -m "not dist and not gpu and not smollm2 and not sglang and not chaos and not long" $(ARGS)
+	$(BIN)/python -m pytest tests -q $(IN_TWO) -m "not dist and not gpu and not smollm2 and not sglang and not chaos and not long" $(ARGS)
 
 map:  ## every module of the package with its purpose
 	@$(PYTHON) -m tools.file_map

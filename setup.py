@@ -40,6 +40,7 @@ EXTRAS = {
     "dev": [
         "pyarrow>=14",
         "pytest>=8",
+        "pytest-xdist>=3.6",
         "hypothesis>=6",
         "urllib3>=2",  # tests ask servers with it
         "ruff>=0.6",

@@ -9,10 +9,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+import warm
 from dist_pool import DistPool
 from triton_interpreter import TritonInterpreter
 
 from rlhf_megatron.kernels.triton_support import interpreter_support
+
+warm.install()
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 import shutil
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.dist
 LAUNCH = (str(ROOT / "launch" / "torchrun.sh"),)
+AGENT = (sys.executable, "-m", "rlhf_megatron.runtime.torchrun.agent", "--standalone", "--local-addr", "127.0.0.1")
+TWO_RANKS = (*AGENT, "--nproc-per-node", "2", "-m", "rlhf_megatron", "train")  # as that script starts them
 WARM_MODEL = ROOT / "examples" / "quickstart" / "warm_model"
 
 
@@ -162,7 +165,7 @@ def test_a_replay_without_records(config: Path) -> None:
 
 
 def test_another_number_of_ranks_than_the_configuration_has(config: Path) -> None:
-    run = train(config, {"trainer.n_gpus_per_node": 4}, launcher=LAUNCH, env={"NPROC_PER_NODE": "2"})
+    run = train(config, {"trainer.n_gpus_per_node": 4}, launcher=TWO_RANKS)
     message = refused(run)
     assert message.count("WORLD_SIZE") == 1, "one rank speaks for all"
     assert "the launcher started 2 processes" in message and "1 x 4 = 4" in message
@@ -173,7 +176,7 @@ def test_data_are_looked_at_before_hosts_start_under_torchrun_too(config: Path) 
     (config.parent / "runs" / "tiny").mkdir(parents=True)
     (config.parent / "runs" / "tiny" / "summary.json").write_text("{}")
     (config.parent / "val.jsonl").write_text("[]\n")
-    run = train(config, DP2, launcher=LAUNCH, env={"NPROC_PER_NODE": "2"})
+    run = train(config, DP2, launcher=TWO_RANKS)
     assert run.exit_code == 2 and "Traceback" not in run.console and run.left_over() == []
     assert "val.jsonl:1: a JSON array, not an object" in run.console
     assert [p.name for p in run.run_dir.iterdir()] == ["summary.json"], "the former run stays where it is"

@@ -26,7 +26,7 @@ def test_on_cuda(name: str, record_property: Callable[[str, object], None]) -> N
     run(name, "cuda", torch.bfloat16, record_property)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)], ids=str)
 @pytest.mark.parametrize("name", WITHOUT_SERVER)
 def test_on_the_cpu(name: str, dtype: torch.dtype, record_property: Callable[[str, object], None]) -> None:
     run(name, "cpu", dtype, record_property)

@@ -25,3 +25,19 @@ def messages() -> str:
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 texts.append(node.value)
     return "\n".join(texts)
+
+
+def is_said(message: str) -> bool:
+    """Whether a line of the sources has the parts of `message`, in order; between them stands …"""
+    parts = message.split("…")
+    return any(_has_in_order(line, parts) for line in messages().split("\n") if parts[0] in line)
+
+
+def _has_in_order(line: str, parts: list[str]) -> bool:
+    at = 0
+    for part in parts:
+        at = line.find(part, at)
+        if at < 0:
+            return False
+        at += len(part)
+    return True

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from places import SUPPORT
 
@@ -57,6 +58,8 @@ def main(directory: str, num_machines: int) -> None:
     from rlhf_megatron.runtime.ray import environment as ray_environment
 
     ray_environment.prepare(None, os.environ)
+    os.environ["RAY_TMPDIR"] = directory
+    (Path(directory) / "ray").mkdir()  # where the cluster writes its address; Ray takes for granted that it is there
     from ray.cluster_utils import Cluster
 
     options = {"num_cpus": NUM_CPUS, "object_store_memory": 80 << 20, "include_dashboard": False}

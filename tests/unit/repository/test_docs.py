@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from docs_tools import BLOCK, messages
+from docs_tools import BLOCK, is_said
 from places import ROOT
 
 from tools.file_map import file_map
@@ -56,11 +56,7 @@ def test_the_index_leads_to_every_document() -> None:
 def test_quoted_messages_are_in_the_sources() -> None:
     quoted = re.findall(r"^\| `([^`]+)` \|", TROUBLESHOOTING.read_text(), re.MULTILINE)
     assert len(quoted) > 30
-    gone = []
-    for message in quoted:
-        parts = [re.escape(part) for part in message.replace(r"\|", "|").split("…")]
-        if not re.search("[^\n]*?".join(parts), messages()):
-            gone.append(message)
+    gone = [message for message in quoted if not is_said(message.replace(r"\|", "|"))]
     assert not gone, f"no source says {gone}"
 
 

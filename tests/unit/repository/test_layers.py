@@ -3,7 +3,6 @@
 import ast
 from pathlib import Path
 
-import pytest
 from places import ROOT
 
 PACKAGE = ROOT / "rlhf_megatron"
@@ -46,34 +45,41 @@ def level(parts: tuple[str, ...]) -> int | None:
     return LEVEL.get("/".join(parts[:2]), LEVEL.get(parts[0])) if parts else None
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_go_down(path: Path) -> None:
-    here = level(path.relative_to(PACKAGE).with_suffix("").parts)
-    assert here is not None
-    for name in imported(path):
-        package, *parts = name.split(".")
-        there = level(tuple(parts)) if package == "rlhf_megatron" else None
-        if there is not None:
-            assert there <= here, f"{path.name} (layer {here}) imports {name} (layer {there})"
+def imports(path: Path) -> set[str]:
+    """Top-level packages that a file imports."""
+    return {name.split(".")[0] for name in imported(path)}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_heavy_packages_stay_where_they_belong(path: Path) -> None:
-    roots = {name.split(".")[0] for name in imported(path)}
-    if "megatron" in roots:
-        assert top(path) in MEGATRON, "megatron is imported in parallel/, models/, checkpoint/ and workers/ only"
-    if "triton" in roots:
-        assert top(path) == "kernels" and path.stem.endswith("_triton")
-    if "ray" in roots:
-        assert path.relative_to(PACKAGE).as_posix() == "runtime/ray/cluster.py"
-    if {"sglang", "sglang_router"} & roots:
-        assert path.relative_to(PACKAGE).parts[:3] == ("rollout", "sglang", "server")
-    if "transformers" in roots:
-        assert path.relative_to(PACKAGE).parts[:2] == ("rollout", "local"), "trainers know no transformers"
-    if LEVEL[top(path)] == 0:
-        assert "torch" not in roots, "configuration must load without torch"
-    if path.relative_to(PACKAGE).parts[:2] == ("observe", "report"):
-        assert not roots & {"torch", "numpy"}, "a report is made on machines without torch, and at once"
+def test_imports_go_down() -> None:
+    wrong = []
+    for path in MODULES:
+        here = level(path.relative_to(PACKAGE).with_suffix("").parts)
+        assert here is not None, path
+        for name in imported(path):
+            package, *parts = name.split(".")
+            there = level(tuple(parts)) if package == "rlhf_megatron" else None
+            if there is not None and there > here:
+                wrong.append(f"{path.relative_to(PACKAGE)} (layer {here}) imports {name} (layer {there})")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_heavy_packages_stay_where_they_belong() -> None:
+    """megatron in few rooms; triton, ray, SGLang, transformers in a place each; no torch in what must load at once."""
+    wrong = []
+    for path in MODULES:
+        place, roots = path.relative_to(PACKAGE), imports(path)
+        is_right = {
+            "megatron": top(path) in MEGATRON,
+            "triton": top(path) == "kernels" and path.stem.endswith("_triton"),
+            "ray": place.as_posix() == "runtime/ray/cluster.py",
+            "sglang": place.parts[:3] == ("rollout", "sglang", "server"),
+            "sglang_router": place.parts[:3] == ("rollout", "sglang", "server"),
+            "transformers": place.parts[:2] == ("rollout", "local"),  # trainers know no transformers
+            "torch": LEVEL[top(path)] > 0 and place.parts[:2] != ("observe", "report"),
+            "numpy": place.parts[:2] != ("observe", "report"),
+        }
+        wrong += [f"{place} imports {name}" for name, is_there in is_right.items() if name in roots and not is_there]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_every_top_level_package_has_a_layer() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from places import ROOT
@@ -23,13 +25,22 @@ from rlhf_megatron.rollout.sglang.environment import (
     unfit,
 )
 
+WORDS_ON_A_CPU = ("--disable-overlap-schedule", "--enable-deterministic-inference", "--sleep-on-idle")
 
-def fake_python(folder: Path, version: str) -> Path:
+
+def option(name: str, kind: str, *more: str) -> dict[str, Any]:
+    action = "_StoreTrueAction" if kind == "bool" else "_StoreAction"
+    nargs = 0 if kind == "bool" else None
+    names = [name.replace("_", "-"), *more]
+    return {"names": names, "field": name, "action": action, "nargs": nargs, "type": kind, "choices": None}
+
+
+TWO = (option("tp_size", "int", "tensor-parallel-size"), option("device", ""))
+
+
+def fake_python(folder: Path, version: str, options: Sequence[dict[str, Any]] = TWO) -> Path:
     """An interpreter that answers the question for the version, then the one for the arguments."""
-    names = [
-        {"names": names, "field": field, "action": "_StoreAction", "nargs": None, "type": kind, "choices": None}
-        for names, field, kind in ((["tp-size", "tensor-parallel-size"], "tp_size", "int"), (["device"], "device", ""))
-    ]
+    names = list(options)
     path = folder / "python"
     path.write_text(
         f"""#!/bin/sh
@@ -80,6 +91,20 @@ def test_a_link_to_an_interpreter_is_kept(tmp_path: Path) -> None:
     assert find_python(str(tmp_path / "link")) == str(tmp_path / "link")
 
 
+def test_the_arguments_of_the_cpu_configuration(tmp_path: Path) -> None:
+    """As the installed version is asked for them below, where there is one."""
+    kinds = {"bool": "bool", "int": "int", "float": "float", "str": ""}
+    options = [option(name, kinds[type(value).__name__]) for name, value in CPU_ARGUMENTS.items()]
+    python = fake_python(tmp_path, "echo 0.5.21", [TWO[0], *options])
+    found = check_sglang(str(python), {**CPU_ARGUMENTS, "tp_size": 2}, CPU_ENV, tmp_path / "cache")
+    assert found.arguments.words == WORDS_ON_A_CPU
+    assert found.arguments.values == {
+        name.replace("_", "-"): value for name, value in {**CPU_ARGUMENTS, "tp_size": 2}.items()
+    }
+    with pytest.raises(ValueError, match="did you mean mem-fraction-static"):
+        check_sglang(str(python), {"mem_fraction_statik": 0.3}, CPU_ENV, tmp_path / "cache")
+
+
 @needs_sglang
 @pytest.mark.sglang
 @pytest.mark.dist
@@ -87,7 +112,7 @@ def test_the_installed_version_knows_the_arguments_of_the_cpu_configuration(tmp_
     found = check_sglang(str(sglang_python()), {**CPU_ARGUMENTS, "tp_size": 2}, CPU_ENV, tmp_path)
     assert found.arguments.values["tp-size"] == 2
     assert found.arguments.values["enable-deterministic-inference"] is True
-    assert found.arguments.words == ("--disable-overlap-schedule", "--enable-deterministic-inference")
+    assert found.arguments.words == WORDS_ON_A_CPU
     with pytest.raises(ValueError, match="did you mean mem-fraction-static"):
         check_sglang(str(sglang_python()), {"mem_fraction_statik": 0.3}, CPU_ENV, tmp_path)
 
