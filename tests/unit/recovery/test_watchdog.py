@@ -101,6 +101,6 @@ def test_a_stage_over_its_deadline_names_the_stopped_rank(start: Start) -> None:
     )
     assert f"[actor dp0 pp0 tp2] does not answer: process {run.pids()['host2']} is stopped (SIGSTOP, or" in report
     assert "Look first at [actor dp0 pp0 tp2]: is not where the others are.\nThe controller:\n" in report
-    assert re.search(r"tests/support/runtime_toy.py:\d+ late_stage\n", report)
+    assert re.search(r"support/runtime_toy.py:\d+ late_stage\n", report)
     assert report.endswith("The last calls to engines:\n  12:00:00 engine0 generate: 0.25 s\n")
     run.assert_no_orphans(4)

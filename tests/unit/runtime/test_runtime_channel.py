@@ -169,7 +169,7 @@ def test_an_answer_that_cannot_be_sent_becomes_a_failure_and_pings_are_answered_
     controller.send(Ping(9))  # this thread, the host's main thread, is busy with the test
     status = controller.receive()
     assert (status.id, status.where, status.stage) == (9, "[actor dp0 pp0 tp0]", "waiting for a call")
-    assert any("tests/unit/runtime/test_runtime_channel.py" in frame for frame in status.stack)
+    assert any("runtime/test_runtime_channel.py" in frame for frame in status.stack)
     service.answer(Reply(5, value=object()))
     reply = controller.receive()
     assert reply.id == 5 and reply.failure.is_value_error and "cannot encode a builtins.object" in reply.failure.message
