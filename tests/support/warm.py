@@ -142,7 +142,9 @@ def program_of(words: Sequence[str]) -> list[str] | None:
     if not words or words[0] != sys.executable:
         return None
     words = words[2:] if words[1:2] == ["-u"] else words[1:]
-    is_module = words[:1] == ["-m"] and words[1] in MODULES
+    # Workers of Ray are told the place of their driver, whose libraries start threads: it begins with an interpreter.
+    is_of_ray = words[1:3] == [TOY, "ray"] or 'trainer.runtime="ray"' in words
+    is_module = words[:1] == ["-m"] and words[1] in MODULES and not is_of_ray
     is_script = bool(words) and Path(words[0]) in [SUPPORT / name for name in SCRIPTS]
     return words if is_module or is_script else None
 
