@@ -44,10 +44,10 @@ class Run:
 
     directory: Path
 
-    def __init__(self, directory: str | Path) -> None:
-        """Raises ValueError where there is no such directory."""
+    def __init__(self, directory: str | Path, must_exist: bool = True) -> None:
+        """Raises ValueError where there is no such directory, unless it may be on another machine."""
         object.__setattr__(self, "directory", Path(directory))
-        if not self.directory.is_dir():
+        if must_exist and not self.directory.is_dir():
             raise ValueError(f"{directory} is not a directory; give that of a run, such as runs/quickstart.")
 
     @property
@@ -122,7 +122,7 @@ def train(
     exit_code = _in_own_process(job) if is_own_process else job.start()
     if exit_code:
         raise RunFailed(job.run_dir, exit_code)
-    return Run(job.run_dir)
+    return Run(job.run_dir, must_exist=is_own_process)  # a rank of another machine may not see it
 
 
 def report(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> Written:

@@ -90,3 +90,12 @@ def test_the_version_stands_in_one_place() -> None:
     assert f"## {rlhf_megatron.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
     told = subprocess.run([sys.executable, "setup.py", "--version"], cwd=ROOT, capture_output=True, text=True)
     assert told.stdout.split()[-1] == rlhf_megatron.__version__
+
+
+def test_a_rank_of_another_machine_does_not_look_for_the_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(api.TrainJob, "start", lambda self: 0)
+    settings = {"trainer.default_local_dir": str(tmp_path / "gone")}
+    run = rlhf_megatron.train(QUICKSTART, settings, is_own_process=False)
+    assert run.directory == tmp_path / "gone" / "quickstart" and not run.directory.exists()
