@@ -1,9 +1,14 @@
-"""The two buffers of a sender, which take turns: while one bucket is delivered the next one is filled."""
+"""The two buffers of a sender, which take turns: while one bucket is delivered the next one is filled. And how an
+engine reads a bucket that lies in a file."""
 
 from __future__ import annotations
 
+import mmap
+import os
+import stat
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -80,3 +85,37 @@ def in_memory(device: torch.device, capacity: int, num_buckets: int, deliver: De
     """`capacity`: bytes of the largest bucket."""
     shape = (num_buffers(num_buckets), max(capacity, 1))
     return Buffers([torch.empty(shape[1], dtype=torch.uint8, device=device) for _ in range(shape[0])], deliver)
+
+
+def map_bucket(path: Path, manifest: BucketManifest) -> Tensor:
+    """[num_bytes] uint8, the bucket in its file, mapped privately: writing to it changes nothing outside. Valid while
+    the file stays as it is.
+
+    Raises ValueError for what is no plain file of the directory's owner or too short, OSError where there is none.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if path.is_symlink():
+            raise ValueError(f"{manifest.place}: {path.name} is a link; {_RULE}") from error
+        raise
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1 or found.st_uid != path.parent.stat().st_uid:
+            raise ValueError(f"{manifest.place}: {path.name} is a link, of another user or no plain file; {_RULE}")
+        end = manifest.file_offset + manifest.num_bytes
+        if found.st_size < end:
+            before = f" after the first {manifest.file_offset}" if manifest.file_offset else ""
+            raise ValueError(
+                f"{manifest.place}: {path.name} has {found.st_size} bytes, the manifest says"
+                f" {manifest.num_bytes}{before}."
+            )
+        if not manifest.num_bytes:
+            return torch.empty(0, dtype=torch.uint8)
+        mapped = mmap.mmap(descriptor, end, access=mmap.ACCESS_COPY)
+        return torch.frombuffer(mapped, dtype=torch.uint8)[manifest.file_offset :]
+    finally:
+        os.close(descriptor)
+
+
+_RULE = "only plain files of the transfer directory are read."

@@ -38,11 +38,16 @@ class BucketManifest:
     tensors: tuple[TensorEntry, ...]
     file_offset: int = 0  # bytes of the file before the bucket
 
+    @property
+    def place(self) -> str:
+        """Which bucket it is, for messages and receipts."""
+        return f"bucket {self.bucket} of {self.sender}"
+
     def __str__(self) -> str:
         """Names the bucket, its sender and what is in it, for messages."""
         first, *others = [entry.name for entry in self.tensors] or ["nothing"]
         more = f" and {len(others)} more" if others else ""
-        return f"bucket {self.bucket} of {self.sender} ({first}{more})"
+        return f"{self.place} ({first}{more})"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -48,9 +48,8 @@ def send(
     `fail`: "deliver" | "export" | "plan" | "gather", on the rank with coordinates `fail_on`.
     """
     from rlhf_megatron.models.build import build_model
-    from rlhf_megatron.resharding.buffers import Buffers, in_memory
+    from rlhf_megatron.resharding.buffers import Buffers, in_memory, map_bucket
     from rlhf_megatron.resharding.sender import send_weights
-    from rlhf_megatron.rollout.local.weights import open_bucket
     from rlhf_megatron.rollout.transports.disk import FileBuffers
     from rlhf_megatron.rollout.transports.tensor import SharedMemoryBuffers
 
@@ -63,7 +62,7 @@ def send(
 
     def in_file(manifest: BucketManifest) -> torch.Tensor:
         if memory == "shared_memory":
-            return open_bucket(transfer_dir, manifest)
+            return map_bucket(transfer_dir / manifest.file, manifest)
         data = (transfer_dir / manifest.file).read_bytes()
         assert len(data) == manifest.file_offset + manifest.num_bytes
         return torch.frombuffer(bytearray(data[manifest.file_offset :]), dtype=torch.uint8)

@@ -205,7 +205,7 @@ def test_a_missing_model_shows_the_servers_own_words(tmp_path: Path) -> None:
 def test_sigterm_ends_it_cleanly_and_the_end_of_its_parent_too(model_dir: Path, tmp_path: Path) -> None:
     """A starter process is killed: its engine must go. A second engine gets SIGTERM: exit code 0."""
     code = (
-        "import sys, time; from rlhf_megatron.rollout.fleet.process import start_local_engines as s\n"
+        "import sys, time; from rlhf_megatron.rollout.local.process import start_local_engines as s\n"
         "e = s(sys.argv[1], 2, sys.argv[2], transfer_dir=None); print(*[p.pid for p in e.processes], flush=True)\n"
         "import os, signal; os.kill(e.processes[1].pid, signal.SIGTERM)\n"
         "print(e.processes[1]._process.wait(20), flush=True); time.sleep(600)"

@@ -6,56 +6,17 @@ A bucket is checked as a whole (file, names, shapes, dtypes, digests as received
 
 from __future__ import annotations
 
-import mmap
-import os
-import stat
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from rlhf_megatron.resharding.buffers import map_bucket
 from rlhf_megatron.resharding.digest import as_hex, digest
 from rlhf_megatron.resharding.manifest import DTYPE_BYTES, BucketManifest, TensorEntry
 from rlhf_megatron.rollout.local.model import storage_bytes
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def open_bucket(directory: Path, manifest: BucketManifest) -> Tensor:
-    """[num_bytes] uint8, mapped from the bucket's place in its file (privately: writing to it changes nothing outside).
-
-    Raises ValueError when the file is not a plain file in `directory` that is this user's own, or ends before the
-    bucket does.
-    """
-    place = f"bucket {manifest.bucket} of {manifest.sender}, file {manifest.file!r} in {directory}"
-    try:
-        folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            file = os.open(manifest.file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
-        finally:
-            os.close(folder)
-    except OSError as error:
-        raise ValueError(f"{place}: {error.strerror}; the sender must write a plain file there first.") from error
-    try:
-        info = os.fstat(file)
-        if not stat.S_ISREG(info.st_mode) or info.st_uid != os.getuid():
-            raise ValueError(f"{place}: it must be a plain file of the user that runs the engine.")
-        if info.st_size < manifest.file_offset + manifest.num_bytes:
-            behind = f" behind the first {manifest.file_offset}" if manifest.file_offset else ""
-            raise ValueError(f"{place}: it has {info.st_size} bytes, the manifest says {manifest.num_bytes}{behind}.")
-        if manifest.num_bytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
-        skipped = manifest.file_offset % mmap.ALLOCATIONGRANULARITY  # a mapping starts where a page does
-        mapped = mmap.mmap(
-            file,
-            skipped + manifest.num_bytes,
-            flags=mmap.MAP_PRIVATE,
-            prot=mmap.PROT_READ | mmap.PROT_WRITE,
-            offset=manifest.file_offset - skipped,
-        )
-        return torch.frombuffer(mapped, dtype=torch.uint8)[skipped:]
-    finally:
-        os.close(file)
 
 
 class WeightReceiver:
@@ -99,7 +60,11 @@ class WeightReceiver:
         try:
             if self.transfer_dir is None:
                 raise ValueError("the engine was started without --transfer-dir and takes no buckets.")
-            bucket = open_bucket(self.transfer_dir, manifest)
+            try:
+                bucket = map_bucket(self.transfer_dir / manifest.file, manifest)
+            except OSError as error:
+                words = f"{error.strerror}; the sender must write a plain file there first."
+                raise ValueError(f"{manifest.place}, file {manifest.file!r}: {words}") from error
             tensors = [(entry, self._checked(manifest, entry, bucket)) for entry in manifest.tensors]
             with torch.no_grad():
                 for entry, tensor in tensors:
@@ -110,7 +75,7 @@ class WeightReceiver:
             raise
 
     def _checked(self, manifest: BucketManifest, entry: TensorEntry, bucket: Tensor) -> Tensor:
-        where = f"bucket {manifest.bucket} of {manifest.sender}, tensor {entry.name!r}"
+        where = f"{manifest.place}, tensor {entry.name!r}"
         parameter = self._parameters.get(entry.name)
         if parameter is None:
             raise ValueError(f"{where}: the engine's model has no parameter of that name (a tied head is not sent).")

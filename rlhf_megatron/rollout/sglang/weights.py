@@ -104,7 +104,7 @@ def check(
     shown = "; ".join(f"tensor {name!r}: {words}" for name, words in list(wrong.items())[:_TENSORS_SHOWN])
     more = f"; and {len(wrong) - _TENSORS_SHOWN} more" if len(wrong) > _TENSORS_SHOWN else ""
     raise EngineError(
-        f"{engine}, bucket {manifest.bucket} of {manifest.sender}: {len(wrong)} of {len(manifest.tensors)} tensors do"
+        f"{engine}, {manifest.place}: {len(wrong)} of {len(manifest.tensors)} tensors do"
         f" not stand in it as they were sent: {shown}{more}. The engine is STALE."
     )
 
@@ -235,14 +235,14 @@ class SGLangVerbs:
     def load(self, manifest: BucketManifest, bucket: Tensor | None = None) -> list[Receipt]:
         """Have every rank read a bucket, from its file or from `bucket`, device memory, and load it. Raises EngineError
         too where it does not stand as it was sent."""
-        order, what = manifest.to_json(), _words(manifest)
+        order, what = manifest.to_json(), manifest.place
         receipts = self.order({"manifest": order}, what, bucket)
         check(self.address.name, manifest, receipts, lambda: self.order({"compare": order}, what, bucket))
         return receipts
 
     def digest(self, manifest: BucketManifest) -> list[Receipt]:
         """Has every rank digest a bucket that it has loaded from somewhere else, and checks it as `load` does."""
-        receipts = self.order({"digest": manifest.to_json()}, _words(manifest))
+        receipts = self.order({"digest": manifest.to_json()}, manifest.place)
         check(self.address.name, manifest, receipts)
         return receipts
 
@@ -272,7 +272,7 @@ class SGLangVerbs:
         pairs = [(entry.name, _part(bucket, entry).cpu().clone()) for entry in manifest.tensors]
         payload = base64.b64encode(pickle.dumps(pairs)).decode()
         body = {"serialized_named_tensors": [payload] * self.address.tp_size, "flush_cache": False}
-        self._post(_TENSOR, body, _words(manifest))
+        self._post(_TENSOR, body, manifest.place)
 
     def load_directory(self, directory: Path) -> None:
         """A whole model directory, which the server can read, also where it was started with load-format dummy."""
@@ -305,7 +305,7 @@ class SGLangVerbs:
             "load_format": "flattened_bucket",
             "flush_cache": False,
         }
-        self._post("/update_weights_from_distributed", body, _words(manifest))
+        self._post("/update_weights_from_distributed", body, manifest.place)
 
     def _post(self, path: str, body: dict[str, Any], what: str, timeout_s: float | None = None) -> None:
         answer = self._http.post(path, body, self.timeout_s if timeout_s is None else timeout_s)
@@ -321,10 +321,6 @@ class SGLangVerbs:
         if receipt["error"]:
             raise EngineError(f"{self.address.name} tp rank {rank}, {what}: {receipt['error']} The engine is STALE.")
         return receipt
-
-
-def _words(manifest: BucketManifest) -> str:
-    return f"bucket {manifest.bucket} of {manifest.sender}"
 
 
 def _part(bucket: Tensor, entry: Any) -> Tensor:

@@ -234,7 +234,7 @@ class ProcessGroupTransport:
         assert group is not None, "open comes before deliver"
         with self._groups.turns:  # who has one gives it back by its deadline
             self._together(
-                f"bucket {manifest.bucket} of {manifest.sender}",
+                manifest.place,
                 lambda: self._verbs.receive(manifest, group.name),
                 lambda: group.broadcast(bucket, self._timeout_s),
                 self._timeout_s,

@@ -81,7 +81,7 @@ def damaged(kind: str, manifest: BucketManifest, directory: Path) -> BucketManif
         ("truncated", "the manifest says"),
         ("symlink", "plain file"),
         ("missing file", "No such file"),
-        ("pipe", "plain file of the user"),
+        ("pipe", "of another user or no plain file"),
         ("name", "no parameter of that name"),
         ("shape", "sent as float32 .* engine holds float32"),
         ("dtype", "sent as bfloat16"),
@@ -231,10 +231,10 @@ def test_a_bucket_behind_other_bytes_of_its_file(tmp_path: Path, offset: int, dt
 def test_a_file_that_ends_before_the_bucket_does(receiver: WeightReceiver, tmp_path: Path) -> None:
     receiver.begin(1, full_resync=False)
     manifest = behind(write_buckets(SENT, tmp_path, 1)[0], tmp_path, 100, tail=b"")
-    with pytest.raises(ValueError, match=rf"manifest says {manifest.num_bytes} behind the first 101"):
+    with pytest.raises(ValueError, match=rf"manifest says {manifest.num_bytes} after the first 101"):
         receiver.load(replace(manifest, file_offset=101))
     receiver.begin(1, full_resync=False)
-    with pytest.raises(ValueError, match="behind the first"):
+    with pytest.raises(ValueError, match="after the first"):
         receiver.load(replace(manifest, file_offset=1 << 70))
 
 

@@ -25,11 +25,12 @@ from sglang_standins import (
 )
 from torch import Tensor, nn
 
+from rlhf_megatron.resharding.buffers import map_bucket
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.rollout.engine import EngineError
 from rlhf_megatron.rollout.sglang import weights as receipts
 from rlhf_megatron.rollout.sglang.server import facts, loader
-from rlhf_megatron.rollout.sglang.server.loader import views_of_file, views_of_tensor
+from rlhf_megatron.rollout.sglang.server.loader import views_of_tensor
 
 
 @pytest.fixture(autouse=True)
@@ -317,6 +318,10 @@ def test_what_never_came_is_named() -> None:
     ) == ("4 of 12 parameters never came whole: attn.qkv_proj.bias, gate.weight, mlp.gate_up_proj.weight and others.")
     model.add_module("lm_head", model.get_submodule("embed"))
     assert loader.incomplete(model, names - {"lm_head.weight"}) is None
+
+
+def views_of_file(path: Path, manifest: BucketManifest) -> dict[str, torch.Tensor]:
+    return views_of_tensor(map_bucket(path, manifest), manifest)
 
 
 def test_a_bucket_is_read_where_it_lies(tmp_path: Path) -> None:

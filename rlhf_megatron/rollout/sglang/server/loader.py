@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import json
 import logging
-import mmap
 import os
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,51 +27,18 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.parallel.device import device_ids
+from rlhf_megatron.resharding.buffers import map_bucket
 from rlhf_megatron.resharding.digest import as_hex, digest_part
 from rlhf_megatron.resharding.manifest import DTYPE_BYTES, BucketManifest, TensorEntry
 from rlhf_megatron.rollout.sglang.server import facts
 from rlhf_megatron.rollout.sglang.server.standing import MisfitError, UnlikeError, missing, places_of
 
 
-def place_words(manifest: BucketManifest) -> str:
-    """Name a bucket in messages and receipts."""
-    return f"bucket {manifest.bucket} of {manifest.sender}"
-
-
-def views_of_file(path: Path, manifest: BucketManifest) -> dict[str, Tensor]:
-    """Tensors by name. They keep the file mapped and are valid while it stays as it is. Raises ValueError for what is
-    no plain file of the directory's owner or too short, OSError where there is none."""
-    what = place_words(manifest)
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        if path.is_symlink():
-            raise ValueError(f"{what}: {path.name} is a link; {_RULE}") from error
-        raise
-    try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1 or found.st_uid != path.parent.stat().st_uid:
-            raise ValueError(f"{what}: {path.name} is a link, of another user or no plain file; {_RULE}")
-        if found.st_size < manifest.file_offset + manifest.num_bytes:
-            before = f" after the first {manifest.file_offset}" if manifest.file_offset else ""
-            raise ValueError(
-                f"{what}: {path.name} has {found.st_size} bytes, the manifest says {manifest.num_bytes}{before}."
-            )
-        if not manifest.num_bytes:
-            return {entry.name: _empty(entry) for entry in manifest.tensors}
-        # A private mapping: what a model's loader did to a tensor in place would not reach the file.
-        mapped = mmap.mmap(descriptor, manifest.file_offset + manifest.num_bytes, access=mmap.ACCESS_COPY)
-    finally:
-        os.close(descriptor)
-    return {entry.name: _of_mapping(mapped, entry, manifest.file_offset) for entry in manifest.tensors}
-
-
 def views_of_tensor(bucket: Tensor, manifest: BucketManifest) -> dict[str, Tensor]:
     """`bucket`: [bytes] uint8 in device memory. Raises ValueError where it is too short."""
     if bucket.numel() < manifest.num_bytes:
         raise ValueError(
-            f"{place_words(manifest)}: the memory given has {bucket.numel()} bytes, the manifest says"
-            f" {manifest.num_bytes}."
+            f"{manifest.place}: the memory given has {bucket.numel()} bytes, the manifest says {manifest.num_bytes}."
         )
     views = {}
     for entry in manifest.tensors:
@@ -83,21 +48,6 @@ def views_of_tensor(bucket: Tensor, manifest: BucketManifest) -> dict[str, Tenso
             raw = raw.clone()  # an odd place; senders do not choose such
         views[entry.name] = raw.view(dtype).view(entry.shape)
     return views
-
-
-def _of_mapping(mapped: mmap.mmap, entry: TensorEntry, file_offset: int) -> Tensor:
-    if not entry.num_bytes:
-        return _empty(entry)
-    dtype = getattr(torch, entry.dtype)
-    count = entry.num_bytes // dtype.itemsize
-    return torch.frombuffer(mapped, dtype=dtype, count=count, offset=file_offset + entry.offset).view(entry.shape)
-
-
-def _empty(entry: TensorEntry) -> Tensor:
-    return torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-
-
-_RULE = "only plain files of the transfer directory are read."
 
 
 logger = logging.getLogger(__name__)
@@ -156,7 +106,7 @@ def _carry_out(
         return standing(model, manifest, num_bytes_read=sum(entry.num_bytes for entry in manifest.tensors))
     manifest = BucketManifest.from_json(order["manifest" if "manifest" in order else "compare"])
     path = directory / manifest.file
-    views = views_of_file(path, manifest) if bucket is None else views_of_tensor(bucket, manifest)
+    views = views_of_tensor(map_bucket(path, manifest) if bucket is None else bucket, manifest)
     if "compare" in order:
         return {"error": None, "compared": compare(model, manifest, views)}
     model.load_weights(list(views.items()))
@@ -209,7 +159,7 @@ def standing(model: Any, manifest: BucketManifest, num_bytes_read: int | None = 
                 stands_as[entry.name] = dtype
     return {
         "error": None,
-        "bucket": place_words(manifest),
+        "bucket": manifest.place,
         "names": [entry.name for entry in manifest.tensors],
         "tensors": {entry.name: (entry.shape, entry.dtype, entry.digest) for entry in manifest.tensors},
         "parts": parts,
