@@ -17,6 +17,8 @@ T = TypeVar("T")
 Scope = Literal["sample", "group", "step"]
 
 PACKAGES = {
+    "engine": "rlhf_megatron.rollout.kinds",
+    "balancer": "rlhf_megatron.rollout.kinds",
     "advantage estimator": "rlhf_megatron.algorithms.advantages",
     "policy loss": "rlhf_megatron.algorithms.losses",
     "aggregation": "rlhf_megatron.algorithms.aggregate",

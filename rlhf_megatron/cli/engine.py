@@ -32,9 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def engine(args: argparse.Namespace) -> int:
     """Starts the servers, says how to attach, and waits until it is told to stop (exit code 0) or one ends (1)."""
     from rlhf_megatron.config.load import load_run_config
+    from rlhf_megatron.config.rules.parts import reads
 
     config = load_run_config(args.config, args.overrides).config
-    if config.rollout.engine != "sglang" or config.rollout.endpoints:
+    if not reads(config.rollout, "rollout.sglang") or config.rollout.endpoints:
         raise ValueError(
             f"{args.config} must have rollout.engine: sglang and no rollout.endpoints: this command starts the servers"
             " that other runs attach to."

@@ -5,14 +5,16 @@ Imports no torch: a kind imports what it needs when it is used.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from rlhf_megatron.registry import Registry
 
 if TYPE_CHECKING:
     from rlhf_megatron.resharding.sender import Place as SenderPlace
     from rlhf_megatron.rollout.engine import Engine, EngineAddress, WeightTransport
+    from rlhf_megatron.rollout.fleet.balancer import Balancer
     from rlhf_megatron.rollout.fleet.process import EngineServers, Place, Progress
     from rlhf_megatron.rollout.fleet.start import EngineSetup
     from rlhf_megatron.rollout.transports.base import Transport
@@ -21,7 +23,12 @@ if TYPE_CHECKING:
 
 class EngineKind:
     """A kind of engine. `start` and `connect` are its own; the rest fits an engine whose servers need no check and
-    whose client reads buckets from files."""
+    whose client reads buckets from files. The configuration reads what stands here before any of it is called."""
+
+    settings: ClassVar[tuple[str, ...]] = ()  # full keys that it reads and not every engine does
+    transports: ClassVar[tuple[str, ...]] = ("tensor", "disk")  # values of rollout.weight_transport
+    can_attach: ClassVar[bool] = False  # to running servers, rollout.endpoints
+    is_elsewhere: ClassVar[bool] = False  # servers may run on machines without a rank
 
     def check(self, setup: EngineSetup) -> None:
         """Raise ValueError, with the fix, where servers could not be started. Starts nothing."""
@@ -48,11 +55,15 @@ class EngineKind:
 
 
 ENGINES: Registry[type[EngineKind]] = Registry("engine")
+BALANCERS: Registry[Callable[..., Balancer]] = Registry("balancer")
+"""(settings, run directory) -> who spreads requests. May need "several_engines", and a setting that the engine has."""
 
 
 @ENGINES.register("local")
 class LocalKind(EngineKind):
     """The bundled server."""
+
+    settings = ("rollout.max_num_seqs", "rollout.max_num_batched_tokens")
 
     def start(
         self, setup: EngineSetup, run_dir: Path, transfer_dir: Path, progress: Progress | None, place: Place
@@ -87,6 +98,11 @@ class LocalKind(EngineKind):
 @ENGINES.register("sglang")
 class SGLangKind(EngineKind):
     """Stock SGLang."""
+
+    settings = ("rollout.sglang",)
+    transports = ("tensor", "process_group", "disk")
+    can_attach = True
+    is_elsewhere = True
 
     def check(self, setup: EngineSetup) -> None:
         from rlhf_megatron.rollout.sglang.environment import check_sglang
@@ -124,6 +140,20 @@ class SGLangKind(EngineKind):
         if kind == "disk":
             return SGLangDiskTransport(address, transfer_dir)
         return SGLangTensorTransport(address, transfer_dir, place.device)
+
+
+@BALANCERS.register("balancer")
+def least_outstanding(setup: EngineSetup, run_dir: Path) -> Balancer:
+    """The run itself."""
+    from rlhf_megatron.rollout.fleet.balancer import LeastOutstanding
+
+    return LeastOutstanding()
+
+
+@BALANCERS.register("sglang", needs=("rollout.sglang", "several_engines"))
+def sglang_router(setup: EngineSetup, run_dir: Path) -> Balancer:
+    """sglang-router, started. Raises ValueError and EngineError."""
+    return setup.sglang_router(run_dir)
 
 
 def engine_kind(name: str) -> EngineKind:

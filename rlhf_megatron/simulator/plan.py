@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhf_megatron.config.errors import ConfigError
+from rlhf_megatron.config.rules.parts import reads
 from rlhf_megatron.config.rules.run import actor_ranks, has_critic, model_parallel_size, needs_reference
 from rlhf_megatron.config.schema import RolloutConfig, RunConfig
 from rlhf_megatron.simulator.durations import ARGUMENTS, Durations, Workload
@@ -95,7 +96,11 @@ class Setting:
         if self.durations.engine.gpus is not None:
             return self.durations.engine.gpus
         rollout = self.config.rollout
-        return _argument(rollout, ("tensor_parallel_size", "tp_size", "tp"), 1) if rollout.engine == "sglang" else 1
+        if not reads(rollout, "rollout.sglang"):
+            return 1
+        return _argument(rollout, ("tensor_parallel_size", "tp_size", "tp"), 1)
+            _argument(rollout, ("tensor_parallel_size", "tp_size", "tp"), 1) if reads(rollout, "rollout.sglang") else 1
+        )
 
     @property
     def slots(self) -> int:
@@ -103,7 +108,7 @@ class Setting:
         rollout = self.config.rollout
         if self.durations.engine.slots is not None:
             return self.durations.engine.slots
-        if rollout.engine == "local":
+        if reads(rollout, "rollout.max_num_seqs"):
             return rollout.max_num_seqs
         if found := _argument(rollout, ("max_running_requests",), 0):
             return found

@@ -17,6 +17,7 @@ import yaml
 
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import read_run_config
+from rlhf_megatron.config.rules.parts import reads
 from rlhf_megatron.config.schema import RolloutConfig
 from rlhf_megatron.simulator.durations import (
     DecodeConfig,
@@ -135,7 +136,7 @@ def _decode(schedule: str, rollout: RolloutConfig, rows: Sequence[Row], assumed:
             " synchronous run, or give engine.decode in a durations file."
         )
     assumed.append("an engine decodes as fast with many responses as with few, and prompts take no time")
-    slots = rollout.max_num_seqs if rollout.engine == "local" else None
+    slots = rollout.max_num_seqs if reads(rollout, "rollout.max_num_seqs") else None
 
     def tokens_in_turn(row: Row) -> float:
         total = row["response_length/mean"] * row["rollout/num_samples"] / num_engines(rollout)
@@ -146,7 +147,7 @@ def _decode(schedule: str, rollout: RolloutConfig, rows: Sequence[Row], assumed:
 
 def _slots(batch_size: int, rollout: RolloutConfig, assumed: list[str]) -> int | None:
     """Return the responses that an engine decodes at once; None where the run's settings have them."""
-    if rollout.engine == "local" or "max_running_requests" in rollout.sglang.args:
+    if reads(rollout, "rollout.max_num_seqs") or "max_running_requests" in rollout.sglang.args:
         return None
     slots = -(-batch_size * rollout.n // num_engines(rollout))
     assumed.append(f"an engine decodes all of its share of a step's responses at once ({slots})")

@@ -19,6 +19,7 @@ from rlhf_megatron.cli.doctor.facts import Facts, gather
 from rlhf_megatron.cli.doctor.host import around_rows, device_rows, engine_rows, host_rows
 from rlhf_megatron.cli.doctor.rows import TE, Row, Wanted, gradient_row, head_row, package_rows, trainer_rows
 from rlhf_megatron.config.load import load_run_config
+from rlhf_megatron.config.rules.parts import reads
 from rlhf_megatron.config.rules.run import has_critic, megatron_sections
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.models.fused import DeviceType
@@ -169,7 +170,7 @@ def _of_engines(config: RunConfig) -> Iterator[Problem]:
     from rlhf_megatron.rollout.sglang.environment import check_sglang
 
     rollout = config.rollout
-    if rollout.engine == "sglang" and not rollout.endpoints:
+    if reads(config.rollout, "rollout.sglang") and not rollout.endpoints:
         try:
             check_sglang(rollout.sglang.python, {}, rollout.sglang.env)
         except ValueError as error:

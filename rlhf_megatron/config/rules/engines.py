@@ -4,22 +4,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from ipaddress import ip_address
+from typing import Any
 from urllib.parse import urlsplit
 
 from rlhf_megatron.config.errors import Problem
 from rlhf_megatron.config.rules import Idle, idle, rule
+from rlhf_megatron.config.rules.parts import entry_of, reads
 from rlhf_megatron.config.rules.run import NODES, actor_ranks, needs_reference
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.source import Loaded
+from rlhf_megatron.registry import parts_of
 
 
 @rule
 def engines(loaded: Loaded) -> Iterator[Problem]:
     c = loaded.config
     yield from _senders(c)
-    yield from _of_sglang_only(c)
+    yield from _of_some_engines(c)
     yield from _draws(c)
     yield from _attached(c)
     yield from _of_router(c)
@@ -92,10 +95,11 @@ def _attached(c: RunConfig) -> Iterator[Problem]:
 
 
 def _of_router(c: RunConfig) -> Iterator[Problem]:
-    if c.rollout.router == "sglang" and num_engines(c) == 1:
+    balancer = entry_of("balancer", c.rollout.router)
+    if balancer is not None and "several_engines" in balancer.needs and num_engines(c) == 1:
         yield Problem(
-            "rollout.router (sglang) has nothing to choose with one engine; remove it, or set rollout.num_engines or"
-            " rollout.endpoints to more.",
+            f"rollout.router ({c.rollout.router}) has nothing to choose with one engine; remove it, or set"
+            " rollout.num_engines or rollout.endpoints to more.",
             ("rollout.router", "rollout.num_engines", "rollout.endpoints"),
         )
 
@@ -126,17 +130,22 @@ def is_this_machine(host: str) -> bool:
         return host == "localhost"
 
 
-def _of_sglang_only(c: RunConfig) -> Iterator[Problem]:
-    if c.rollout.engine == "sglang":
+def _of_some_engines(c: RunConfig) -> Iterator[Problem]:
+    engine, balancer = entry_of("engine", c.rollout.engine), entry_of("balancer", c.rollout.router)
+    if engine is None or balancer is None:
         return
-    for name, value, is_used in (
-        ("endpoints", list(c.rollout.endpoints), bool(c.rollout.endpoints)),
-        ("router", c.rollout.router, c.rollout.router == "sglang"),
-        ("weight_transport", c.rollout.weight_transport, c.rollout.weight_transport == "process_group"),
-    ):
-        if is_used:
+    engines, transport = parts_of("engine"), c.rollout.weight_transport
+    setting = next((need for need in balancer.needs if "." in need), None)
+    checks: tuple[tuple[str, object, Callable[[Any], bool]], ...] = (
+        ("endpoints", list(c.rollout.endpoints), lambda kind: kind.can_attach or not c.rollout.endpoints),
+        ("router", c.rollout.router, lambda kind: setting is None or setting in kind.settings),
+        ("weight_transport", transport, lambda kind: transport in kind.transports),
+    )
+    for name, value, fits in checks:
+        if not fits(engine.build):
+            able = " or ".join(other for other in engines if fits(engines.get(other).build))
             yield Problem(
-                f"rollout.{name} ({value}) needs rollout.engine sglang, which is {c.rollout.engine}; set that, or"
+                f"rollout.{name} ({value}) needs rollout.engine {able}, which is {c.rollout.engine}; set that, or"
                 " remove it.",
                 (f"rollout.{name}", "rollout.engine"),
             )
@@ -145,7 +154,7 @@ def _of_sglang_only(c: RunConfig) -> Iterator[Problem]:
 def _draws(c: RunConfig) -> Iterator[Problem]:
     """A server that has not this draw would end in the first evaluation."""
     min_p, argument = c.rollout.val_kwargs.min_p, "enable_deterministic_inference"
-    if c.rollout.engine != "sglang" or min_p == 0 or c.rollout.val_kwargs.temperature == 0:
+    if not reads(c.rollout, "rollout.sglang") or min_p == 0 or c.rollout.val_kwargs.temperature == 0:
         return
     is_set = {name.replace("-", "_"): value for name, value in c.rollout.sglang.args.items()}.get(argument, False)
     if is_set or c.trainer.deterministic:
@@ -213,7 +222,7 @@ _HOST_AND_PORT = re.compile(r"[^/\s]+:\d{1,5}")
 @rule
 def engine_devices(loaded: Loaded) -> Iterator[Problem]:
     c = loaded.config
-    if c.trainer.runtime != "ray" or c.rollout.engine != "sglang" or c.rollout.endpoints:
+    if c.trainer.runtime != "ray" or not reads(c.rollout, "rollout.sglang") or c.rollout.endpoints:
         return
     keys = [f"rollout.sglang.args.{name}" for name in c.rollout.sglang.args if name.replace("-", "_") == "base_gpu_id"]
     keys += [f"rollout.sglang.env.{DEVICES}"] if DEVICES in c.rollout.sglang.env else []

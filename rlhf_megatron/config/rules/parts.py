@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf_megatron.config.errors import ConfigError, Problem
 from rlhf_megatron.config.rules import rule
-from rlhf_megatron.config.schema import RunConfig, ScheduleConfig
+from rlhf_megatron.config.schema import RolloutConfig, RunConfig, ScheduleConfig
 from rlhf_megatron.config.source import Loaded
 from rlhf_megatron.config.typed import look_up, params_from_mapping
 from rlhf_megatron.plugins import not_loaded
@@ -60,6 +60,8 @@ def named_parts(c: RunConfig) -> Iterator[Named]:
             yield Named("aggregation", mode, f"{section}.loss_agg_mode", f"{section}.loss_agg_mode")
     for logger in c.trainer.logger:
         yield Named("logger", logger, "trainer.logger", "trainer.logger")
+    yield Named("engine", c.rollout.engine, "rollout.engine", "rollout.engine")
+    yield Named("balancer", c.rollout.router, "rollout.router", "rollout.router")
     yield Named("schedule", c.schedule.name, "schedule.name", "schedule", c.schedule.params)
 
 
@@ -108,6 +110,12 @@ def params_of(kind: str, name: str, params: Mapping[str, Any]) -> Any:
         return params_from_mapping(entry.params, params, "") if entry is not None and entry.params is not None else None
     except ConfigError:
         return None
+
+
+def reads(rollout: RolloutConfig, setting: str) -> bool:
+    """Whether the run's engine has a setting that not every engine has."""
+    entry = entry_of("engine", rollout.engine)
+    return entry is not None and setting in entry.build.settings
 
 
 def schedule_of(section: ScheduleConfig) -> Any:

@@ -7,9 +7,10 @@ from pathlib import PurePath
 
 from rlhf_megatron.config.errors import Problem
 from rlhf_megatron.config.rules import Idle, idle, rule
-from rlhf_megatron.config.rules.parts import entry_of
+from rlhf_megatron.config.rules.parts import entry_of, reads
 from rlhf_megatron.config.schema import MegatronConfig, OptimConfig, RunConfig
 from rlhf_megatron.config.source import Loaded
+from rlhf_megatron.registry import parts_of
 
 TP = "actor.megatron.tensor_model_parallel_size"
 PP = "actor.megatron.pipeline_model_parallel_size"
@@ -67,10 +68,11 @@ def idle_run_settings(c: RunConfig) -> Iterator[Idle]:
     yield not c.actor.use_kl_loss, of_loss, "actor.use_kl_loss", "set it to true"
     fix = "set it or algorithm.use_kl_in_reward to true"
     yield not needs_reference(c), ("reference",), "actor.use_kl_loss", fix
-    yield c.rollout.engine != "sglang", ("rollout.sglang",), "rollout.engine", "set that to sglang"
-    local_only = ("rollout.max_num_seqs", "rollout.max_num_batched_tokens")
-    fix = "use rollout.sglang.args: {max_running_requests: ..., max_total_tokens: ...}"
-    yield c.rollout.engine == "sglang", local_only, "rollout.engine", fix
+    engines = parts_of("engine")
+    for setting in sorted({key for name in engines for key in engines.get(name).build.settings}):
+        others = " or ".join(name for name in engines if setting in engines.get(name).build.settings)
+        is_idle = c.rollout.engine in engines and not reads(c.rollout, setting)
+        yield is_idle, (setting,), "rollout.engine", f"set that to {others}"
     yield c.data.task is not None, FILE_KEYS, "data.task", "use files (task: null)"
     yield c.data.task is None, ("data.task_params",), "data.task", "name a task"
     warmup = ("batch_size", "stop_accuracy", "test_freq", "test_samples", "save_hf", "optim")
@@ -183,7 +185,7 @@ def gives_all_work(key: str, size: int, replicas: int, switches: tuple[str, ...]
 def token_budgets(loaded: Loaded) -> Iterator[Problem]:
     """A sample is never cut over micro-batches, and is padded as the layout demands."""
     c, m = loaded.config, loaded.config.actor.megatron
-    if c.rollout.engine == "local":
+    if reads(c.rollout, "rollout.max_num_batched_tokens"):
         budget = c.rollout.max_num_batched_tokens
         yield from holds_the_longest(c, "rollout.max_num_batched_tokens", budget, "", MegatronConfig())
     budgets = {"actor.ppo_max_token_len_per_gpu": c.actor.ppo_max_token_len_per_gpu}

@@ -76,11 +76,11 @@ class SGLangConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    engine: Literal["local", "sglang"] = doc("bundled server, or stock SGLang", "sglang")
+    engine: str = doc("name of a registered engine: local, the bundled server, or sglang, stock SGLang", "sglang")
     num_engines: int = doc("engine servers to start", 1, COUNT)
     endpoints: tuple[str, ...] = doc("URLs of running SGLang servers to use instead of starting some", ())
-    router: Literal["balancer", "sglang"] = doc(
-        "who spreads requests over engines: the run itself, or sglang-router", "balancer"
+    router: str = doc(
+        "registered balancer, which spreads requests: balancer, the run itself, or sglang, sglang-router", "balancer"
     )
     colocated: bool = doc("engines and trainer take turns with the same devices", False)
     dtype: Literal["float32", "bfloat16"] | None = doc("type of the engine's weights; null: model.dtype", None)

@@ -21,7 +21,7 @@ from rlhf_megatron.rollout.fleet.balancer import Balancer
 from rlhf_megatron.rollout.fleet.fleet import EngineFleet
 from rlhf_megatron.rollout.fleet.process import EngineServers, Place, Progress, here
 from rlhf_megatron.rollout.fleet.supervisor import Supervision
-from rlhf_megatron.rollout.kinds import connect, engine_kind
+from rlhf_megatron.rollout.kinds import BALANCERS, engine_kind
 from rlhf_megatron.rollout.router.balancer import SGLangRouter
 from rlhf_megatron.rollout.router.process import check_router, prepare_router
 from rlhf_megatron.rollout.sglang.attach import AttachedEngines, addresses_of, look_at_all
@@ -129,11 +129,9 @@ class EngineSetup:
             place=place,
         )
 
-    def balancer(self, run_dir: Path) -> Balancer | None:
-        """sglang-router, started, where the run asks for it. Raises ValueError and EngineError."""
+    def sglang_router(self, run_dir: Path) -> Balancer:
+        """sglang-router, started. Raises ValueError and EngineError."""
         rollout = self.rollout
-        if rollout.router != "sglang":
-            return None
         process = prepare_router(rollout.sglang.python, rollout.sglang.env, run_dir, rollout.startup_timeout_s)
         limits = (rollout.max_engine_restarts, rollout.health_interval_s, rollout.health_timeout_s)
         return SGLangRouter(process, *limits)
@@ -153,14 +151,14 @@ class EngineSetup:
         if isinstance(servers, AttachedEngines):
             make_client, supervision = servers.connect, Supervision(None, None, *limits)
         else:
-            make_client = partial(connect, transfer_dir=transfer_dir)
+            make_client = partial(engine_kind(rollout.engine).connect, transfer_dir=transfer_dir)
             supervision = Supervision(servers, make_client, *limits, rollout.max_engine_restarts)
         return EngineFleet(
             [make_client(address) for address in servers.addresses],
             rollout.request_timeout_s,
             rollout.request_retries,
             supervision=supervision,
-            balancer=self.balancer(run_dir),
+            balancer=BALANCERS.get(rollout.router).build(self, run_dir),
             is_closed=self.trainer.deterministic,
             should_stop=should_stop,
         )

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhf_megatron.plugins import loaded
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError
 from rlhf_megatron.rollout.fleet.process import (
     LOOPBACK,
@@ -57,6 +58,7 @@ def start_local_engines(
     arguments += ["--max-num-batched-tokens", str(max_num_batched_tokens)]
     arguments += ["--transfer-dir", str(transfer_dir)] if transfer_dir is not None else []
     arguments += ["--deterministic"] if deterministic else []
+    arguments += [word for plugin in loaded() for word in ("--plugin", plugin)]
     launches = [
         place(_LocalLaunch(f"engine{index}", folder, arguments, {**base, **extra}))
         for index, extra in zip(range(num_engines), envs, strict=True)

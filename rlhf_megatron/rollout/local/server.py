@@ -241,6 +241,7 @@ def _die_with_parent(parent_pid: int) -> None:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="rlhf_megatron.rollout.local.server", description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True, help="directory in Hugging Face layout")
+    parser.add_argument("--plugin", action="append", default=[], help="to run first: it may teach transformers a model")
     parser.add_argument("--token-file", type=Path, required=True, help="file of mode 600 with the bearer token")
     parser.add_argument("--transfer-dir", type=Path, help="directory of weight buckets; none: no weight sync")
     parser.add_argument("--ready-file", type=Path, help='written when the server listens: {"port": N, "pid": N}')
@@ -269,10 +270,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 def _build(args: argparse.Namespace) -> tuple[DecodeService, dict[str, Any]]:
     import torch
 
+    from rlhf_megatron.plugins import load_plugins
     from rlhf_megatron.rollout.local.generator import Generator
     from rlhf_megatron.rollout.local.model import load_model
     from rlhf_megatron.rollout.local.weights import WeightReceiver
 
+    load_plugins(args.plugin)
     if args.deterministic:
         # On CUDA torch lists no deterministic cumsum and would raise. Ours sum rows of at most a few hundred numbers,
         # each in one thread block, in the same order every time.

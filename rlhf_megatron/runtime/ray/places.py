@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from rlhf_megatron.config.rules.parts import entry_of, reads
 from rlhf_megatron.config.rules.run import world_size
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.rollout.engine import EngineError
@@ -146,7 +147,7 @@ class Seating:
 def gpus_per_engine(config: RunConfig) -> int:
     """GPUs that Ray is asked for; 0: its server runs on a CPU. Raises ValueError as `check_sglang`."""
     rollout = config.rollout
-    if rollout.engine == "local":
+    if not reads(config.rollout, "rollout.sglang"):
         return 1
     sglang = rollout.sglang
     arguments = check_sglang(sglang.python, sglang.args, sglang.env).arguments.values if sglang.args else {}
@@ -157,7 +158,8 @@ def gpus_per_engine(config: RunConfig) -> int:
 
 def must_share_machine(config: RunConfig) -> bool:
     """Whether engines can only work on the driver's machine: weights reach them through its memory."""
-    return config.rollout.engine == "local" or config.rollout.weight_transport == "tensor"
+    kind = entry_of("engine", config.rollout.engine)
+    return kind is None or not kind.build.is_elsewhere or config.rollout.weight_transport == "tensor"
 
 
 def bundle_of_engine(config: RunConfig, index: int) -> int:

@@ -86,7 +86,6 @@ def test_a_section_given_in_part_keeps_its_own_defaults(tmp_path: Path) -> None:
         ("reward: {params: 3}", "reward.params (3) must be a mapping; write {name: value}."),
         ("model: {init_seed: x}", "model.init_seed (x) must be a whole number; write digits only, such as 8."),
         ("model: {dtype: bfloat}", "model.dtype (bfloat) must be one of float32, bfloat16; did you mean bfloat16?"),
-        ("trainer: {logger: [console, mlflow]}", "trainer.logger[1] (mlflow) must be one of console, jsonl, tensorboard, wandb; choose console."),
         ("model: {path: !!python/name:os.system x}", "tag 'tag:yaml.org,2002:python/name:os.system' is not supported; write a plain value."),
         ("model: {path: a, path: b}", "key 'path' is written twice in one section; keep one."),
         ("model: &m {path: *m}", "an anchor contains itself; remove the alias."),
