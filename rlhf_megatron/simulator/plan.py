@@ -99,8 +99,6 @@ class Setting:
         if not reads(rollout, "rollout.sglang"):
             return 1
         return _argument(rollout, ("tensor_parallel_size", "tp_size", "tp"), 1)
-            _argument(rollout, ("tensor_parallel_size", "tp_size", "tp"), 1) if reads(rollout, "rollout.sglang") else 1
-        )
 
     @property
     def slots(self) -> int:
