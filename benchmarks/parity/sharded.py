@@ -117,16 +117,16 @@ def _run_cut(
 def _watch_gradients(worker: Any, world: World) -> dict[str, Tensor]:
     """Filled when the first optimizer step starts, on the ranks of the first copy of the model."""
     seen: dict[str, Tensor] = {}
-    step = worker.trained.optimizer.step
+    step = worker.optimizer.step
 
     def watched(*args: Any) -> Any:
-        worker.trained.optimizer.step = step
+        worker.optimizer.step = step
         gradients = _reduced_gradients(worker.model.chunks, world)
         if world.coordinates.dp == world.coordinates.cp == 0:
             seen.update(gradients)
         return step(*args)
 
-    worker.trained.optimizer.step = watched
+    worker.optimizer.step = watched
     return seen
 
 

@@ -11,6 +11,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ class Trace:
     def __init__(self, path: Path | None, process_name: str) -> None:
         self.step = 0  # set by the tracker: the step that new events belong to
         self._call_seconds: dict[str, float] = {}
+        self._ends: dict[str, float] = {}  # by pool: when its last call ended
         self._lock = threading.Lock()
         self._tracks: dict[str, int] = {}
         self._wall_clock = time.time() - time.monotonic()
@@ -64,6 +66,17 @@ class Trace:
                 return
             event = {"name": name, "cat": category, "ph": "X", "ts": first, "dur": last - first, "pid": PROCESS}
             self._write({**event, "tid": self._track(track), "args": {"step": self.step, **arguments}})
+
+    def watch(self, pool: str, method: str, start: float, future: Future[Any], **arguments: Any) -> None:
+        """A call to the hosts, which becomes an event on its pool's track when `future` is done."""
+
+        def add(_: Future[Any]) -> None:
+            # A pool runs its calls one after the other, and their futures are done in that order.
+            end = time.monotonic()
+            self.add(method, f"{pool} pool", CALL, max(start, self._ends.get(pool, start)), end, **arguments)
+            self._ends[pool] = end
+
+        future.add_done_callback(add)
 
     def take_call_seconds(self) -> dict[str, float]:
         """By call ("actor.update"): what calls to the hosts took since the last time, also where no file is written."""

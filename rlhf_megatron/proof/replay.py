@@ -31,7 +31,6 @@ from rlhf_megatron.observe.metrics.batch import BadColumn, bad_columns, describe
 from rlhf_megatron.observe.run_dir import write_json
 from rlhf_megatron.observe.run_facts import run_facts
 from rlhf_megatron.observe.summary import layouts_of
-from rlhf_megatron.observe.traced_group import TracedGroup
 from rlhf_megatron.observe.tracker import Tracker
 from rlhf_megatron.recovery.capsule import Capsule, read_capsule
 from rlhf_megatron.recovery.keeper import Keeper, StageGuard
@@ -74,9 +73,11 @@ def replay(
         facts = run_facts(config, run_dir.name, tokenizer)
         tracker = stack.enter_context(Tracker(run_dir, trainer.logger, trainer.total_training_steps, facts))
         tracker.note(f"replay of steps 1 .. {last} of {source}")
-        group = TracedGroup(connect_group(), tracker.trace)
+        group = connect_group()
         stack.callback(group.close)
-        stages = ReplayStages(config, Workers(group), parts, recorder, tokenizer, NoSync(start.policy_version))
+        stages = ReplayStages(
+            config, Workers(group, tracker.trace.watch), parts, recorder, tokenizer, NoSync(start.policy_version)
+        )
         guard = StageGuard(tracker, stop)
         warm_up_policy(config, stages, tracker, sets, guard.stop, num_steps=start.num_warmup_steps)
         run(stages, Foreground(stages), tracker, guard, Keeper(), LoopPlan(last))

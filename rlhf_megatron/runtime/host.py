@@ -69,7 +69,7 @@ class Host:
 
     def call(self, call: Call) -> Any:
         """Run one call and return its result: of a scattered call on the leader only, None elsewhere."""
-        function = self._find(call.method)
+        function = self.find(call.method)
         if not call.is_scattered:
             with self.activity.doing(call.method, "running"):
                 return function(**call.arguments)
@@ -89,7 +89,8 @@ class Host:
                     logger.exception("closing %s failed", name)
         self._roles = {}
 
-    def _find(self, method: str) -> Callable[..., Any]:
+    def find(self, method: str) -> Callable[..., Any]:
+        """The method "role.name" of a role that stands here. Raises LookupError."""
         role, _, name = method.partition(".")
         if role not in self._roles:
             raise LookupError(f"{method}: there is no role {role!r} here; the roles are {sorted(self._roles)}.")

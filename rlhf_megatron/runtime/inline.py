@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 import torch.distributed as dist
 
 from rlhf_megatron.data.batch import TokenBatch
+from rlhf_megatron.data.plan import take
 from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.runtime.dispatch import join, scatter_calls
+from rlhf_megatron.runtime.dispatch import join, plan_call
 from rlhf_megatron.runtime.failures import HostError
 from rlhf_megatron.runtime.hang import DescribeHang
 from rlhf_megatron.runtime.host import Activity, BuildRoles, Host
-from rlhf_megatron.runtime.messages import Call
 from rlhf_megatron.runtime.pool import join_pool
 
 
@@ -30,7 +29,8 @@ class InlineGroup:
         self.layout = Layout(world_size=1)
         self.layouts = {pool: self.layout}
         joined = join_pool(pool, self.layout, 0, dist.HashStore(), backend, collective_timeout_s)
-        self._host: Host | None = Host(joined, Activity(joined.where))
+        self._is_closed = False
+        self._host = Host(joined, Activity(joined.where))
         try:
             self._host.build(build_roles)
         except BaseException:
@@ -38,14 +38,23 @@ class InlineGroup:
             raise
 
     def scatter(self, method: str, batch: TokenBatch, *, token_budget: int, **arguments: Any) -> Future[Any]:
-        def run(host: Host) -> Any:
-            scattered = scatter_calls(1, method, batch, self.layout, token_budget, arguments)
-            return join(method, [host.call(scattered.calls[0])], scattered.plans)
-
-        return self._done(run)
+        """The batch goes to the role as it is, without the messages between processes."""
+        future: Future[Any] = Future()
+        try:
+            (plan,) = plans = plan_call(batch, self.layout, token_budget)
+            result = self._host.find(method)(batch=take(batch, plan), plan=plan, **arguments)
+            future.set_result(join(method, [result], plans))
+        except Exception as error:  # the future carries it, with its traceback
+            future.set_exception(error)
+        return future
 
     def broadcast(self, method: str, **arguments: Any) -> Future[list[Any]]:
-        return self._done(lambda host: [host.call(Call(1, method, arguments))])
+        future: Future[list[Any]] = Future()
+        try:
+            future.set_result([self._host.find(method)(**arguments)])
+        except Exception as error:
+            future.set_exception(error)
+        return future
 
     def describe_hosts(self) -> list[str]:
         return []
@@ -57,16 +66,7 @@ class InlineGroup:
         """The same."""
 
     def close(self) -> None:
-        if self._host is not None:
+        if not self._is_closed:
+            self._is_closed = True
             self._host.close()
-            self._host = None
             dist.destroy_process_group()
-
-    def _done(self, run: Callable[[Host], Any]) -> Future[Any]:
-        assert self._host is not None, "the group is closed"
-        future: Future[Any] = Future()
-        try:
-            future.set_result(run(self._host))
-        except Exception as error:  # the future carries it, with its traceback
-            future.set_exception(error)
-        return future

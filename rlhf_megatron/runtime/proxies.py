@@ -9,6 +9,7 @@ so that mypy checks every call. All arguments but the batch and the token budget
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -98,12 +99,17 @@ class OnAllRanks(Generic[Arguments, Result]):
         return partial(proxy._broadcast, self._name)
 
 
+Watch = Callable[..., None]
+"""(pool, method, start, future, **facts): told of every call when it is made. `start`: as time.monotonic counts."""
+
+
 class Proxy:
     """A role on all ranks of its pool. A call of a role that the run does not have fails with LookupError."""
 
-    def __init__(self, group: WorkerGroup, role: str) -> None:
+    def __init__(self, group: WorkerGroup, role: str, watch: Watch | None = None) -> None:
         self.role = role
         self._group = group
+        self._watch = watch
 
     @property
     def pool(self) -> str:
@@ -116,10 +122,18 @@ class Proxy:
         return self._group.layouts[self.pool]
 
     def _scatter(self, name: str, batch: TokenBatch, token_budget: int, **arguments: Any) -> Future[Any]:
-        return self._group.scatter(f"{self.role}.{name}", batch, token_budget=token_budget, **arguments)
+        method, start = f"{self.role}.{name}", time.monotonic()
+        future = self._group.scatter(method, batch, token_budget=token_budget, **arguments)
+        if self._watch is not None:
+            self._watch(self.pool, method, start, future, num_samples=len(batch), num_tokens=batch.num_tokens)
+        return future
 
     def _broadcast(self, name: str, **arguments: Any) -> Future[list[Any]]:
-        return self._group.broadcast(f"{self.role}.{name}", **arguments)
+        method, start = f"{self.role}.{name}", time.monotonic()
+        future = self._group.broadcast(method, **arguments)
+        if self._watch is not None:
+            self._watch(self.pool, method, start, future)
+        return future
 
 
 class TrainedProxy(Proxy):
@@ -176,14 +190,14 @@ class HostProxy(Proxy):
 
 
 class Workers:
-    """The proxies of all roles. `group` carries the calls and owns the hosts."""
+    """The proxies of all roles. `group` carries the calls and owns the hosts; `watch` is told of each call."""
 
-    def __init__(self, group: WorkerGroup) -> None:
+    def __init__(self, group: WorkerGroup, watch: Watch | None = None) -> None:
         self.group = group
-        self.actor = ActorProxy(group, "actor")
-        self.critic = CriticProxy(group, "critic")
-        self.reference = ReferenceProxy(group, "reference")
-        self.host = HostProxy(group, "host")
+        self.actor = ActorProxy(group, "actor", watch)
+        self.critic = CriticProxy(group, "critic", watch)
+        self.reference = ReferenceProxy(group, "reference", watch)
+        self.host = HostProxy(group, "host", watch)
 
     def learning(self, has_critic: bool) -> list[TrainedProxy]:
         """The roles that are trained."""

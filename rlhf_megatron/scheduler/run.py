@@ -24,7 +24,6 @@ from rlhf_megatron.observe.line_file import Attempts, RunClock, evaluation_secon
 from rlhf_megatron.observe.run_dir import write_text
 from rlhf_megatron.observe.run_facts import run_facts
 from rlhf_megatron.observe.summary import description, finish, layouts_of
-from rlhf_megatron.observe.traced_group import TracedGroup
 from rlhf_megatron.observe.tracker import Tracker
 from rlhf_megatron.observe.watches import HeadWatch, MemoryWatch
 from rlhf_megatron.plugins import digests
@@ -89,10 +88,10 @@ def train(
         engines = f"{num_engines(config)} {config.rollout.engine}"
         tracker.note(description(trainer.experiment_name, config.model, _where(config), engines, sets))
         watchdog = stack.enter_context(StageWatchdog(trainer.stage_timeout_s, trainer.stage_timeouts_s, run_dir))
-        hosts = _hosts(stack, config, connect_group, tracker) if config.rollout.colocated else None
+        hosts = _hosts(stack, config, connect_group) if config.rollout.colocated else None
         fleet, transfer_dir = _engines(stack, config, run_dir, tracker, stop, place)
-        group = hosts or _hosts(stack, config, connect_group, tracker)
-        workers = Workers(group)
+        group = hosts or _hosts(stack, config, connect_group)
+        workers = Workers(group, tracker.trace.watch)
         watchdog.look_at(group, fleet.calls)
         turns: Turns = NoTurns()
         if config.rollout.colocated:
@@ -188,11 +187,9 @@ def _tracker(
     return tracker
 
 
-def _hosts(
-    stack: ExitStack, config: RunConfig, connect_group: Callable[[], WorkerGroup], tracker: Tracker
-) -> TracedGroup:
+def _hosts(stack: ExitStack, config: RunConfig, connect_group: Callable[[], WorkerGroup]) -> WorkerGroup:
     """They end with `stack`. Colocated ones have left their devices to the engines, which start after them."""
-    group = TracedGroup(connect_group(), tracker.trace)
+    group = connect_group()
     stack.callback(group.close)
     if config.rollout.colocated:
         leave_devices(Workers(group).learning(has_critic(config)))

@@ -1,4 +1,4 @@
-"""The policy on one rank: log-probs, updates, export, checkpoints. A `contract.TrainWorker` on Megatron-Core."""
+"""The policy on one rank: log-probs, updates, export, checkpoints. A `TrainWorker` on Megatron-Core."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ from rlhf_megatron.workers.losses import CorrectedRowLoss, RowLoss, make_row_los
 from rlhf_megatron.workers.pack import MicroBatch, Packed, pack, token_columns
 from rlhf_megatron.workers.pipeline import forward_log_probs, sum_over_cp
 from rlhf_megatron.workers.trained_model import Phase, RowLossFunction, TrainedModel
-from rlhf_megatron.workers.trained_role import TrainedRole
 
 COLUMNS = token_columns(MiniBatch)
 
 
-class MegatronActor(TrainedRole):
+class MegatronActor(TrainedModel):
     """Made on all ranks of the pool at once, each with the same arguments but `world`.
 
     `phases`: name -> optimizer and length ("warmup", "rl"); the first one is entered at once. `correction`: what the
@@ -49,14 +48,11 @@ class MegatronActor(TrainedRole):
         phases: Mapping[str, Phase],
         correction: CorrectionParams | None = None,
     ) -> None:
-        self.world = world
-        self.dtype = dtype
+        super().__init__(hf_config, weights, world, dtype, config.megatron, phases)
         self.config = config
         self.losses: dict[str, RowLoss | CorrectedRowLoss] = {**make_row_losses(config)}
         if correction is not None:
             self.losses["policy"] = CorrectedRowLoss(policy_row_loss(config), correction)
-        self.trained = TrainedModel(hf_config, weights, world, dtype, config.megatron, phases)
-        self.model = self.trained.model
         self.head = LogProbHead("actor", self.model, world, dtype, config.log_prob_chunk_size, config.kernels)
 
     def log_probs(
@@ -67,26 +63,27 @@ class MegatronActor(TrainedRole):
         with_entropy: bool = False,
         with_sum_squares: bool = False,
     ) -> LogProbs | None:
-        """See `contract.ForwardWorker`."""
+        """Log-probs of the current policy, as `TrainWorker.log_probs`."""
         faults.reach("actor.before_log_probs")
-        self.trained.memory.require("parameters")
+        self.memory.require("parameters")
         rows = self.head.rows(temperature, with_entropy, with_sum_squares)
-        return forward_log_probs(self.trained.chunks, rows, self.world, batch, plan)
+        return forward_log_probs(self.chunks, rows, self.world, batch, plan)
 
     def update(
         self, batch: MiniBatch, plan: ReplicaPlan, temperature: float, loss: str = "policy", capsule: Path | None = None
     ) -> UpdateResult | None:
-        """See `contract.TrainWorker`. Raises ValueError for an unknown loss or a column that it needs and lacks."""
-        return self.trained.update(*self._work(batch, plan, temperature, loss), capsule)
+        """One optimizer step, as `TrainWorker.update`. Raises ValueError: unknown loss, missing column."""
+        packed, row_loss = self._work(batch, plan, temperature, loss)
+        return self._step(self._pass(packed, row_loss), packed, capsule)
 
     def look_again(
         self, batch: MiniBatch, plan: ReplicaPlan, temperature: float, loss: str = "policy"
     ) -> UpdateResult | None:
-        """See `contract.TrainedWorker`."""
-        return self.trained.look_again(*self._work(batch, plan, temperature, loss))
+        """`update` without the optimizer step."""
+        return self._look(*self._work(batch, plan, temperature, loss))
 
     def head_report(self) -> HeadReport | None:
-        """See `contract.ForwardWorker`."""
+        """How its log-probs are computed, and what was found out about that; None off the last stage."""
         return self.head.report()
 
     def _work(

@@ -1,4 +1,4 @@
-"""The value model on one rank: values, updates, export, checkpoints. A `contract.ValueWorker` on Megatron-Core."""
+"""The value model on one rank: values, updates, export, checkpoints. A `ValueWorker` on Megatron-Core."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ from rlhf_megatron.workers.contract import UpdateResult
 from rlhf_megatron.workers.pack import MicroBatch, Packed, pack, token_columns
 from rlhf_megatron.workers.pipeline import forward_columns
 from rlhf_megatron.workers.trained_model import Phase, RowLossFunction, TrainedModel
-from rlhf_megatron.workers.trained_role import TrainedRole
 
 COLUMNS = token_columns(ValueMiniBatch)
 
 
-class MegatronCritic(TrainedRole):
+class MegatronCritic(TrainedModel):
     """Made on all ranks of the pool at once, each with the same arguments but `world`.
 
     `weights`: with or without a value head (see `checkpoint.value_model`). `megatron`: the layout of the pool that it
@@ -48,13 +47,10 @@ class MegatronCritic(TrainedRole):
         phases: Mapping[str, Phase],
         seed: int,
     ) -> None:
-        self.world = world
-        self.dtype = dtype
+        weights = with_value_head(weights, config.value_head_init_std, seed)
+        super().__init__(hf_config, weights, world, dtype, megatron, phases, head="value")
         self.config = config
         self.seed = seed
-        weights = with_value_head(weights, config.value_head_init_std, seed)
-        self.trained = TrainedModel(hf_config, weights, world, dtype, megatron, phases, head="value")
-        self.model = self.trained.model
 
     @property
     def exported_config(self) -> dict[str, Any]:
@@ -62,24 +58,25 @@ class MegatronCritic(TrainedRole):
         return value_model_config(self.model.hf_config)
 
     def values(self, batch: TokenBatch, plan: ReplicaPlan) -> Values | None:
-        """See `contract.ValueWorker`."""
-        self.trained.memory.require("parameters")
+        """Values of the current model, as `ValueWorker.values`."""
+        self.memory.require("parameters")
 
         def of_rows(hidden_SH: Tensor, micro: MicroBatch) -> Tensor:
             return self._row_values(hidden_SH, micro)[None]
 
-        columns = forward_columns(self.trained.chunks, self.world, batch, plan, of_rows)
+        columns = forward_columns(self.chunks, self.world, batch, plan, of_rows)
         if columns is None:
             return None
         return Values(batch.offsets, batch.token_ids, batch.response_mask, values=columns[0])
 
     def update(self, batch: ValueMiniBatch, plan: ReplicaPlan, capsule: Path | None = None) -> UpdateResult | None:
-        """See `contract.ValueWorker`."""
-        return self.trained.update(*self._work(batch, plan), capsule)
+        """One optimizer step, as `ValueWorker.update`."""
+        packed, row_loss = self._work(batch, plan)
+        return self._step(self._pass(packed, row_loss), packed, capsule)
 
     def look_again(self, batch: ValueMiniBatch, plan: ReplicaPlan) -> UpdateResult | None:
-        """See `contract.TrainedWorker`."""
-        return self.trained.look_again(*self._work(batch, plan))
+        """`update` without the optimizer step."""
+        return self._look(*self._work(batch, plan))
 
     def _work(self, batch: ValueMiniBatch, plan: ReplicaPlan) -> tuple[Packed, RowLossFunction]:
         world = self.world
@@ -92,9 +89,9 @@ class MegatronCritic(TrainedRole):
         return packed, of_rows
 
     def load_hf(self, directory: Path) -> None:
-        """See `contract.ValueWorker`."""
+        """Become the model of a Hugging Face directory, with a fresh optimizer. Raises ValueError."""
         body = read_value_model(directory, self.model.hf_config)
-        self.trained.start_again(with_value_head(body, self.config.value_head_init_std, self.seed))
+        self.start_again(with_value_head(body, self.config.value_head_init_std, self.seed))
 
     def _row_values(self, hidden_SH: Tensor, micro: MicroBatch) -> Tensor:
         """[R] float32. Last stage, all tp ranks."""

@@ -1,7 +1,4 @@
-"""Micro-batches through Megatron's schedules: one stage or many, with or without a backward pass.
-
-Also: The forward-only pass that all models share.
-"""
+"""Micro-batches through Megatron's schedules, one stage or many: with a backward pass, or forward only for columns."""
 
 from __future__ import annotations
 
@@ -25,9 +22,11 @@ from rlhf_megatron.parallel.world import World
 from rlhf_megatron.workers.log_prob_head import RowLogProbs
 from rlhf_megatron.workers.pack import MicroBatch, Packed, pack
 
-RowsFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor]]
-"""(hidden_SH, micro-batch) -> (scalar loss, what to collect). On the last chunk of the last stage, all tp and cp ranks:
-S are the tokens of this cp rank, of which each tp rank has its part where sequence parallelism splits them."""
+RowsResult = tuple[Tensor, int, Tensor]
+"""(scalar loss; 0, the token count, by which nothing divides; what to collect)."""
+RowsFunction = Callable[[MicroBatch, Tensor], RowsResult]
+"""(micro-batch, hidden [1, S, H]) -> its result. On the last chunk of the last stage, all tp and cp ranks: S are the
+tokens of this cp rank, of which each tp rank has its part where sequence parallelism splits them."""
 
 
 def run_micro_batches(
@@ -44,11 +43,7 @@ def run_micro_batches(
         micro = next(micro_batches)
         documents = packed_documents(micro.cu_seqlens, micro.max_seqlen, micro.position_ids, world.cp_group)
         hidden = model(micro.token_ids, micro.position_ids, None, packed_seq_params=documents)
-        return hidden, partial(loss, micro)
-
-    def loss(micro: MicroBatch, hidden: Tensor) -> tuple[Tensor, int, Tensor]:
-        value, collected = on_rows(hidden[0], micro)  # hidden: [1, s, h]
-        return value, 0, collected  # 0: the token count, by which nothing divides
+        return hidden, partial(on_rows, micro)
 
     config = get_model_config(chunks[0])
     # Not in forward-only passes: Megatron's pipelined schedules enter it and leave it there to the garbage collector.
@@ -126,9 +121,9 @@ def forward_columns(
     """
     packed = pack(batch, plan, world.layout, world.coordinates.cp, device=world.device)
 
-    def on_rows(hidden_SH: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        columns_CR = of_rows(hidden_SH, micro)
-        return columns_CR[0], columns_CR
+    def on_rows(micro: MicroBatch, hidden: Tensor) -> RowsResult:
+        columns_CR = of_rows(hidden[0], micro)
+        return columns_CR[0], 0, columns_CR
 
     with torch.no_grad():
         rows = run_micro_batches(chunks, world, packed, on_rows, forward_only=True)

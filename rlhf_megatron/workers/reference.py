@@ -1,4 +1,4 @@
-"""The frozen reference on one rank: forward only, no gradients, no optimizer. A `contract.ForwardWorker`."""
+"""The frozen reference on one rank: forward only, no gradients, no optimizer. A `ForwardWorker`."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ class MegatronReference:
     def log_probs(
         self, batch: TokenBatch, plan: ReplicaPlan, temperature: float, with_entropy: bool = False
     ) -> LogProbs | None:
-        """See `contract.ForwardWorker`."""
+        """Log-probs of the frozen policy, as `ForwardWorker.log_probs`."""
         with self._on_device():
             rows = self.head.rows(temperature, with_entropy)
             return forward_log_probs(self.model.chunks, rows, self.world, batch, plan)
 
     def head_report(self) -> HeadReport | None:
-        """See `contract.ForwardWorker`."""
+        """How its log-probs are computed, and what was found out about that; None off the last stage."""
         return self.head.report()
 
     def copy_weights(self, chunks: list[nn.Module]) -> None:
@@ -86,7 +86,7 @@ class MegatronReference:
             load_hf(self.model.chunks, self.table, reader, self.world.coordinates.tp, self.world.layout.tp)
 
     def export(self) -> Iterator[tuple[Rule, Tensor]]:
-        """See `contract.Worker`. The weights must be on the device: see `onload`."""
+        """This rank's shards with their table rules. The weights must be on the device: see `onload`."""
         self.memory.require("parameters")
         return local_shards(self.model.chunks, self.table)
 
@@ -99,7 +99,7 @@ class MegatronReference:
         self.memory.restore(is_read_only=True)
 
     def memory_report(self) -> MemoryReport:
-        """See `contract.Worker`."""
+        """What this rank holds now."""
         return report(self.memory, self.world.device)
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""A model that learns, on one rank: what actor and critic share, whatever their rows cost."""
+"""A model that learns, on one rank: the base of actor and critic, which bring the loss of a row."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from rlhf_megatron.workers.nonfinite import Watch, bad_positions, bad_tensors, c
 from rlhf_megatron.workers.offload import TRAINER_PARTS, Offload, TrainerPart
 from rlhf_megatron.workers.optimizer import Optimizer, StepResult, reset
 from rlhf_megatron.workers.pack import MicroBatch, Packed
-from rlhf_megatron.workers.pipeline import run_micro_batches, sum_over_cp
+from rlhf_megatron.workers.pipeline import RowsResult, run_micro_batches, sum_over_cp
 from rlhf_megatron.workers.replicas import check_replicas
 
 SKIPS_KEPT = 1000  # skipped steps of which findings are kept until somebody asks
@@ -108,12 +108,11 @@ class TrainedModel:
         self._last_capsule: Path | None = None
         self._save: BackgroundSave | None = None  # that was begun and not finished
 
-    def update(self, packed: Packed, row_loss: RowLossFunction, capsule: Path | None = None) -> UpdateResult | None:
-        """Forward and backward over the micro-batches and one optimizer step. The result on leaders; None elsewhere.
+    def _step(self, done: _Pass, packed: Packed, capsule: Path | None) -> UpdateResult | None:
+        """The optimizer step after a pass over `packed`. The result on leaders; None elsewhere.
 
         `capsule`: where the weights go when the step is skipped; only those of the first such step with this name do.
         """
-        done = self._pass(packed, row_loss)
         if self.role == "actor" and faults.reach("actor.before_optimizer_step"):
             _plant(self.chunks, "main_grad", math.nan)
         step = self.optimizer.step(done.losses)
@@ -123,8 +122,8 @@ class TrainedModel:
             _plant(self.chunks, "data", 1e-3)
         return self._result(done, step)
 
-    def look_again(self, packed: Packed, row_loss: RowLossFunction) -> UpdateResult | None:
-        """`update` without the optimizer step, watched; `take_skips` tells what was seen, of a finite pass too."""
+    def _look(self, packed: Packed, row_loss: RowLossFunction) -> UpdateResult | None:
+        """A pass without the optimizer step, watched; `take_skips` tells what was seen, of a finite pass too."""
         with Watch(self.chunks) as watch:
             done = self._pass(packed, row_loss, watch)
         _, grad_norm = self.optimizer.judge(done.losses)
@@ -139,7 +138,7 @@ class TrainedModel:
         return taken
 
     def check_replicas(self) -> ReplicaReport:
-        """See `contract.TrainedWorker`."""
+        """Compare what this rank holds alike with others."""
         self.memory.require("parameters", "optimizer")
         return check_replicas(self.synced_chunks(), self.optimizer, self.world)
 
@@ -158,13 +157,13 @@ class TrainedModel:
         self.memory.require(*TRAINER_PARTS, is_changed=True)
         names: list[str] = []
 
-        def on_rows(hidden_SH: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-            value, sums, rows_R = row_loss(hidden_SH, micro)
+        def on_rows(micro: MicroBatch, hidden: Tensor) -> RowsResult:
+            value, sums, rows_R = row_loss(hidden[0], micro)
             if watch is not None:
                 watch.see(rows_R, "log-probs" if self.role == "actor" else "values")
                 watch.see(value, "loss")
             names[:] = sums
-            return value, torch.cat([torch.stack([value.detach(), *sums.values()]), rows_R.detach().float()])
+            return value, 0, torch.cat([torch.stack([value.detach(), *sums.values()]), rows_R.detach().float()])
 
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -208,7 +207,7 @@ class TrainedModel:
         return replace(findings, has_weights=not error, error=error)
 
     def reset_optimizer(self, phase: str) -> None:
-        """See `contract.TrainedWorker`."""
+        """Enter a phase with a fresh optimizer. Raises ValueError for an unknown one."""
         self.memory.require(*TRAINER_PARTS, is_changed=True)
         if phase not in self.phases:
             raise ValueError(f"unknown phase {phase!r}; known: {', '.join(self.phases)}.")
@@ -230,13 +229,13 @@ class TrainedModel:
         return self.model.chunks
 
     def export(self) -> Iterator[tuple[Rule, Tensor]]:
-        """See `contract.Worker`."""
+        """This rank's shards with their table rules, all gathered. Raises on numbers that are not finite."""
         chunks = self.synced_chunks()
         check_finite(named_parameters(chunks), self.world)
         return local_shards(chunks, self.table)
 
     def offload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
-        """See `contract.TrainedWorker`."""
+        """Free the device's memory of these parts."""
         if "parameters" in parts and not self.memory.is_dropped("parameters"):
             self.memory.require("parameters")
             sync_parameters(self.chunks)
@@ -244,15 +243,15 @@ class TrainedModel:
         self.memory.drop(parts)
 
     def onload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS, is_read_only: bool = False) -> None:
-        """See `contract.TrainedWorker`."""
+        """Undo `offload`."""
         self.memory.restore(parts, is_read_only)
 
     def memory_report(self) -> MemoryReport:
-        """See `contract.Worker`."""
+        """What this rank holds now."""
         return report(self.memory, self.world.device)
 
     def num_save_bytes(self) -> int:
-        """See `contract.TrainedWorker`. Replicas hold the same; the first one counts."""
+        """What this rank will about write in a save. Replicas hold the same; the first one counts."""
         place = self.world.coordinates
         if place.dp > 0 or place.cp > 0:
             return 0
@@ -261,7 +260,7 @@ class TrainedModel:
         return sum(parameter.numel() for chunk in self.chunks for parameter in chunk.parameters()) * a_parameter
 
     def begin_save(self, directory: Path) -> None:
-        """See `contract.TrainedWorker`."""
+        """Copy what is saved to host memory, and begin to write it."""
         self.memory.require("parameters", "optimizer")
         assert self._save is None, "one save at a time"
         sync_parameters(self.chunks)
@@ -270,17 +269,17 @@ class TrainedModel:
         self._save = BackgroundSave(staged, directory, str(self.world))
 
     def is_save_done(self) -> bool:
-        """See `contract.TrainedWorker`."""
+        """This rank writes nothing any more."""
         return self._save is None or self._save.is_done
 
     def finish_save(self, timeout_s: float) -> SaveResult:
-        """See `contract.TrainedWorker`."""
+        """End what `begin_save` began."""
         assert self._save is not None, "no save was begun"
         save, self._save = self._save, None
         return save.finish(timeout_s)
 
     def save(self, directory: Path) -> None:
-        """See `contract.TrainedWorker`."""
+        """`begin_save` and `finish_save`. Raises OSError."""
         directory.parent.mkdir(parents=True, exist_ok=True)
         self.begin_save(directory)
         result = self.finish_save(SAVE_TIMEOUT_S)
@@ -288,7 +287,7 @@ class TrainedModel:
             raise OSError(result.error)
 
     def load(self, directory: Path) -> None:
-        """See `contract.TrainedWorker`."""
+        """Become what was saved. Raises ValueError."""
         self.memory.require(*TRAINER_PARTS, is_changed=True)
         plain = load_plain(directory)
         if plain["phase"] != self.phase:

@@ -127,9 +127,9 @@ def test_a_part_that_grows_gets_more_room() -> None:
 
 def parts_of(worker: Any) -> dict[str, list[Tensor]]:
     """By walking through Megatron's objects, without what the worker says of itself."""
-    chunks = worker.trained.chunks
+    chunks = worker.chunks
     parameters = [parameter for chunk in chunks for parameter in chunk.module.parameters()]
-    adams = [part.optimizer for part in worker.trained.optimizer.megatron.chained_optimizers]
+    adams = [part.optimizer for part in worker.optimizer.megatron.chained_optimizers]
     mains = [main for adam in adams for group in adam.param_groups for main in group["params"]]
     held = storages_of(parameters)
     states = [value for adam in adams for state in adam.state.values() for value in state.values()]
@@ -173,14 +173,14 @@ def away_and_back(
     found: dict[str, Any] = {"full": full, "reported": worker.memory_report().held_bytes, "steps": []}
     kept = {part: [tensor.detach().clone() for tensor in held[part]] for part in ("parameters", "optimizer")}
     # With overlap_param_gather the others' shards arrive with the next pass, or when the parameters are dropped.
-    worker.trained.synced_chunks()
+    worker.synced_chunks()
     kept["parameters"] = [tensor.detach().clone() for tensor in held["parameters"]]
     offsets = {part: [tensor.storage_offset() for tensor in held[part]] for part in held}
     for part in ("gradients", "optimizer", "parameters"):
         worker.offload((part,))
         found["steps"].append(sizes(held))
     found["empty"] = (worker.memory_report().held_bytes, worker.memory_report().copied_bytes)
-    mine = {id(piece) for copy in worker.trained.memory._copies.values() for piece in copy._pieces}
+    mine = {id(piece) for copy in worker.memory._copies.values() for piece in copy._pieces}
     host_copies = storages_of(t for t in gc.get_objects() if isinstance(t, Tensor) and id(t) in mine)
     clones = storages_of([tensor for tensors in kept.values() for tensor in tensors])
     others = live_storages().items()

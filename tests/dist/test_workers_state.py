@@ -240,11 +240,11 @@ def schedules(world: World, state: dict[str, Tensor], batch: MiniBatch) -> list[
             actor.reset_optimizer("rl")
         for _ in range(count):
             result = actor.update(shard, plan, 1.0, "sft")
-            groups = actor.trained.optimizer.megatron.param_groups
+            groups = actor.optimizer.megatron.param_groups
             decay = {p.dim() > 1: group["weight_decay"] for group in groups for p in group["params"]}
             seen.append((result.lr, decay[True], decay[False]))
     moments = [
-        s["step"].item() for s in actor.trained.optimizer.megatron.chained_optimizers[0].optimizer.state.values()
+        s["step"].item() for s in actor.optimizer.megatron.chained_optimizers[0].optimizer.state.values()
     ]
     assert set(moments) == {1.0}, "the fresh optimizer has counted the warm-up's steps"
     return seen
@@ -322,7 +322,7 @@ def masters_and_exports(
     parameters = named_parameters(actor.model.chunks)
     after_step = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     exported = {rule.megatron_name: tensor for rule, tensor in actor.export()}
-    held = [entry for entry in held_parameters(actor.trained.optimizer.megatron) if entry.main is not None]
+    held = [entry for entry in held_parameters(actor.optimizer.megatron) if entry.main is not None]
     names = {id(parameter): name for name, parameter in parameters.items()}
 
     def flat(entry: Any) -> Tensor:
@@ -337,7 +337,7 @@ def masters_and_exports(
         "exported": {name: tensor.clone() for name, tensor in exported.items()},
     }
     actor.reset_optimizer("rl")
-    fresh = [entry for entry in held_parameters(actor.trained.optimizer.megatron) if entry.main is not None]
+    fresh = [entry for entry in held_parameters(actor.optimizer.megatron) if entry.main is not None]
     result["is_kept"] = all(torch.equal(e.main, m) for e, m in zip(fresh, masters, strict=True))
     result["is_fresh"] = all(not value.any() for entry in fresh for value in entry.state.values())
     return result

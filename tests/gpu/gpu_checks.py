@@ -172,7 +172,7 @@ def check_offload(device: torch.device, dtype: torch.dtype, use_distributed_opti
         shard, plan = share(batch)
         actor.update(shard, plan, 1.0, "sft")  # moments that are not zero
         log_probs = actor.log_probs(shard, plan, 1.0).log_probs
-        tensors = [tensor for _, tensor in actor.export()] + actor.trained.optimizer.state_tensors()
+        tensors = [tensor for _, tensor in actor.export()] + actor.optimizer.state_tensors()
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         kept = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
         before = memory(device).allocated

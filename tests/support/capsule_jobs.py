@@ -108,7 +108,7 @@ def left_out(world: World, config: RunConfig, run_dir: Path) -> Skipped:
     )
     batch = small_batch()
     with hosts(config) as (group, roles):
-        parameters = named_parameters(roles["actor"].trained.chunks)
+        parameters = named_parameters(roles["actor"].chunks)
         parameters["decoder.layers.1.mlp.linear_fc2.weight"].data[0, 0] = torch.inf
         found = group.scatter("actor.log_probs", batch, token_budget=1000, temperature=1.0, with_entropy=False).result()
         batch = replace(batch, old_log_probs=found.log_probs)

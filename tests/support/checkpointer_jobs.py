@@ -76,7 +76,7 @@ def weights(role: Any) -> dict[str, Tensor]:
 
 
 def moments(role: Any) -> list[Tensor]:
-    return [tensor.clone() for tensor in role.trained.optimizer.state_tensors()]
+    return [tensor.clone() for tensor in role.optimizer.state_tensors()]
 
 
 def draws() -> list[Any]:
@@ -141,7 +141,7 @@ def round_trip(world: World, config: RunConfig, run_dir: Path) -> dict[str, Any]
         found["same_moments"] = all(
             torch.equal(a, b) for a, b in zip(moments(roles["actor"]), found.pop("moments"), strict=True)
         )
-        found["phase"] = roles["actor"].trained.phase
+        found["phase"] = roles["actor"].phase
         train(group)
         train(group)
         found["goes_on"] = is_equal(weights(roles["actor"]), after)

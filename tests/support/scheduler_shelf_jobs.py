@@ -63,7 +63,7 @@ def train_recorded(world: World, config: RunConfig, record: Path, num_steps: int
     with patch.object(roles, "create_world", lambda *_, **__: world):
         built: Any = roles.role_builder(config)(SimpleNamespace(name=ACTOR, layout=world.layout))  # type: ignore[arg-type]
     group: Any = LockstepGroup(world, built)
-    trained = {role: built[role].trained for role in ("actor", "critic") if role in built}
+    trained = {role: built[role] for role in ("actor", "critic") if role in built}
     before = {role: copies(model) for role, model in trained.items()}
     stages = ReplayStages(
         config, Workers(group), load_parts(config), Recorder(record), load_tokenizer(MODEL), NoSync(version=1)

@@ -129,11 +129,11 @@ def shards(worker: Any, head: Head = "vocabulary") -> tuple[dict[str, Tensor], d
     from rlhf_megatron.workers.optimizer_state import held_parameters
 
     table = table_for(worker.model.hf_config, worker.world.layout.tp, head=head)  # as the local layers call them
-    names = {own.megatron_name: rule.megatron_name for own, rule in zip(worker.trained.table, table, strict=True)}
+    names = {own.megatron_name: rule.megatron_name for own, rule in zip(worker.table, table, strict=True)}
     weights = {rule.megatron_name: shard.clone() for rule, shard in worker.export()}
     parameters = named_parameters(worker.model.chunks)
     grads = {id(parameter): parameter.main_grad.clone() for parameter in parameters.values()}
-    for held in held_parameters(worker.trained.optimizer.megatron):
+    for held in held_parameters(worker.optimizer.megatron):
         if held.span is not None:
             whole = torch.zeros_like(grads[id(held.model)]).flatten()
             if held.main is not None and held.main.grad is not None:

@@ -24,7 +24,7 @@ def waits_of_an_update(world: World, state: dict[str, Tensor], batch: MiniBatch)
         actor.update(shard, plan, reference.TEMPERATURE)
     packed, row_loss = actor._work(shard, plan, reference.TEMPERATURE, "policy")
     with DeviceWaits() as waits:
-        actor.trained._pass(packed, row_loss)
+        actor._pass(packed, row_loss)
     return len(packed.micro_batches), waits.found
 
 

@@ -13,9 +13,9 @@ import torch
 
 from rlhf_megatron.data.batch import TokenBatch
 from rlhf_megatron.observe.trace import PROCESS, Trace
-from rlhf_megatron.observe.traced_group import TracedGroup
 from rlhf_megatron.observe.tracker import Tracker
 from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.runtime.proxies import Workers
 
 BATCH = TokenBatch(torch.tensor([0, 2, 5]), torch.arange(5), torch.tensor([False, True, False, True, True]))
 
@@ -145,15 +145,14 @@ class SlowPools:
 
 def test_calls_of_two_pools_are_seen_at_the_same_time(tmp_path: Path) -> None:
     trace, pools = Trace(tmp_path / "trace.json", "x"), SlowPools()
-    group = TracedGroup(pools, trace)
-    assert group.layout is pools.layout and group.layouts is pools.layouts
+    workers = Workers(pools, trace.watch)
     trace.step = 3
     start = time.monotonic()
     futures = [
-        group.scatter("actor.log_probs", BATCH, token_budget=99, seconds=0.1),
-        group.scatter("critic.values", BATCH, token_budget=99, seconds=0.4),
-        group.scatter("reference.log_probs", BATCH, token_budget=99, seconds=0.1, with_entropy=False),
-        group.broadcast("host.send_weights", seconds=0.05, version=7),
+        workers.actor.log_probs(BATCH, 99, seconds=0.1),
+        workers.critic.values(BATCH, 99, seconds=0.4),
+        workers.reference.log_probs(BATCH, 99, seconds=0.1, with_entropy=False),
+        workers.host.send_weights(seconds=0.05, version=7),
     ]
     assert [f.result() for f in futures] == [
         "actor.log_probs",
@@ -161,7 +160,7 @@ def test_calls_of_two_pools_are_seen_at_the_same_time(tmp_path: Path) -> None:
         "reference.log_probs",
         "host.send_weights",
     ]
-    group.close()
+    pools.close()
     took = time.monotonic() - start
     trace.close()
     assert pools.is_closed and pools.calls[2] == ("reference.log_probs", {"with_entropy": False, "batch": BATCH})
@@ -195,6 +194,6 @@ def test_a_call_that_fails_is_seen_and_its_error_goes_on(tmp_path: Path) -> None
 
     trace = Trace(tmp_path / "trace.json", "x")
     with pytest.raises(ValueError, match="lost"):
-        TracedGroup(Failing(), trace).broadcast("host.send_weights").result()
+        Workers(Failing(), trace.watch).host.refresh_reference().result()
     trace.close()
-    assert set(durations(read(tmp_path / "trace.json"))) == {"host.send_weights"}
+    assert set(durations(read(tmp_path / "trace.json"))) == {"host.refresh_reference"}
