@@ -61,8 +61,8 @@ class Repetition:
 
 def workloads(config: RunConfig, repetitions: int) -> dict[str, list[list[GenerateRequest]]]:
     """Requests of each repetition; the first one is a warm-up."""
-    sets, tokenizer = load_data(config)
-    data = run_data(config, sets, tokenizer)
+    sets, tokenizer = load_data(config.model, config.data)
+    data = run_data(config.data, config.trainer.seed, config.rollout.stop, sets, tokenizer)
     assert data.stream is not None
     found: dict[str, list[list[GenerateRequest]]] = {"step": [], "decode": []}
     for step in range(1, repetitions + 2):

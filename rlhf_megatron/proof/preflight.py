@@ -31,8 +31,8 @@ def check_run(
 
     def data() -> None:
         load_parts(config)  # so that a wrong task is told once, by the rule on it
-        sets, tokenizer = load_data(config)
-        run_data(config, sets, tokenizer)
+        sets, tokenizer = load_data(config.model, config.data)
+        run_data(config.data, config.trainer.seed, config.rollout.stop, sets, tokenizer)
         check_sources(config.reward, {item.source for item in (*sets.train, *sets.held_out)})
         _check_vocabulary(tokenizer.vocab_size, Path(config.model.path))
 

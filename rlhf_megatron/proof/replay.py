@@ -67,7 +67,7 @@ def replay(
     parts = load_parts(config)
     recorder = Recorder(source / "record")
     start = recorder.read_start()
-    sets, tokenizer = load_data(config)
+    sets, tokenizer = load_data(config.model, config.data)
     trainer = config.trainer
     with ExitStack() as stack:
         facts = run_facts(config, run_dir.name, tokenizer)
@@ -79,7 +79,7 @@ def replay(
             config, Workers(group, tracker.trace.watch), parts, recorder, tokenizer, NoSync(start.policy_version)
         )
         guard = StageGuard(tracker, stop)
-        warm_up_policy(config, stages, tracker, sets, guard.stop, num_steps=start.num_warmup_steps)
+        warm_up_policy(stages, tracker, sets, guard.stop, num_steps=start.num_warmup_steps)
         run(stages, Foreground(stages), tracker, guard, Keeper(), LoopPlan(last))
         if trainer.save_hf:
             stages.save_hf(run_dir)

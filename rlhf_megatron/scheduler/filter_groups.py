@@ -1,5 +1,4 @@
-"""Groups without signal are left out of a step and other prompts generated in their place: see
-algorithms/group_filter.py."""
+"""Groups without signal are left out of a step; other prompts are generated in their place (`algorithms.groups`)."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.algorithms.groups import teaches
-from rlhf_megatron.config.schema import FilterGroupsConfig, RunConfig
+from rlhf_megatron.config.schema import FilterGroupsConfig
 from rlhf_megatron.data.batch import ScoredBatch, concat, select
 from rlhf_megatron.observe.metrics.batch import valid_samples
 
@@ -21,15 +20,14 @@ Batch = TypeVar("Batch", bound=ScoredBatch)
 
 
 def filtered(
-    first: ScoredBatch, config: RunConfig, another: Callable[[int], ScoredBatch]
+    first: ScoredBatch, settings: FilterGroupsConfig, wanted: int, another: Callable[[int], ScoredBatch]
 ) -> tuple[ScoredBatch, dict[str, float]]:
-    """(the first `data.train_batch_size` groups that teach, metrics).
+    """(the first `wanted` groups that teach, metrics).
 
     `another(number)` generates and scores a further batch, counted from 1; at most `max_num_gen_batches` there are in
     all. Where these have too few groups, the step has what they have. Where none teaches it has `first` as it is, which
     `teaches_nothing` tells later stages.
     """
-    settings, wanted = config.algorithm.filter_groups, config.data.train_batch_size
     kept: list[ScoredBatch] = []
     batch, num_batches, num_generated, num_kept = first, 1, 0, 0
     while True:

@@ -35,7 +35,7 @@ def cut(
         yield select(batch, order[start : start + mini_batch_size])
 
 
-def parts(
+def of_epochs(
     batch: TrainBatch, num_epochs: int, mini_batch_size: int, use_shuffle: bool, seed: int, step: int
 ) -> Iterator[TrainBatch]:
     """The samples of each mini-batch of a step, over all epochs."""

@@ -13,7 +13,7 @@ from rlhf_megatron.config.correction_presets import is_bypass
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.rules.parts import params_of, parts
 from rlhf_megatron.config.rules.run import needs_reference
-from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.schema import AlgorithmConfig, RunConfig
 from rlhf_megatron.config.source import Loaded
 from rlhf_megatron.plugins import load_plugins
 from rlhf_megatron.registry import Entry
@@ -52,7 +52,7 @@ def load_parts(config: RunConfig) -> Parts:
         needs_reference(config),
         needs_values="values" in estimator.needs,
         needs_token_rewards="token_rewards" in estimator.needs,
-        needs_log_probs=_needs_log_probs(config, estimator),
+        needs_log_probs=_needs_log_probs(config.algorithm, estimator),
         correction=correction_params(config.algorithm.rollout_correction),
         is_bypass=is_bypass(config.algorithm.rollout_correction),
         needs_sum_squares="sum_squares" in estimator.needs,
@@ -61,9 +61,9 @@ def load_parts(config: RunConfig) -> Parts:
     )
 
 
-def _needs_log_probs(config: RunConfig, estimator: Entry[AdvantageEstimator]) -> bool:
+def _needs_log_probs(algorithm: AlgorithmConfig, estimator: Entry[AdvantageEstimator]) -> bool:
     """Without a correction that puts the engine's in their place the loss needs them; else a KL in the reward, an
     estimator or a mean of weights over the step may."""
-    section = config.algorithm.rollout_correction
-    others = config.algorithm.use_kl_in_reward or correction_params(section).use_batch_norm
+    section = algorithm.rollout_correction
+    others = algorithm.use_kl_in_reward or correction_params(section).use_batch_norm
     return not is_bypass(section) or others or bool({"log_probs", "old_log_probs", "sum_squares"} & {*estimator.needs})

@@ -76,8 +76,8 @@ def train(
     run. Raises RunStopped where `stop` asks for it, after the state was saved if the run has checkpoints.
     """
     parts = load_parts(config)
-    sets, tokenizer = load_data(config)
-    data = run_data(config, sets, tokenizer)
+    sets, tokenizer = load_data(config.model, config.data)
+    data = run_data(config.data, config.trainer.seed, config.rollout.stop, sets, tokenizer)
     start = find_start(config, run_dir, data.stream)
     attempts = Attempts(run_dir)
     trainer = config.trainer
@@ -231,7 +231,7 @@ def _resumed(start: Start, stages: Stages, checkpointer: Checkpointer, tracker: 
 
 def _warmed_up(config: RunConfig, stages: Stages, tracker: Tracker, sets: PromptSets, stop: StopRequest) -> RunState:
     """The state before the first step."""
-    warm = warm_up_policy(config, stages, tracker, sets, stop)
+    warm = warm_up_policy(stages, tracker, sets, stop)
     stop.check()
     if stages.recorder:
         stages.recorder.write_start(RecordedStart(warm.num_steps, stages.weight_sync.version + 1))

@@ -32,11 +32,10 @@ from rlhf_megatron.rollout.fleet.fleet import EngineFleet
 from rlhf_megatron.rollout.requests import build_requests, collect
 from rlhf_megatron.runtime.proxies import Workers
 from rlhf_megatron.scheduler.advantages import AdvantageStage
-from rlhf_megatron.scheduler.annotate import annotate
 from rlhf_megatron.scheduler.filter_groups import filtered, teaches_nothing
 from rlhf_megatron.scheduler.parts import Parts
 from rlhf_megatron.scheduler.samples import greedy_length_metrics, of_groups, resampled, reward_samples, to_scored
-from rlhf_megatron.scheduler.update import actor_update, critic_update, leave_out, run_updates
+from rlhf_megatron.scheduler.update import UpdateSettings, actor_update, annotate, critic_update, leave_out, run_updates
 from rlhf_megatron.sync.colocation import NoTurns, Turns
 from rlhf_megatron.sync.weight_sync import Sync
 
@@ -94,6 +93,7 @@ class Stages:
         self.turns = turns or NoTurns()
         self.heads = heads
         self.memory = memory
+        self._settings = UpdateSettings.of(config)
         self._step_metrics: dict[str, float] = {}
         self._step_began = 0.0
         self._is_filtered = config.algorithm.filter_groups.enable
@@ -162,7 +162,12 @@ class Stages:
             return rollout
         scored = self._score(rollout)
         if self._is_filtered:
-            scored, metrics = filtered(scored, self.config, lambda number: self._another(step, number))
+            scored, metrics = filtered(
+                scored,
+                self.config.algorithm.filter_groups,
+                self.config.data.train_batch_size,
+                lambda number: self._another(step, number),
+            )
             self._step_metrics |= metrics
         if self._greedy_of_step:
             self._step_metrics |= greedy_length_metrics(of_groups(self._greedy_of_step, scored.group_ids))
@@ -207,7 +212,7 @@ class Stages:
         """
         self.turns.to_trainer()
         has_actor = self.parts.needs_log_probs or step == self.mismatch.first_step
-        return annotate(self.workers, self.config, self.parts, scored, has_actor)
+        return annotate(self.workers, self._settings, self.parts, scored, has_actor)
 
     def advantages(self, step: int, batch: AnnotatedBatch) -> TrainBatch:
         if isinstance(batch, TrainBatch):
@@ -233,9 +238,9 @@ class Stages:
         if self._is_filtered and teaches_nothing(batch, self.config.algorithm.filter_groups):
             self._is_policy_new = False
         elif drawn.values is not None:
-            updates.append(critic_update(self.workers, self.config, step, drawn))
+            updates.append(critic_update(self.workers, self._settings, step, drawn))
         if self._is_policy_new:
-            updates.append(actor_update(self.workers, self.config, step, drawn))
+            updates.append(actor_update(self.workers, self._settings, step, drawn))
         self.trained_version = self.version
         if columns := bad_columns(batch):
             self._is_policy_new = False

@@ -1,4 +1,5 @@
-"""The update of a step: epochs x mini-batches of the actor and of the critic, one optimizer step each."""
+"""What the models on the hosts do in a step: they annotate its samples (log-probs, entropies, values) and learn from
+them in epochs x mini-batches, one optimizer step each."""
 
 from __future__ import annotations
 
@@ -12,12 +13,13 @@ from itertools import islice, zip_longest
 
 from rlhf_megatron import faults
 from rlhf_megatron.config.correction_presets import is_bypass
-from rlhf_megatron.config.schema import RunConfig
-from rlhf_megatron.data.batch import MiniBatch, TokenBatch, TrainBatch
+from rlhf_megatron.config.schema import ActorConfig, CriticConfig, RunConfig
+from rlhf_megatron.data.batch import AnnotatedBatch, MiniBatch, ScoredBatch, TokenBatch, TrainBatch, gain
 from rlhf_megatron.observe.metrics.batch import BadColumn
 from rlhf_megatron.recovery.skips import RoleSkips, Skips
 from rlhf_megatron.runtime.proxies import TrainedProxy, Workers
-from rlhf_megatron.scheduler.mini_batches import parts, picked, weighed, weighed_values
+from rlhf_megatron.scheduler.mini_batches import of_epochs, picked, weighed, weighed_values
+from rlhf_megatron.scheduler.parts import Parts
 from rlhf_megatron.workers.contract import UpdateResult
 
 CALLS_IN_FLIGHT = 2  # of a role: one that runs and one that waits, so that a pool is never idle
@@ -35,45 +37,104 @@ class RoleUpdate:
     samples_of: Callable[[int], TrainBatch]  # number of a mini-batch -> its samples
 
 
-def actor_update(workers: Workers, config: RunConfig, step: int, batch: TrainBatch) -> RoleUpdate:
-    actor = config.actor
-    order = (actor.mini_batch_size, actor.shuffle, config.trainer.seed, step)
-    has_engine_log_probs = is_bypass(config.algorithm.rollout_correction)
+@dataclass(frozen=True)
+class UpdateSettings:
+    """What annotations and updates read of a run's configuration."""
+
+    actor: ActorConfig
+    critic: CriticConfig  # what it leaves null is as in `actor`
+    temperature: float
+    seed: int
+    loss_scale_factor: float  # tokens, of seq-mean-token-sum-norm
+    reference_budget: int  # tokens of a micro-batch
+    has_engine_log_probs: bool  # in place of the trainer's before the update
+
+    @classmethod
+    def of(cls, config: RunConfig) -> UpdateSettings:
+        factor, budget = config.actor.loss_scale_factor, config.actor.ppo_max_token_len_per_gpu
+        return cls(
+            config.actor,
+            config.critic,
+            config.rollout.temperature,
+            config.trainer.seed,
+            config.data.max_response_length if factor is None else factor,
+            config.reference.max_token_len_per_gpu or budget,
+            is_bypass(config.algorithm.rollout_correction),
+        )
+
+    @property
+    def critic_budget(self) -> int:
+        return self.critic.ppo_max_token_len_per_gpu or self.actor.ppo_max_token_len_per_gpu
+
+
+def actor_update(workers: Workers, settings: UpdateSettings, step: int, batch: TrainBatch) -> RoleUpdate:
+    """The policy's update of a step."""
+    actor, seed = settings.actor, settings.seed
+    order = (actor.mini_batch_size, actor.shuffle, seed, step)
 
     def mini_batches() -> Iterator[MiniBatch]:
-        for number, part in enumerate(parts(batch, actor.ppo_epochs, *order)):
-            is_picked = picked(part, actor.policy_loss, config.trainer.seed, step, number)
-            yield weighed(part, actor.loss_agg_mode, loss_scale_factor(config), is_picked, has_engine_log_probs)
+        for number, part in enumerate(of_epochs(batch, actor.ppo_epochs, *order)):
+            is_picked = picked(part, actor.policy_loss, seed, step, number)
+            yield weighed(
+                part, actor.loss_agg_mode, settings.loss_scale_factor, is_picked, settings.has_engine_log_probs
+            )
 
     return RoleUpdate(
         workers.actor,
-        partial(workers.actor.update, temperature=config.rollout.temperature, loss="policy"),
+        partial(workers.actor.update, temperature=settings.temperature, loss="policy"),
         actor.ppo_epochs,
         actor.ppo_max_token_len_per_gpu,
         mini_batches(),
-        lambda number: next(islice(parts(batch, actor.ppo_epochs, *order), number, None)),
+        lambda number: next(islice(of_epochs(batch, actor.ppo_epochs, *order), number, None)),
     )
 
 
-def loss_scale_factor(config: RunConfig) -> float:
-    """Tokens, of seq-mean-token-sum-norm."""
-    factor = config.actor.loss_scale_factor
-    return config.data.max_response_length if factor is None else factor
-
-
-def critic_update(workers: Workers, config: RunConfig, step: int, batch: TrainBatch) -> RoleUpdate:
-    """What `critic` leaves null is as in `actor`, the order of samples always."""
-    actor, critic = config.actor, config.critic
+def critic_update(workers: Workers, settings: UpdateSettings, step: int, batch: TrainBatch) -> RoleUpdate:
+    """The critic's update of a step; its order of samples is the actor's."""
+    actor, critic = settings.actor, settings.critic
     num_epochs = critic.ppo_epochs or actor.ppo_epochs
     size, mode = critic.mini_batch_size or actor.mini_batch_size, critic.loss_agg_mode or actor.loss_agg_mode
-    order = (size, actor.shuffle, config.trainer.seed, step)
+    order = (size, actor.shuffle, settings.seed, step)
     return RoleUpdate(
         workers.critic,
         partial(workers.critic.update),
         num_epochs,
-        critic.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu,
-        (weighed_values(part, mode, loss_scale_factor(config)) for part in parts(batch, num_epochs, *order)),
-        lambda number: next(islice(parts(batch, num_epochs, *order), number, None)),
+        settings.critic_budget,
+        (weighed_values(part, mode, settings.loss_scale_factor) for part in of_epochs(batch, num_epochs, *order)),
+        lambda number: next(islice(of_epochs(batch, num_epochs, *order), number, None)),
+    )
+
+
+def annotate(
+    workers: Workers, settings: UpdateSettings, parts: Parts, scored: ScoredBatch, has_actor: bool = True
+) -> AnnotatedBatch:
+    """Columns of the actor (without `has_actor` none) and, where estimator and loss need them, of the critic and the
+    reference.
+
+    All calls are made before the first result is awaited: pools of their own work at the same time. In one pool they
+    run in the order actor, critic, reference.
+    """
+    tokens = TokenBatch(scored.offsets, scored.token_ids, scored.response_mask)
+    budget, temperature = settings.actor.ppo_max_token_len_per_gpu, settings.temperature
+    asked = {"with_sum_squares": True} if parts.needs_sum_squares else {}
+    actor = critic = reference = None
+    if has_actor:
+        actor = workers.actor.log_probs(tokens, budget, temperature=temperature, with_entropy=True, **asked)
+    if parts.needs_values:
+        critic = workers.critic.values(tokens, settings.critic_budget)
+    if parts.needs_reference:
+        reference = workers.reference.log_probs(
+            tokens, settings.reference_budget, temperature=temperature, with_entropy=False
+        )
+    by_actor = actor.result() if actor else None
+    return gain(
+        AnnotatedBatch,
+        scored,
+        old_log_probs=by_actor.log_probs if by_actor else None,
+        entropies=by_actor.entropies if by_actor else None,
+        sum_squares=by_actor.sum_squares if by_actor else None,
+        values=critic.result().values if critic else None,
+        ref_log_probs=reference.result().log_probs if reference else None,
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_megatron.config.schema import RunConfig, SamplingConfig, WarmupConfig
+from rlhf_megatron.config.schema import SamplingConfig, WarmupConfig
 from rlhf_megatron.data.batch import TokenBatch
 from rlhf_megatron.data.items import WeightedItems, supervised_batch
 from rlhf_megatron.data.prompts import PromptSets
@@ -69,7 +69,6 @@ def warm_up(
 
 
 def warm_up_policy(
-    config: RunConfig,
     stages: Stages,
     tracker: Tracker,
     sets: PromptSets,
@@ -80,6 +79,7 @@ def warm_up_policy(
 
     `num_steps`: in a replay, the steps to make without evaluation. Raises RunStopped between two steps.
     """
+    config = stages.config
     if not config.warmup.max_steps:
         return WarmupResult(0, None)
 
@@ -109,16 +109,16 @@ def warm_up_policy(
         )
     if stages.parts.needs_reference and config.reference.path is None:
         stages.workers.host.refresh_reference().result()
-    _hand_on(config, stages, tracker.run_dir / "warm_model", is_kept=config.warmup.save_hf and num_steps is None)
+    _hand_on(stages, tracker.run_dir / "warm_model", is_kept=config.warmup.save_hf and num_steps is None)
     return result
 
 
-def _hand_on(config: RunConfig, stages: Stages, directory: Path, is_kept: bool) -> None:
+def _hand_on(stages: Stages, directory: Path, is_kept: bool) -> None:
     """The warmed-up policy as a Hugging Face directory, from which the critic starts unless it has a path of its own.
 
     Through files because the critic may stand on other ranks in another layout.
     """
-    is_critics_start = stages.parts.needs_values and config.critic.path is None
+    is_critics_start = stages.parts.needs_values and stages.config.critic.path is None
     if is_kept or is_critics_start:
         stages.workers.host.save_hf(directory=directory).result()
     if is_critics_start:

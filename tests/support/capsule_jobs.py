@@ -22,7 +22,7 @@ from rlhf_megatron.recovery.capsule import Capsules
 from rlhf_megatron.recovery.skips import NonFiniteNumbers, Skips
 from rlhf_megatron.runtime.proxies import Workers
 from rlhf_megatron.scheduler.advantages import correction_columns
-from rlhf_megatron.scheduler.update import actor_update, critic_update, leave_out, run_updates
+from rlhf_megatron.scheduler.update import UpdateSettings, actor_update, critic_update, leave_out, run_updates
 from rlhf_megatron.workers.losses import correction_params
 
 
@@ -76,7 +76,9 @@ def skipped_updates(world: World, config: RunConfig, run_dir: Path) -> Skipped:
     with hosts(config) as (group, _):
         try:
             for step in (1, 2, 3):
-                metrics.append(run_updates([actor_update(Workers(group), config, step, bad)], step, skips))
+                metrics.append(
+                    run_updates([actor_update(Workers(group), UpdateSettings.of(config), step, bad)], step, skips)
+                )
         except NonFiniteNumbers as over:
             error = str(over)
     path = run_dir / "capsules" / "step_000001_actor"
@@ -113,7 +115,10 @@ def left_out(world: World, config: RunConfig, run_dir: Path) -> Skipped:
         found = group.scatter("actor.log_probs", batch, token_budget=1000, temperature=1.0, with_entropy=False).result()
         batch = replace(batch, old_log_probs=found.log_probs)
         workers = Workers(group)
-        updates = [critic_update(workers, config, 7, batch), actor_update(workers, config, 7, batch)]
+        updates = [
+            critic_update(workers, UpdateSettings.of(config), 7, batch),
+            actor_update(workers, UpdateSettings.of(config), 7, batch),
+        ]
         metrics = leave_out(workers, updates, 7, skips, batch, bad_columns(batch))
     return Skipped([metrics], notes, "", {"it": replay(config, run_dir, run_dir / "capsules" / "step_000007_actor")})
 

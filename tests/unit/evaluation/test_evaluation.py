@@ -210,7 +210,7 @@ def test_the_sets_of_a_run() -> None:
     )
     config = RunConfig(data=DataConfig(sources=sources, train_batch_size=10))
     sets = load_prompts(config.data, tokenizer)
-    data = run_data(config, sets, tokenizer)
+    data = run_data(config.data, config.trainer.seed, config.rollout.stop, sets, tokenizer)
     assert [(s.name, s.prompts.group_ids) for s in data.held_out] == [
         ("digits1", (0, 1, 2)),
         ("digits2", tuple(range(3, 9))),

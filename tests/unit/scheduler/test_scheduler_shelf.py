@@ -16,8 +16,8 @@ from rlhf_megatron.config.schema import AlgorithmConfig, RunConfig
 from rlhf_megatron.data.batch import AnnotatedBatch, LogProbs, ScoredBatch, TokenBatch, gain
 from rlhf_megatron.runtime.proxies import Workers
 from rlhf_megatron.scheduler.advantages import AdvantageStage
-from rlhf_megatron.scheduler.annotate import annotate
 from rlhf_megatron.scheduler.parts import Parts, load_parts
+from rlhf_megatron.scheduler.update import UpdateSettings, annotate
 
 
 def config_of(name: str, **params: Any) -> RunConfig:
@@ -53,7 +53,7 @@ class Calls:
 )
 def test_squared_probabilities_are_summed_only_for_an_estimator_that_reads_them(name: str, is_asked: bool) -> None:
     config, calls = config_of(name), Calls()
-    found = annotate(Workers(calls), config, load_parts(config), scored_batch())  # type: ignore[arg-type]
+    found = annotate(Workers(calls), UpdateSettings.of(config), load_parts(config), scored_batch())  # type: ignore[arg-type]
     (asked,) = calls.asked
     assert asked["method"] == "actor.log_probs" and asked["with_entropy"] is True
     assert asked.get("with_sum_squares", False) is is_asked

@@ -24,9 +24,8 @@ from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.proof.replay import ReplayStages
 from rlhf_megatron.runtime.proxies import ActorProxy, CriticProxy, Workers
 from rlhf_megatron.scheduler.advantages import AdvantageStage
-from rlhf_megatron.scheduler.annotate import annotate
 from rlhf_megatron.scheduler.parts import Parts
-from rlhf_megatron.scheduler.update import RoleUpdate, run_updates
+from rlhf_megatron.scheduler.update import RoleUpdate, UpdateSettings, annotate, run_updates
 from rlhf_megatron.sync.weight_sync import NoSync
 from rlhf_megatron.workers.contract import UpdateResult
 from rlhf_megatron.workers.findings import BadTensor, Findings
@@ -199,7 +198,7 @@ def test_annotation_asks_everybody_before_it_waits() -> None:
         rollout={"temperature": 0.5},
     )
     group = FakeGroup()
-    batch = annotate(Workers(group), config, parts_of("gae", needs_reference=True), scored())
+    batch = annotate(Workers(group), UpdateSettings.of(config), parts_of("gae", needs_reference=True), scored())
     names = ["actor.log_probs", "critic.values", "reference.log_probs"]
     assert group.sent == names and [call.token_budget for call in group.calls] == [300, 400, 500]
     assert group.events == [f"{what} {name} 1" for what in ("send", "wait") for name in names]
@@ -211,7 +210,7 @@ def test_annotation_asks_everybody_before_it_waits() -> None:
 
 def test_annotation_asks_nobody_whom_the_run_has_not() -> None:
     group = FakeGroup()
-    batch = annotate(Workers(group), RunConfig(), parts_of("grpo"), scored())
+    batch = annotate(Workers(group), UpdateSettings.of(RunConfig()), parts_of("grpo"), scored())
     assert group.sent == ["actor.log_probs"] and batch.values is None and batch.ref_log_probs is None
 
 
