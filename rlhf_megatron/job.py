@@ -272,9 +272,9 @@ def _install_faults(who: str) -> None:
 def _build_roles(config: RunConfig, pool):  # type: ignore[no-untyped-def]
     """Megatron is imported after the host has registered, so that what fails there is told with coordinates."""
     from rlhf_megatron.parallel.prepare import make_deterministic
-    from rlhf_megatron.runtime.roles import role_builder
+    from rlhf_megatron.runtime.roles import RoleBuilder
 
     load_plugins(config.plugins)  # an actor of Ray has not read the file
     if config.trainer.deterministic:
         make_deterministic()
-    return role_builder(config)(pool)
+    return RoleBuilder(config)(pool)

@@ -34,7 +34,7 @@ from rlhf_megatron.rollout.kinds import connect
 from rlhf_megatron.runtime.inline import InlineGroup
 from rlhf_megatron.runtime.pool import Pool
 from rlhf_megatron.runtime.proxies import Workers
-from rlhf_megatron.runtime.roles import role_builder
+from rlhf_megatron.runtime.roles import RoleBuilder
 from rlhf_megatron.sync.weight_sync import WeightSync
 
 SHAKE = 0.05  # standard deviation of what is added to every weight before a sync
@@ -154,7 +154,7 @@ class Stand:
         self.transfer_dir = transfer.path
         self.servers = stack.enter_context(EngineSetup.of(config).start(directory, transfer.path, None))
         self.proxies = Proxies(self.servers, transfer.path, stack, 1.25 * self.pace.request_s)
-        build = role_builder(config)
+        build = RoleBuilder(config)
 
         def build_with_shaker(pool: Pool) -> Any:
             roles = dict(build(pool))

@@ -5,7 +5,7 @@ This is the one place that puts workers, resharding and engine clients together.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from rlhf_megatron.checkpoint.rng_state import load_rng, save_rng
 from rlhf_megatron.checkpoint.source import WeightSource, random_source
 from rlhf_megatron.checkpoint.value_model import read_value_model
 from rlhf_megatron.config.rules.run import has_critic, needs_reference
-from rlhf_megatron.config.schema import ActorConfig, RunConfig
+from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.models.families.base import HFConfig, table_for
 from rlhf_megatron.parallel.device import device_for, local_rank
 from rlhf_megatron.parallel.world import World, create_world, destroy_world
@@ -27,7 +27,6 @@ from rlhf_megatron.rollout.engine import EngineAddress, WeightTransport
 from rlhf_megatron.rollout.kinds import engine_kind
 from rlhf_megatron.rollout.transports.delivery import Delivery
 from rlhf_megatron.rollout.transports.process_group import Groups
-from rlhf_megatron.runtime.host import BuildRoles
 from rlhf_megatron.runtime.pool import ACTOR, CRITIC, Pool, pool_of_role, pools_of
 from rlhf_megatron.runtime.proxies import CriticWorker, HostWorker
 from rlhf_megatron.workers.actor import MegatronActor
@@ -148,7 +147,7 @@ class CriticRole(MegatronCritic):
         )
 
     def save_rng(self, directory: Path) -> SaveResult:
-        """See `HostRole.save_rng`; for a critic that has ranks of its own."""
+        """As `HostRole.save_rng`, for a critic that has ranks of its own."""
         return _save_rng(directory / f"critic_rank{self.world.rank}.safetensors", self.world)
 
     def load_rng(self, directory: Path) -> None:
@@ -181,102 +180,91 @@ def weight_source(path: Path, init_seed: int | None, hf_config: HFConfig, tp: in
     return reader
 
 
-def training_phases(config: RunConfig) -> dict[str, Phase]:
-    """The actor's optimizers by phase, in the order in which the run goes through them."""
-    actor = config.actor
-    alone = config.trainer.critic_warmup if has_critic(config) else 0  # steps in which the critic learns alone
-    steps = (
-        (config.trainer.total_training_steps - alone)
-        * actor.ppo_epochs
-        * _num_mini_batches(config, actor.mini_batch_size)
-    )
-    phases = {"rl": Phase(actor.optim, steps)}
-    if config.warmup.max_steps:
-        phases = {"warmup": Phase(config.warmup.optim, config.warmup.max_steps), **phases}
-    return phases
-
-
-def critic_phases(config: RunConfig) -> dict[str, Phase]:
-    """The critic's one optimizer. What `critic` leaves null is as in `actor`."""
-    critic, actor = config.critic, config.actor
-    a_step = (critic.ppo_epochs or actor.ppo_epochs) * _num_mini_batches(
-        config, critic.mini_batch_size or actor.mini_batch_size
-    )
-    return {"rl": Phase(critic.optim, config.trainer.total_training_steps * a_step)}
-
-
-def _num_mini_batches(config: RunConfig, size: int) -> int:
-    return config.data.train_batch_size * config.rollout.n // size
-
-
-def role_builder(config: RunConfig) -> BuildRoles:
+@dataclass(frozen=True)
+class RoleBuilder:
     """The factory that a launcher calls on every rank of each pool."""
-    pools = [pool.name for pool in pools_of(config)]
 
-    def build(pool: Pool) -> dict[str, object]:
+    config: RunConfig
+
+    def __call__(self, pool: Pool) -> dict[str, object]:
+        """The roles of this rank of `pool`, by name."""
+        config = self.config
         world = create_world(pool.layout, device_for(config.trainer.device, local_rank()), seed=config.trainer.seed)
         roles: dict[str, object] = {"world": WorldRole()}
         if pool.name == ACTOR:
-            roles |= _actor_roles(config, world)
-        if has_critic(config) and pool.name == pool_of_role(pools, CRITIC):
-            roles[CRITIC] = _critic(config, pool, world)
+            roles |= self._actor_roles(world)
+        if has_critic(config) and pool.name == pool_of_role([pool.name for pool in pools_of(config)], CRITIC):
+            roles[CRITIC] = self._critic(pool, world)
         return roles
 
-    return build
+    @property
+    def actor_phases(self) -> dict[str, Phase]:
+        """The actor's optimizers by phase, in the order in which the run goes through them."""
+        config, actor = self.config, self.config.actor
+        alone = config.trainer.critic_warmup if has_critic(config) else 0  # steps in which the critic learns alone
+        a_step = actor.ppo_epochs * self._num_mini_batches(actor.mini_batch_size)
+        phases = {"rl": Phase(actor.optim, (config.trainer.total_training_steps - alone) * a_step)}
+        if config.warmup.max_steps:
+            phases = {"warmup": Phase(config.warmup.optim, config.warmup.max_steps), **phases}
+        return phases
 
+    @property
+    def critic_phases(self) -> dict[str, Phase]:
+        """The critic's one optimizer. What `critic` leaves null is as in `actor`."""
+        critic, actor = self.config.critic, self.config.actor
+        num_mini_batches = self._num_mini_batches(critic.mini_batch_size or actor.mini_batch_size)
+        a_step = (critic.ppo_epochs or actor.ppo_epochs) * num_mini_batches
+        return {"rl": Phase(critic.optim, self.config.trainer.total_training_steps * a_step)}
 
-def _actor_roles(config: RunConfig, world: World) -> dict[str, object]:
-    path, dtype = Path(config.model.path), getattr(torch, config.model.dtype)
-    hf_config = read_hf_config(path)
-    weights = weight_source(path, config.model.init_seed, hf_config, world.layout.tp)
-    correction = moving_correction(config.algorithm.rollout_correction)
-    actor = MegatronActor(hf_config, weights, world, dtype, config.actor, training_phases(config), correction)
-    reference = _reference(config, config.actor, hf_config, weights, world, dtype)
-    trains: TrainWorker = actor  # mypy compares what stands here with what the proxies call
-    host: HostWorker = HostRole(world, actor, reference, path)
-    scores: ForwardWorker | None = reference
-    roles: dict[str, object] = {"actor": trains, "host": host}
-    return roles if scores is None else {**roles, "reference": scores}
+    def _num_mini_batches(self, size: int) -> int:
+        return self.config.data.train_batch_size * self.config.rollout.n // size
 
-
-def _critic(config: RunConfig, pool: Pool, world: World) -> CriticWorker:
-    """From critic.path, else as the policy starts: the same weights, loaded or random."""
-    critic, seed = config.critic, config.model.init_seed
-    path = Path(critic.path or config.model.path)
-    hf_config = read_hf_config(path)
-    source: WeightSource
-    if critic.path is None and seed is not None:
-        source = random_source(hf_config, seed)
-    else:
-        source = read_value_model(path, hf_config)
-    role = CriticRole(
-        hf_config,
-        source,
-        world,
-        getattr(torch, config.model.dtype),
-        critic,
-        critic.megatron if pool.name == CRITIC else config.actor.megatron,
-        critic_phases(config),
-        config.trainer.seed,
-    )
-    role.tokenizer_path = Path(config.model.path)
-    return role
-
-
-def _reference(
-    config: RunConfig,
-    actor: ActorConfig,
-    hf_config: HFConfig,
-    weights: WeightSource,
-    world: World,
-    dtype: torch.dtype,
-) -> MegatronReference | None:
-    if not needs_reference(config):
-        return None
-    if config.reference.path is not None:
-        path = Path(config.reference.path)
+    def _actor_roles(self, world: World) -> dict[str, object]:
+        config = self.config
+        path, dtype = Path(config.model.path), getattr(torch, config.model.dtype)
         hf_config = read_hf_config(path)
-        weights = weight_source(path, None, hf_config, world.layout.tp)
-    offload = config.reference.param_offload
-    head = (actor.log_prob_chunk_size, actor.kernels)
-    return MegatronReference(hf_config, weights, world, dtype, *head, actor.megatron, offload)
+        weights = weight_source(path, config.model.init_seed, hf_config, world.layout.tp)
+        correction = moving_correction(config.algorithm.rollout_correction)
+        actor = MegatronActor(hf_config, weights, world, dtype, config.actor, self.actor_phases, correction)
+        reference = self._reference(hf_config, weights, world, dtype) if needs_reference(config) else None
+        trains: TrainWorker = actor  # mypy compares what stands here with what the proxies call
+        host: HostWorker = HostRole(world, actor, reference, path)
+        scores: ForwardWorker | None = reference
+        roles: dict[str, object] = {"actor": trains, "host": host}
+        return roles if scores is None else {**roles, "reference": scores}
+
+    def _critic(self, pool: Pool, world: World) -> CriticWorker:
+        """From critic.path, else as the policy starts: the same weights, loaded or random."""
+        config, critic, seed = self.config, self.config.critic, self.config.model.init_seed
+        path = Path(critic.path or config.model.path)
+        hf_config = read_hf_config(path)
+        source: WeightSource
+        if critic.path is None and seed is not None:
+            source = random_source(hf_config, seed)
+        else:
+            source = read_value_model(path, hf_config)
+        role = CriticRole(
+            hf_config,
+            source,
+            world,
+            getattr(torch, config.model.dtype),
+            critic,
+            critic.megatron if pool.name == CRITIC else config.actor.megatron,
+            self.critic_phases,
+            config.trainer.seed,
+        )
+        role.tokenizer_path = Path(config.model.path)
+        return role
+
+    def _reference(
+        self, hf_config: HFConfig, weights: WeightSource, world: World, dtype: torch.dtype
+    ) -> MegatronReference:
+        actor, reference = self.config.actor, self.config.reference
+        if reference.path is not None:
+            path = Path(reference.path)
+            hf_config = read_hf_config(path)
+            weights = weight_source(path, None, hf_config, world.layout.tp)
+        head = (actor.log_prob_chunk_size, actor.kernels)
+        return MegatronReference(
+            hf_config, weights, world, dtype, *head, actor.megatron, is_offloaded=reference.param_offload
+        )

@@ -38,10 +38,10 @@ class Notes:
 @contextmanager
 def hosts(config: RunConfig) -> Iterator[tuple[InlineGroup, dict[str, Any]]]:
     """(group, its roles). The worker's world makes room for the group's and comes back."""
-    from rlhf_megatron.runtime.roles import role_builder
+    from rlhf_megatron.runtime.roles import RoleBuilder
 
     destroy_world()
-    group = InlineGroup(role_builder(config))
+    group = InlineGroup(RoleBuilder(config))
     try:
         yield group, dict(group._host._roles)  # type: ignore[union-attr]
     finally:

@@ -29,13 +29,24 @@ def main(model: Path, folder: Path, num_engines: int) -> None:
     from rlhf_megatron.runtime.ray.cluster import Cluster, whereabouts
     from rlhf_megatron.runtime.ray.engines import RayEngines
 
-    bundles = [*rank_bundles(config, False), *engine_bundles(config, False)]
+    bundles = [
+        *rank_bundles(config.trainer, config.ray, config.rollout, False),
+        *engine_bundles(config.rollout, config.ray, False),
+    ]
     with (
         tempfile.TemporaryDirectory(prefix="rlhf-") as directory,
         Cluster(None, Path(directory), cpus_of_own_cluster(bundles, 1)) as cluster,
     ):
         cluster.reserve(bundles, is_spread=False, timeout_s=60)
-        place = RayEngines(cluster, config, 0, lambda: [whereabouts()], {"OMP_NUM_THREADS": "1"})
+        place = RayEngines(
+            cluster,
+            config.rollout,
+            config.trainer.nnodes,
+            config.ray.num_cpus_per_engine,
+            0,
+            lambda: [whereabouts()],
+            {"OMP_NUM_THREADS": "1"},
+        )
         transfer = folder / "transfer"
         transfer.mkdir()
         # Relative, as settings are: the actor counts from the driver's directory.

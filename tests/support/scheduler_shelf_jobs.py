@@ -61,7 +61,7 @@ class LockstepGroup:
 def train_recorded(world: World, config: RunConfig, record: Path, num_steps: int) -> Trained:
     """Steps 1 .. `num_steps` of a record, from the stages of a replay."""
     with patch.object(roles, "create_world", lambda *_, **__: world):
-        built: Any = roles.role_builder(config)(SimpleNamespace(name=ACTOR, layout=world.layout))  # type: ignore[arg-type]
+        built: Any = roles.RoleBuilder(config)(SimpleNamespace(name=ACTOR, layout=world.layout))  # type: ignore[arg-type]
     group: Any = LockstepGroup(world, built)
     trained = {role: built[role] for role in ("actor", "critic") if role in built}
     before = {role: copies(model) for role, model in trained.items()}

@@ -42,9 +42,9 @@ def config_of(model: Path) -> RunConfig:
 @contextmanager
 def trainer(model: Path) -> Iterator[InlineGroup]:
     """The hosts of a run: one, in this process."""
-    from rlhf_megatron.runtime.roles import role_builder
+    from rlhf_megatron.runtime.roles import RoleBuilder
 
-    group = InlineGroup(role_builder(config_of(model)))
+    group = InlineGroup(RoleBuilder(config_of(model)))
     try:
         yield group
     finally:

@@ -130,7 +130,7 @@ def run_driver(run: Callable[[RoutedGroups, Place], int], job: RayJob, stop: Sto
     """
     ray_environment.check_installed()
     config = job.config
-    address = ray_environment.address_of(config, os.environ)
+    address = ray_environment.address_of(config.ray, os.environ)
     if address is None and config.trainer.nnodes > 1:
         raise ValueError(
             f"trainer.nnodes ({config.trainer.nnodes}) needs a Ray cluster of that many machines, and neither"
@@ -178,17 +178,17 @@ class _Devices:
 def _devices(job: RayJob, cluster: Cluster) -> _Devices:
     kind = job.config.trainer.device
     has_gpus = kind == "cuda" or (kind == "auto" and cluster.has_gpus)
-    return _Devices(has_gpus, gpus_per_engine(job.config) if has_gpus and job.has_engines else 0)
+    return _Devices(has_gpus, gpus_per_engine(job.config.rollout) if has_gpus and job.has_engines else 0)
 
 
 def _bundles(job: RayJob, devices: _Devices, driver_address: str) -> list[Bundle]:
     """The machines' shares of the ranks, then the engines'. Where weights go through memory of the driver's machine
     (transport tensor, the bundled engine), the engines and the ranks that send are on it."""
-    ranks = list(rank_bundles(job.config, devices.has_gpus))
+    ranks = list(rank_bundles(job.config.trainer, job.config.ray, job.config.rollout, devices.has_gpus))
     if not job.has_engines:
         return ranks
-    engines = engine_bundles(job.config, devices.has_gpus, devices.of_engine)
-    if not must_share_machine(job.config):
+    engines = engine_bundles(job.config.rollout, job.config.ray, devices.has_gpus, devices.of_engine)
+    if not must_share_machine(job.config.rollout):
         return [*ranks, *engines]
     return (
         [replace(b, machine=driver_address) for b in ranks[:1]]
@@ -229,7 +229,15 @@ def _run_on(
     def ranks() -> list[Whereabouts]:
         return [task.process.whereabouts(job.deadlines.startup_s) for task in tasks]
 
-    engines = RayEngines(cluster, job.config, devices.of_engine, ranks, ray_environment.of_engines(os.environ))
+    engines = RayEngines(
+        cluster,
+        job.config.rollout,
+        job.config.trainer.nnodes,
+        job.config.ray.num_cpus_per_engine,
+        devices.of_engine,
+        ranks,
+        ray_environment.of_engines(os.environ),
+    )
     return control(
         lambda group: run(group, engines),
         listener,
@@ -243,8 +251,16 @@ def _run_on(
 
 def _start_ranks(cluster: Cluster, devices: _Devices, job: RayJob, order: RankOrder, secret: bytes) -> list[Task]:
     """By rank. Each is at its task until the run ends."""
+    config = job.config
+    megatrons = [config.actor.megatron, *([config.critic.megatron] if config.critic.megatron is not None else [])]
     environment = ray_environment.of_ranks(
-        job.config, os.environ, is_one_machine=cluster.is_own, uses_gpus=devices.has_gpus, kinds=cluster.accelerators()
+        os.environ,
+        config.trainer,
+        config.ray,
+        megatrons,
+        is_one_machine=cluster.is_own,
+        uses_gpus=devices.has_gpus,
+        kinds=cluster.accelerators(),
     )
     tasks = []
     for rank in range(job.pools[-1].end):

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.schema import RolloutConfig
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError, EngineTimeoutError
 from rlhf_megatron.rollout.fleet.process import Launch, Progress, keep_log
 from rlhf_megatron.runtime.processes import machine_id
@@ -273,15 +273,20 @@ class RayEngines:
     def __init__(
         self,
         cluster: Cluster,
-        config: RunConfig,
+        rollout: RolloutConfig,
+        num_machines: int,
+        num_cpus: float,
         num_gpus: int,
         ranks: Callable[[], Sequence[Whereabouts]],
         environment: Mapping[str, str],
     ) -> None:
-        """`num_gpus`: of an engine; 0 on a CPU. `ranks`: where those of the trainer run, in order; waits until they do.
+        """`num_cpus`, `num_gpus`: of an engine; 0 GPUs on a CPU. `ranks`: where those of the trainer run, in order; waits
+        until they do.
         `environment`: of the actors, and so of the servers."""
         self._cluster = cluster
-        self._config = config
+        self._rollout = rollout
+        self._num_machines = num_machines
+        self._num_cpus = num_cpus
         self._num_gpus = num_gpus
         self._ranks = ranks
         self._environment = environment
@@ -290,15 +295,15 @@ class RayEngines:
     def __call__(self, launch: Launch) -> Launch:
         index = self._num_placed
         self._num_placed += 1
-        config, is_shared = self._config, self._config.rollout.colocated
+        rollout, is_shared = self._rollout, self._rollout.colocated
 
         def make() -> RemoteObject:
             return self._cluster.start(
                 launch.name,
                 ServerKeeper,
                 (os.getcwd(),),
-                bundle=bundle_of_engine(config, index),
-                num_cpus=config.ray.num_cpus_per_engine,
+                bundle=bundle_of_engine(self._num_machines, is_shared, index),
+                num_cpus=self._num_cpus,
                 num_gpus=0 if is_shared else self._num_gpus,
                 environment=self._environment,
             )
@@ -308,9 +313,9 @@ class RayEngines:
                 launch.name,
                 machine_id(),
                 tuple(self._ranks()),
-                must_share_machine(config),
+                must_share_machine(rollout),
                 self._num_gpus if is_shared else 0,
-                index // config.trainer.nnodes * self._num_gpus,
+                index // self._num_machines * self._num_gpus,
             )
 
-        return ActorLaunch(launch, make, seating, config.rollout.startup_timeout_s)
+        return ActorLaunch(launch, make, seating, rollout.startup_timeout_s)

@@ -26,7 +26,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 
 from rlhf_megatron.config.rules.engines import OLDEST_RAY, wrong_address
-from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.schema import MegatronConfig, RayConfig, TrainerConfig
 from rlhf_megatron.parallel.prepare import ENVIRONMENT as DETERMINISM
 
 ADDRESS_ENV = "RAY_ADDRESS"  # set by Ray in a submitted job
@@ -49,15 +49,15 @@ _OF_OWN_CLUSTER = {
 _ONE_QUEUE_HURTS = ("B", "GB")  # names of accelerators, as Ray has them, that begin so
 
 
-def address_of(config: RunConfig, environment: Mapping[str, str]) -> str | None:
+def address_of(ray: RayConfig, environment: Mapping[str, str]) -> str | None:
     """Of the cluster to join; None: one is made. Raises ValueError for an environment that names none, or one that the
     settings do not fit."""
-    if config.ray.address is not None:
-        return config.ray.address
+    if ray.address is not None:
+        return ray.address
     found = environment.get(ADDRESS_ENV) or None
     if found is not None and (problem := wrong_address(ADDRESS_ENV, found)):
         raise ValueError(problem)
-    if found is not None and config.ray.dashboard:
+    if found is not None and ray.dashboard:
         raise ValueError(
             f"ray.dashboard (true) is of a cluster that the run makes, but {ADDRESS_ENV} ({found}) names one that runs;"
             f" remove the setting, or unset {ADDRESS_ENV}."
@@ -95,17 +95,25 @@ def prepare(address: str | None, environment: dict[str, str] | os._Environ[str])
 
 
 def of_ranks(
-    config: RunConfig, environment: Mapping[str, str], *, is_one_machine: bool, uses_gpus: bool, kinds: Sequence[str]
+    environment: Mapping[str, str],
+    trainer: TrainerConfig,
+    ray: RayConfig,
+    megatrons: Sequence[MegatronConfig],
+    *,
+    is_one_machine: bool,
+    uses_gpus: bool,
+    kinds: Sequence[str],
 ) -> dict[str, str]:
-    """Of the processes of the ranks. `environment`: the driver's; `kinds`: accelerators of the cluster, Ray's names."""
-    trainer = config.trainer
+    """The environment of the processes of the ranks.
+
+    `environment`: the driver's. `megatrons`: the pools' layouts. `kinds`: accelerators of the cluster, Ray's names.
+    """
     cores = (os.cpu_count() or 1) // trainer.n_gpus_per_node
-    threads = cores if is_one_machine else int(config.ray.num_cpus_per_rank)
+    threads = cores if is_one_machine else int(ray.num_cpus_per_rank)
     wanted = {"OMP_NUM_THREADS": str(max(1, threads))}
     if is_one_machine:
         wanted["GLOO_SOCKET_IFNAME"] = "lo"
-    megatrons = [config.actor.megatron, config.critic.megatron]
-    is_split = any(m.tensor_model_parallel_size > 1 or m.context_parallel_size > 1 for m in megatrons if m is not None)
+    is_split = any(m.tensor_model_parallel_size > 1 or m.context_parallel_size > 1 for m in megatrons)
     if uses_gpus and is_split and not any(kind.startswith(_ONE_QUEUE_HURTS) for kind in kinds):
         wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     return wanted | forwarded(environment)

@@ -4,7 +4,7 @@ One placement group holds them all, so that two runs cannot each wait for what t
 machines' shares of the ranks: `trainer.n_gpus_per_node` ranks are always on one machine, as under torchrun. Bundles of
 the engines follow; colocated engines have none of their own, and run in those of the ranks.
 
-Also: Where an engine under Ray listens and which devices its server sees, given where it was placed. Pure.
+`seat_of` says where an engine listens and which devices its server sees, given where Ray has placed it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rlhf_megatron.config.rules.parts import entry_of, reads
-from rlhf_megatron.config.rules.run import world_size
-from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.schema import RayConfig, RolloutConfig, TrainerConfig
 from rlhf_megatron.rollout.engine import EngineError
 from rlhf_megatron.rollout.fleet.process import LOOPBACK, Seat
 from rlhf_megatron.rollout.sglang.environment import VISIBLE, check_sglang, on_cpu
@@ -44,30 +43,30 @@ class Bundle:
         return f"{self.name}: {amounts(self.resources) or 'nothing'}{f' on {self.machine}' if self.machine else ''}"
 
 
-def rank_bundles(config: RunConfig, uses_gpus: bool) -> tuple[Bundle, ...]:
+def rank_bundles(trainer: TrainerConfig, ray: RayConfig, rollout: RolloutConfig, uses_gpus: bool) -> tuple[Bundle, ...]:
     """One a machine (trainer.nnodes), for its share of the ranks; bundle i has ranks i x n_gpus_per_node and on."""
-    each = config.trainer.n_gpus_per_node
-    shares = [range(first, first + each) for first in range(0, world_size(config), each)]
-    engines = _engine_shares(config, len(shares)) if config.rollout.colocated else [0] * len(shares)
+    each, num_machines = trainer.n_gpus_per_node, trainer.nnodes
+    shares = [range(machine * each, (machine + 1) * each) for machine in range(num_machines)]
+    num_engines = rollout.num_engines if rollout.colocated else 0  # dealt out to the machines
+    engines = [len(range(machine, num_engines, num_machines)) for machine in range(num_machines)]
     return tuple(
         Bundle(
             f"ranks {share[0]}-{share[-1]}" if len(share) > 1 else f"rank {share[0]}",
-            len(share) * config.ray.num_cpus_per_rank + num_engines * config.ray.num_cpus_per_engine,
+            len(share) * ray.num_cpus_per_rank + num_colocated * ray.num_cpus_per_engine,
             len(share) if uses_gpus else 0,
         )
-        for share, num_engines in zip(shares, engines, strict=True)
+        for share, num_colocated in zip(shares, engines, strict=True)
     )
 
 
-def engine_bundles(config: RunConfig, uses_gpus: bool, gpus_per_engine: int = 1) -> tuple[Bundle, ...]:
+def engine_bundles(
+    rollout: RolloutConfig, ray: RayConfig, uses_gpus: bool, gpus_per_engine: int = 1
+) -> tuple[Bundle, ...]:
     """One an engine that the run starts beside the ranks: () where engines are colocated or attached to."""
-    if config.rollout.colocated or config.rollout.endpoints:
+    if rollout.colocated or rollout.endpoints:
         return ()
     num_gpus = gpus_per_engine if uses_gpus else 0
-    return tuple(
-        Bundle(f"engine{index}", config.ray.num_cpus_per_engine, num_gpus)
-        for index in range(config.rollout.num_engines)
-    )
+    return tuple(Bundle(f"engine{index}", ray.num_cpus_per_engine, num_gpus) for index in range(rollout.num_engines))
 
 
 def cpus_of_own_cluster(bundles: Sequence[Bundle], num_cores: int) -> int:
@@ -115,12 +114,6 @@ def _sum(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: sum(part.get(name, 0) for part in parts) for name in (CPU, GPU)}
 
 
-def _engine_shares(config: RunConfig, num_machines: int) -> list[int]:
-    """Colocated engines of each machine, in order."""
-    num_engines = config.rollout.num_engines
-    return [len(range(machine, num_engines, num_machines)) for machine in range(num_machines)]
-
-
 class Spot(Protocol):
     """Where a process runs; see `runtime.ray.Whereabouts`."""
 
@@ -144,10 +137,9 @@ class Seating:
     first_shared: int = 0  # of the ranks' devices on its machine
 
 
-def gpus_per_engine(config: RunConfig) -> int:
+def gpus_per_engine(rollout: RolloutConfig) -> int:
     """GPUs that Ray is asked for; 0: its server runs on a CPU. Raises ValueError as `check_sglang`."""
-    rollout = config.rollout
-    if not reads(config.rollout, "rollout.sglang"):
+    if not reads(rollout, "rollout.sglang"):
         return 1
     sglang = rollout.sglang
     arguments = check_sglang(sglang.python, sglang.args, sglang.env).arguments.values if sglang.args else {}
@@ -156,17 +148,16 @@ def gpus_per_engine(config: RunConfig) -> int:
     return int(str(arguments.get("tp-size", 1))) * int(str(arguments.get("gpu-id-step", 1)))
 
 
-def must_share_machine(config: RunConfig) -> bool:
+def must_share_machine(rollout: RolloutConfig) -> bool:
     """Whether engines can only work on the driver's machine: weights reach them through its memory."""
-    kind = entry_of("engine", config.rollout.engine)
-    return kind is None or not kind.build.is_elsewhere or config.rollout.weight_transport == "tensor"
+    kind = entry_of("engine", rollout.engine)
+    return kind is None or not kind.build.is_elsewhere or rollout.weight_transport == "tensor"
 
 
-def bundle_of_engine(config: RunConfig, index: int) -> int:
+def bundle_of_engine(num_machines: int, is_colocated: bool, index: int) -> int:
     """Number of its bundle in the run's reservation (`ray_places`): one a machine for the ranks, which colocated
     engines take in turns, then one an engine."""
-    num_machines = config.trainer.nnodes
-    return index % num_machines if config.rollout.colocated else num_machines + index
+    return index % num_machines if is_colocated else num_machines + index
 
 
 def seat_of(own: Spot, seating: Seating) -> Seat:

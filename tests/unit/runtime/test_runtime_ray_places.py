@@ -29,29 +29,55 @@ TWO_OF_FOUR = RunConfig(
 )
 
 
+def of_ranks(config: RunConfig, uses_gpus: bool) -> tuple[Bundle, ...]:
+    return rank_bundles(config.trainer, config.ray, config.rollout, uses_gpus)
+
+
+def of_engines(config: RunConfig, uses_gpus: bool, **options: int) -> tuple[Bundle, ...]:
+    return engine_bundles(config.rollout, config.ray, uses_gpus, **options)
+
+
 def test_a_machine_has_its_ranks_in_one_bundle_and_each_engine_one_of_its_own() -> None:
-    assert rank_bundles(TWO_OF_FOUR, uses_gpus=True) == (Bundle("ranks 0-3", 8.0, 4), Bundle("ranks 4-7", 8.0, 4))
-    assert rank_bundles(TWO_OF_FOUR, uses_gpus=False)[1].resources == {"CPU": 8.0}
-    assert engine_bundles(TWO_OF_FOUR, uses_gpus=True, gpus_per_engine=2) == tuple(
+    assert of_ranks(TWO_OF_FOUR, True) == (
+        Bundle("ranks 0-3", 8.0, 4),
+        Bundle("ranks 4-7", 8.0, 4),
+    )
+    assert of_ranks(TWO_OF_FOUR, False)[1].resources == {"CPU": 8.0}
+    assert of_engines(TWO_OF_FOUR, True, gpus_per_engine=2) == tuple(
         Bundle(f"engine{index}", 3.0, 2) for index in range(3)
     )
-    assert cpus_of_own_cluster([*rank_bundles(TWO_OF_FOUR, False), *engine_bundles(TWO_OF_FOUR, False)], 4) == 25
+    assert (
+        cpus_of_own_cluster(
+            [
+                *of_ranks(TWO_OF_FOUR, False),
+                *of_engines(TWO_OF_FOUR, False),
+            ],
+            4,
+        )
+        == 25
+    )
     assert cpus_of_own_cluster([Bundle("rank 0", 0.5)], 4) == 4
 
 
 def test_colocated_engines_share_the_bundles_of_the_ranks() -> None:
     """Three engines in turns on two machines: two on the first."""
     config = replace(TWO_OF_FOUR, rollout=replace(TWO_OF_FOUR.rollout, colocated=True))
-    assert [bundle.num_cpus for bundle in rank_bundles(config, uses_gpus=True)] == [8 + 2 * 3, 8 + 3]
-    assert [bundle.num_gpus for bundle in rank_bundles(config, uses_gpus=True)] == [4, 4]
-    assert engine_bundles(config, uses_gpus=True) == ()
+    assert [bundle.num_cpus for bundle in of_ranks(config, True)] == [
+        8 + 2 * 3,
+        8 + 3,
+    ]
+    assert [bundle.num_gpus for bundle in of_ranks(config, True)] == [
+        4,
+        4,
+    ]
+    assert of_engines(config, True) == ()
 
 
 def test_a_pool_of_the_critic_is_part_of_the_machines_shares() -> None:
     config = RunConfig(trainer=TrainerConfig(nnodes=3, n_gpus_per_node=2), critic=CriticConfig(num_ranks=2))
-    assert rank_bundles(config, uses_gpus=True) == tuple(Bundle(f"ranks {r}-{r + 1}", 2.0, 2) for r in (0, 2, 4))
+    assert of_ranks(config, True) == tuple(Bundle(f"ranks {r}-{r + 1}", 2.0, 2) for r in (0, 2, 4))
     one = RunConfig(trainer=TrainerConfig(nnodes=1, n_gpus_per_node=1))
-    assert rank_bundles(one, uses_gpus=False) == (Bundle("rank 0", 1.0, 0),)
+    assert of_ranks(one, False) == (Bundle("rank 0", 1.0, 0),)
 
 
 def test_a_bundle_may_name_its_machine() -> None:
@@ -89,7 +115,8 @@ def test_no_room_says_what_is_missing(bundles: list[Bundle], machines: list[dict
 
 def ranks_environment(config: RunConfig, given: dict[str, str], **more: object) -> dict[str, str]:
     options = {"is_one_machine": True, "uses_gpus": True, "kinds": ["H200"], **more}
-    return ray_environment.of_ranks(config, given, **options)  # type: ignore[arg-type]
+    megatrons = [m for m in (config.actor.megatron, config.critic.megatron) if m is not None]
+    return ray_environment.of_ranks(given, config.trainer, config.ray, megatrons, **options)  # type: ignore[arg-type]
 
 
 def test_ranks_get_what_they_need_and_the_shell_wins() -> None:
@@ -136,15 +163,15 @@ def test_a_rank_finds_its_device_among_those_that_it_sees(device: str, visible: 
 
 def test_the_cluster_is_that_of_the_file_then_of_the_job_then_a_new_one() -> None:
     named = RunConfig(ray=RayConfig(address="10.0.0.1:6379"))
-    assert ray_environment.address_of(named, {"RAY_ADDRESS": "10.0.0.2:6379"}) == "10.0.0.1:6379"
-    assert ray_environment.address_of(RunConfig(), {"RAY_ADDRESS": "10.0.0.2:6379"}) == "10.0.0.2:6379"
-    assert ray_environment.address_of(RunConfig(), {"RAY_ADDRESS": ""}) is None
+    assert ray_environment.address_of(named.ray, {"RAY_ADDRESS": "10.0.0.2:6379"}) == "10.0.0.1:6379"
+    assert ray_environment.address_of(RunConfig().ray, {"RAY_ADDRESS": "10.0.0.2:6379"}) == "10.0.0.2:6379"
+    assert ray_environment.address_of(RunConfig().ray, {"RAY_ADDRESS": ""}) is None
     for value, why in (("ray://10.0.0.2:10001", "names a service of Ray"), ("10.0.0.2", "must be HOST:PORT, or auto")):
         with pytest.raises(ValueError, match=rf"RAY_ADDRESS \({re.escape(value)}\) {why}"):
-            ray_environment.address_of(RunConfig(), {"RAY_ADDRESS": value})
+            ray_environment.address_of(RunConfig().ray, {"RAY_ADDRESS": value})
     with pytest.raises(ValueError, match=r"ray.dashboard \(true\) is of a cluster that the run makes"):
-        ray_environment.address_of(RunConfig(ray=RayConfig(dashboard=True)), {"RAY_ADDRESS": "10.0.0.2:6379"})
-    assert ray_environment.address_of(RunConfig(ray=RayConfig(dashboard=True)), {}) is None
+        ray_environment.address_of(RunConfig(ray=RayConfig(dashboard=True)).ray, {"RAY_ADDRESS": "10.0.0.2:6379"})
+    assert ray_environment.address_of(RunConfig(ray=RayConfig(dashboard=True)).ray, {}) is None
 
 
 def test_ray_that_is_missing_or_too_old_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

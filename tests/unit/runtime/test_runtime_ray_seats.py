@@ -97,18 +97,22 @@ def test_devices_are_for_ray_to_give(key: str) -> None:
 
 def test_bundles_of_engines_follow_those_of_the_machines() -> None:
     apart = load_run_config(QUICKSTART, ["trainer.runtime=ray", "rollout.num_engines=3"]).config
-    assert [bundle_of_engine(apart, index) for index in range(3)] == [1, 2, 3]
+    assert [bundle_of_engine(apart.trainer.nnodes, apart.rollout.colocated, index) for index in range(3)] == [1, 2, 3]
     together = load_run_config(
         QUICKSTART, ["trainer.runtime=ray", "rollout.num_engines=3", "rollout.colocated=true"]
     ).config
-    assert [bundle_of_engine(together, index) for index in range(3)] == [0, 0, 0]
+    assert [bundle_of_engine(1, together.rollout.colocated, index) for index in range(3)] == [
+        0,
+        0,
+        0,
+    ]
 
 
 def test_gpus_and_machine_of_an_engine() -> None:
     local = load_run_config(QUICKSTART, ["trainer.runtime=ray"]).config
-    assert gpus_per_engine(local) == 1 and must_share_machine(local)
+    assert gpus_per_engine(local.rollout) == 1 and must_share_machine(local.rollout)
     stock = ["trainer.runtime=ray", "rollout.engine=sglang"]
     for transport, expected in (("tensor", True), ("process_group", False), ("disk", False)):
         config = load_run_config(QUICKSTART, [*stock, f"rollout.weight_transport={transport}"]).config
-        assert must_share_machine(config) is expected
-        assert gpus_per_engine(config) == 1, "without arguments nobody asks which there are"
+        assert must_share_machine(config.rollout) is expected
+        assert gpus_per_engine(config.rollout) == 1, "without arguments nobody asks which there are"
