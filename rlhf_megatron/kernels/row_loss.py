@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from rlhf_megatron.algorithms.losses.base import PolicyLossOutputs
 from rlhf_megatron.algorithms.losses.value_loss import value_loss
 
-CPU_BLOCK = 32_768  # rows; a dozen temporaries of 128 KiB
+CPU_BLOCK = 65_536  # rows; a dozen temporaries of 256 KiB
 Columns = Mapping[str, Tensor]
 """Name of a mini-batch column -> its values at the rows' target tokens, [R]."""
 Sums = tuple[Tensor, dict[str, Tensor]]

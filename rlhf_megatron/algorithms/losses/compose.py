@@ -48,7 +48,7 @@ def with_regularizers(
     loss_T, grad_T = policy.token_loss_T, policy.grad_T
     if inputs.correction_weights_T is not None:
         loss_T = loss_T * inputs.correction_weights_T
-        grad_T = None if grad_T is None else grad_T * inputs.correction_weights_T
+        grad_T = None if grad_T is None else grad_T.mul_(inputs.correction_weights_T)
     metrics = {**policy.metrics, "actor/pg_loss": loss_T.detach()}
 
     if inputs.ref_log_probs_T is not None:
@@ -59,7 +59,7 @@ def with_regularizers(
             if grad_T is None:
                 kl_T = attached(kl_T, kl_grad_T, log_probs_T)
             else:
-                grad_T = grad_T.add(kl_grad_T, alpha=coef)
+                grad_T.add_(kl_grad_T, alpha=coef)
             loss_T = loss_T.add(kl_T, alpha=coef)
     if inputs.entropies_T is not None:
         metrics["actor/entropy_loss"] = inputs.entropies_T.detach()

@@ -49,8 +49,9 @@ def ppo_clip(inputs: PolicyLossInputs, params: PPOClipParams) -> PolicyLossOutpu
     log_ratio_T = raw_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     is_inside_T = raw_T.eq_(log_ratio_T)  # 1.0 or 0.0: without a bool tensor each of these is several times faster
     free_T = log_ratio_T.exp().mul_(advantages_T)
-    upper_T = torch.maximum(advantages_T * (1 - params.clip_ratio_low), advantages_T * (1 + params.clip_ratio_high))
-    lower_T = (advantages_T * params.clip_ratio_c).clamp_(max=0)
+    upper_T, other_T = advantages_T * (1 - params.clip_ratio_low), advantages_T * (1 + params.clip_ratio_high)
+    torch.maximum(upper_T, other_T, out=upper_T)  # few temporaries: they share a cache
+    lower_T = torch.mul(advantages_T, params.clip_ratio_c, out=other_T).clamp_(max=0)
     kept_T = free_T.clamp(lower_T, upper_T)
     grad_T = torch.eq(kept_T, free_T, out=torch.empty_like(free_T)).mul_(free_T).mul_(is_inside_T).neg_()
     metrics = {

@@ -26,12 +26,14 @@ def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, clipra
     values_T = values_T.detach()
     distance_T = values_T - returns_T
     token_loss_T = distance_T.square().mul_(0.5)
-    is_clipped_T = torch.zeros_like(token_loss_T)
     if cliprange_value > 0:
-        near_T = values_T.clamp(old_values_T - cliprange_value, old_values_T + cliprange_value)
+        lower_T, upper_T = old_values_T - cliprange_value, old_values_T + cliprange_value
+        near_T = torch.clamp(values_T, lower_T, upper_T, out=upper_T)
         clipped_T = near_T.sub_(returns_T).square_().mul_(0.5)
-        torch.gt(clipped_T, token_loss_T, out=is_clipped_T)
-        distance_T.mul_(torch.le(clipped_T, token_loss_T, out=torch.empty_like(clipped_T)))  # else no gradient
+        distance_T.mul_(torch.le(clipped_T, token_loss_T, out=lower_T))  # the held value has no gradient
+        is_clipped_T = torch.gt(clipped_T, token_loss_T, out=lower_T)
         torch.maximum(token_loss_T, clipped_T, out=token_loss_T)
+    else:
+        is_clipped_T = torch.zeros_like(token_loss_T)
     metrics = {"critic/vf_loss": token_loss_T, "critic/vf_clipfrac": is_clipped_T, "critic/vpred_mean": values_T}
     return PolicyLossOutputs(token_loss_T, metrics, distance_T)

@@ -280,8 +280,8 @@ class RayEngines:
         ranks: Callable[[], Sequence[Whereabouts]],
         environment: Mapping[str, str],
     ) -> None:
-        """`num_cpus`, `num_gpus`: of an engine; 0 GPUs on a CPU. `ranks`: where those of the trainer run, in order; waits
-        until they do.
+        """`num_cpus`, `num_gpus`: of an engine; 0 GPUs on a CPU. `ranks`: where those of the trainer run, in order; it
+        waits until they do.
         `environment`: of the actors, and so of the servers."""
         self._cluster = cluster
         self._rollout = rollout
