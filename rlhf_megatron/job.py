@@ -191,7 +191,7 @@ class TrainJob:
 
         _install_faults("controller")
         check_installed()
-        address_of(self.config, os.environ)  # a wrong one is told before a run directory is made
+        address_of(self.config.ray, os.environ)  # a wrong one is told before a run directory is made
         self._check()
         if self._is_complete():
             return 0

@@ -58,13 +58,3 @@ def test_quoted_messages_are_in_the_sources() -> None:
     assert len(quoted) > 30
     gone = [message for message in quoted if not is_said(message.replace(r"\|", "|"))]
     assert not gone, f"no source says {gone}"
-
-
-def test_the_hops_from_loop_to_clip_formula() -> None:
-    """docs/architecture.md lists them as | hop | `file` | `what is called next` |."""
-    rows = re.findall(
-        r"^\| (\d) \| `([\w./]+)` \| `([^`]+)` \|", (ROOT / "docs/architecture.md").read_text(), re.MULTILINE
-    )
-    assert [int(number) for number, _, _ in rows] == [1, 2, 3, 4, 5]
-    for _, path, call in rows:
-        assert call in (ROOT / "rlhf_megatron" / path).read_text(), f"{path} does not say {call}"
