@@ -21,7 +21,12 @@ def expected_prompts(config: Path, num_steps: int) -> list[Counter[str]]:
     from rlhf_megatron.scheduler.run import load_data, run_data
 
     run_config = load_run_config(config, []).config
-    stream = run_data(run_config, *load_data(run_config)).stream
+    stream = run_data(
+        run_config.data,
+        run_config.trainer.seed,
+        run_config.rollout.stop,
+        *load_data(run_config.model, run_config.data),
+    ).stream
     assert stream is not None
     return [Counter(stream.next(step).prompts) for step in range(1, num_steps + 1)]
 

@@ -218,4 +218,4 @@ def test_the_sets_of_a_run() -> None:
     assert data.held_out[1].prompts.prompts == tuple(item.prompt for item in sets.held_out_sets[1].items)
     assert data.stream is not None and data.stream.next(1).sources.count("digits1") == 5
     nothing = load_prompts(DataConfig(task="addition"), tokenizer)
-    assert [s.name for s in run_data(RunConfig(), nothing, tokenizer).held_out] == ["addition"]
+    assert [s.name for s in run_data(RunConfig().data, 0, (), nothing, tokenizer).held_out] == ["addition"]
