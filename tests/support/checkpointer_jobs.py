@@ -133,7 +133,7 @@ def round_trip(world: World, config: RunConfig, run_dir: Path) -> dict[str, Any]
 
     with hosts(config) as (group, roles):
         saver, notes = make(config, group, run_dir)
-        newest = saver.newest()
+        newest = saver.store.newest()
         assert newest is not None
         found["state"] = saver.restore(newest)
         found["draws"] = draws() == next_draws
@@ -202,10 +202,10 @@ def refusals(world: World, config: RunConfig, run_dir: Path, spoil: Callable[[Pa
     """What `restore` says after `spoil(directory)`, with a manifest that fits what is there."""
     with hosts(config) as (group, _):
         saver, _ = make(config, group, run_dir)
-        newest = saver.newest()
+        newest = saver.store.newest()
         assert newest is not None
         spoil(newest.path)
-        again = saver.newest()
+        again = saver.store.newest()
         assert again is not None, "the manifest was to fit"
         return [raised(lambda: saver.restore(again), ValueError)]
 
