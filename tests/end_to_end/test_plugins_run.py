@@ -59,11 +59,14 @@ def test_one_plugin_of_each_kind_trains_a_step(tmp_path: Path) -> None:
     run = train(config, settings)
     assert run.exit_code == 0, run.console[-3000:]
     (row,) = run.rows("step")
-    assert row["step"] == 1 and "actor/ppo_kl" in row and 0 <= row["reward/mean"] <= 1
+    assert row["step"] == 1 and "actor/ppo_kl" in row and 0 < row["critic/rewards/mean"] <= 1
     assert "step 1" in (run.run_dir / "lines.txt").read_text()
     assert run.left_over() == []
 
     (tmp_path / "parts/logger.py").write_text((tmp_path / "parts/logger.py").read_text() + "\n# changed\n")
     again = train(config, {**settings, "trainer.total_training_steps": 2})
     assert again.exit_code == 0, again.console[-3000:]
-    assert re.search(r"changed: .*source of \S*parts/logger\.py \w{16} -> \w{16}", again.console)
+    starts = [json.loads(line) for line in (again.run_dir / "attempts.jsonl").read_text().splitlines()]
+    (changes,) = [start["changes"] for start in starts if start.get("changes")]
+    before, now = changes[f"source of {tmp_path / 'parts/logger.py'}"]
+    assert before != now and len(before) == len(now) == 16
