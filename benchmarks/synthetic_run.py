@@ -1,6 +1,6 @@
 """A run directory as a PPO run with a critic and three sources leaves it, written from formulas: input of bench_report.
 
-The files have the formats of scheduler/tracker.py; curves, texts and times are invented (seeded), no model is trained.
+The files have the formats of observe/tracker.py; curves, texts and times are invented (seeded), no model is trained.
 
     python -m benchmarks.synthetic_run DIR [--steps 500] [--seed 1]
 """

@@ -137,7 +137,7 @@ class Fleet:
 
 
 def cut(groups: Sequence[RunningGroup], num_engines: int) -> list[list[RunningGroup]]:
-    """The pieces of a generate call, as `rollout.chunks.cut` makes them."""
+    """The pieces of a generate call, as `rollout.fleet.balancer.cut` makes them."""
     total = sum(len(group.lengths) for group in groups)
     num_pieces = 1 if num_engines == 1 else CHUNKS_IN_FLIGHT * num_engines
     target = min(CHUNK_SAMPLES, -(-total // num_pieces))

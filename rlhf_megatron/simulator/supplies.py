@@ -116,7 +116,7 @@ class Background(Simulation):
     # Early log-probs
 
     def _look_for_early_work(self) -> None:
-        """A piece of at least a mini-batch, as scheduler/supply/early.py."""
+        """A piece of at least a mini-batch, as scheduler/supply/background.py."""
         numbers = self.schedule.to_annotate(self.flow)
         if numbers and len(numbers) * self.plan.group_size >= self.plan.least_annotated:
             self._annotating = frozenset(numbers)

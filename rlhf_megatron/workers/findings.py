@@ -38,7 +38,7 @@ class Findings:
     losses: tuple[float, ...]  # of each micro-batch, this rank's share
     tokens: tuple[int, ...]  # of the shard: those with a log-prob (a value) that is not finite, at most NUM_NAMED
     num_tokens: int  # of them, without that limit
-    first: str = ""  # the first tensor that was not finite, where the pass was watched (`workers.watch`)
+    first: str = ""  # the first tensor that was not finite, where the pass was watched (`workers.nonfinite`)
     has_weights: bool = False  # the capsule's weights were written
     error: str = ""  # why they were not
 

@@ -62,7 +62,7 @@ def policy_row_loss(config: ActorConfig) -> PolicyRowLoss:
 
 
 def correction_params(section: RolloutCorrectionConfig) -> CorrectionParams:
-    """Of a section that `config.correction_rules` let pass; raises ValueError for another."""
+    """Of a section that `config.rules.correction` let pass; raises ValueError for another."""
     settings = resolved(section)
     importance = None
     if settings.rollout_is is not None:

@@ -135,7 +135,7 @@ def asked_seeds(config: Path) -> Counter[int]:
 
 
 class ForkedServer:
-    """Stands for `rollout.process.ServerProcess`: the bundled server in a process that is forked off this one."""
+    """Stands for `rollout.fleet.process.ServerProcess`: the bundled server in a process that is forked off this one."""
 
     def __init__(self, name: str, command: list[str], log: Path, env: dict[str, str]) -> None:
         assert command[1:3] == ["-m", "rlhf_megatron.rollout.local.server"], command

@@ -75,7 +75,7 @@ def around_rows(facts: Facts) -> list[Row]:
 
 
 def _ray_row(ray: Package) -> Row:
-    """The launcher says in full what it needs (`runtime.ray_environment`)."""
+    """The launcher says in full what it needs (`runtime.ray.environment`)."""
     wanted = ".".join(map(str, OLDEST_RAY))
     install = f'pip install "ray>={wanted}"'
     if not ray.is_present:

@@ -149,7 +149,7 @@ def reward_parts(config: RunConfig) -> list[str]:
 
 
 def term_parts(config: RunConfig) -> list[str]:
-    """Of the terms, in order: a name that is taken gets a number (reward_service/components.py)."""
+    """Of the terms, in order: a name that is taken gets a number (rewards/service/components.py)."""
     r = config.reward
     taken, parts = {r.name, *(one.name for one in r.by_source.values())}, []
     for term in r.terms:

@@ -6,7 +6,7 @@ torchrun exits with 1 and prints a table whatever a rank's exit code was; the co
 torchrun kills the ranks soon after a signal; here they get it and end by themselves, when the run's state is saved
 (`runtime.stopping`), and what is left after STOP_LIMIT_ENV seconds is killed. On one machine (--standalone) the control
 channel's secret is drawn here and all sockets are on the loopback interface. On several, gloo takes the interface that
-leads to node 0, the store listens on MASTER_ADDR only, and an agent ends when another has (`runtime.nodes`).
+leads to node 0, the store listens on MASTER_ADDR only, and an agent ends when another has (`runtime.torchrun.nodes`).
 """
 
 from __future__ import annotations

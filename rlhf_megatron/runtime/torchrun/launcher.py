@@ -4,7 +4,7 @@
                    |-- host 1                       Control channel: controller <-> every host.
                    `-- host 2 ...                   Rendezvous store: in the agent of node 0; addresses and exit codes.
 
-The first ranks are the actor's pool; the critic's, where it has one, are the last (`runtime.pools`). Each pool is a
+The first ranks are the actor's pool; the critic's, where it has one, are the last (`runtime.pool`). Each pool is a
 torch world of its own, and one ends with the other.
 
 When the controller exits with code c, so does every host. When a host dies the controller says which and exits; then
