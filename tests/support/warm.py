@@ -27,6 +27,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -303,6 +304,7 @@ def _rename(words: Sequence[str], environment: Mapping[str, str]) -> None:
     """Command line and environment, for this process and for those who look into /proc."""
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # it was looked up under the template's TMPDIR
     sys.orig_argv[:] = words
     numbers = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     arg_start, _, env_start, _ = map(int, numbers[45:49])
