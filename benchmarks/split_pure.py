@@ -19,10 +19,14 @@ import torch
 from torch import Tensor
 
 from benchmarks import split_correction
+from benchmarks.kernels.eager import eager_policy
 from benchmarks.parity.sharded import train_batch
 from rlhf_megatron.algorithms.aggregate import AGGREGATIONS
 from rlhf_megatron.algorithms.losses import POLICY_LOSSES
+from rlhf_megatron.algorithms.losses.base import TELL_GRADIENT
+from rlhf_megatron.algorithms.losses.compose import total_token_loss
 from rlhf_megatron.algorithms.losses.kl import KLType
+from rlhf_megatron.algorithms.losses.sft import sft_loss
 from rlhf_megatron.algorithms.sequences import Sequences
 from rlhf_megatron.config.correction_presets import is_bypass
 from rlhf_megatron.config.schema import ActorConfig, PolicyLossConfig, RolloutCorrectionConfig
@@ -37,6 +41,7 @@ from rlhf_megatron.workers.losses import (
     CorrectedRowLoss,
     RowLoss,
     Sums,
+    SupervisedRowLoss,
     correction_params,
     make_row_losses,
     moving_correction,
@@ -328,9 +333,26 @@ def plain_gradient(batch: TrainBatch, case: LossCase) -> dict[str, Tensor]:
         if correct is not None:
             columns, kept = correct(columns, log_probs)
         sequences = Sequences(torch.zeros_like(ids[1:][mask]), 1) if row_loss.needs_sequences else None
-        losses.append(row_loss.function(log_probs, entropies, columns, sequences).token_loss_T * kept)
+        losses.append(_token_losses(row_loss, log_probs, entropies, columns, sequences) * kept)
     _aggregated(losses, case.config).backward()
     return _gradients(model)
+
+
+def _token_losses(
+    row_loss: RowLoss,
+    log_probs_T: Tensor,
+    entropies_T: Tensor,
+    columns: dict[str, Tensor],
+    sequences: Sequences | None,
+) -> Tensor:
+    """[T] losses whose gradient autograd makes, also of a loss that tells its own."""
+    if isinstance(row_loss, SupervisedRowLoss):
+        return sft_loss(log_probs_T).token_loss_T
+    inputs = row_loss.inputs(log_probs_T, entropies_T, columns, sequences)
+    if row_loss.loss in TELL_GRADIENT:
+        assert row_loss.name == "ppo_clip", "no other loss tells its gradient"
+        return eager_policy(inputs, row_loss.params, row_loss.regularizers).token_loss_T
+    return total_token_loss(row_loss.loss, row_loss.params, inputs, row_loss.regularizers).token_loss_T
 
 
 class _PlainCorrection:

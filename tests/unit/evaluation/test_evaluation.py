@@ -128,7 +128,7 @@ def test_masked_samples_are_left_out_and_counted() -> None:
 
 
 def test_a_set_that_could_not_be_scored_at_all() -> None:
-    with pytest.raises(ValueError, match=r"evaluation set 'b' could be scored \(masked:down 2\); mend"):
+    with pytest.raises(ValueError, match=r"evaluation set 'b' could be scored \(masked:down 2\); fix"):
         summarize([answered("a", "x", [(1.0,)]), answered("b", "xy", [(None,), (None,)])])
 
 
