@@ -154,8 +154,8 @@ def head_gathers_with_summed_gradient(patch: pytest.MonkeyPatch) -> None:
 
 def values_not_held(patch: pytest.MonkeyPatch) -> None:
     """No value clip."""
-    from rlhf_megatron.workers import critic
     from rlhf_megatron.kernels.row_loss import value_sums
+    from rlhf_megatron.workers import critic
 
     patch.setattr(critic, "value_sums", lambda values, columns, cliprange: value_sums(values, columns, 0.0))
 
