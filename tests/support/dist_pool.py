@@ -12,7 +12,8 @@
 Each job gets a fresh world: all process groups are made anew, torch's default one too, and ended after it. What a job
 leaves in module globals stays in its worker, so leave nothing. An exception on a rank becomes a `JobError` that names
 the rank's coordinates and carries its traceback; ranks that hang are asked for their stacks and killed at `timeout_s`.
-Workers write to files, live in sessions of their own, die with the test process, and are replaced every 4 jobs: gloo keeps threads of groups that ended.
+Workers write to files, live in sessions of their own, die with the test process, and are replaced every 4 jobs: gloo
+keeps threads of groups that ended.
 """
 
 from __future__ import annotations
