@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import warm
 from check_tools import Checked, check, start
 from end_to_end_tools import processes_with
 from places import ROOT, SUPPORT
@@ -240,5 +241,5 @@ def test_a_run_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.
     sleeper.write_text(f"#!{sys.executable}\nimport time\ntime.sleep(600)\n")
     sleeper.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(sleeper))
-    with pytest.raises(ProgramError, match="shape: no end within 1 s"):
+    with warm.cold(), pytest.raises(ProgramError, match="shape: no end within 1 s"):
         run_train(tmp_path / "any.yaml", [], tmp_path / "shape", 1.0)
