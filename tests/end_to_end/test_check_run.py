@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import warm
 from check_tools import Checked, check, start
-from end_to_end_tools import processes_with
+from end_to_end_tools import processes_with, wait_for_the_end
 from places import ROOT, SUPPORT
 
 from rlhf_megatron.proof.check.proof import ProgramError, run_train
@@ -65,7 +65,7 @@ def passed(result: Checked, layouts: list[str]) -> None:
         steps = {row["where"] for row in layout["rows"] if row["quantity"] == "actor/loss"}
         assert steps == {"step 1", "step 2"}
     assert found["proof"]["num_syncs"] >= 3 and found["memory"]["total_bytes"] > 0
-    assert not processes_with(result.marker)
+    assert not result.left
 
 
 def marks_of(name: str) -> list[pytest.MarkDecorator]:
@@ -170,11 +170,8 @@ def test_an_interrupted_check_leaves_no_process(tmp_path: Path, request: pytest.
     assert process.poll() is None and len(processes_with(marker)) >= 7
     process.send_signal(signal.SIGINT)
     console, _ = process.communicate(timeout=60)
-    deadline = time.monotonic() + 20
-    while processes_with(marker) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert process.returncode == 130 and "interrupted" in console
-    assert not processes_with(marker)
+    left = wait_for_the_end(marker, within_s=20)
+    assert process.returncode == 130 and "interrupted" in console and not left
 
 
 @pytest.mark.dist

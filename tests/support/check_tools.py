@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from end_to_end_tools import MARKER, processes_with
+from end_to_end_tools import MARKER, processes_with, wait_for_the_end
 from places import ROOT
 
 TIMEOUT_S = 900.0  # a run of a few processes takes 30 to 60 s where nothing else does
@@ -26,7 +27,7 @@ class Checked:
     exit_code: int
     console: str
     out: Path
-    marker: str
+    left: list[int]  # processes of it that still lived some seconds after its end
 
     @property
     def certificate(self) -> dict[str, Any]:
@@ -53,11 +54,13 @@ def check(out: Path, *words: str, script: Path | None = None) -> Checked:
     process, marker = start(out, words, script)
     try:
         console, _ = process.communicate(timeout=TIMEOUT_S)
+        left = wait_for_the_end(marker, within_s=10)
     finally:
         for pid in processes_with(marker):
-            os.kill(pid, 9)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, 9)
         process.wait()
-    return Checked(process.returncode, console, out, marker)
+    return Checked(process.returncode, console, out, left)
 
 
 def _plant() -> None:

@@ -133,11 +133,10 @@ class DistPool:
             "arguments": arguments,
             "layout": asdict(layout),
             "init_file": str(self._directory / f"init_{self._jobs}"),
-            "path": sys.path,
         }
         try:
             for rank, worker in enumerate(workers):
-                worker.send({**message, "rank": rank})
+                worker.send((sys.path, pickle.dumps({**message, "rank": rank})))
                 worker.jobs += 1
             return self._collect(workers, f"{job.__qualname__} at {layout}", timeout_s)
         except BaseException as error:

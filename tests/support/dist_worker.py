@@ -42,7 +42,8 @@ def main(job_in: int, result_out: int, parent: int) -> None:
             (size,) = struct.unpack("!Q", _read(job_in, 8))
         except EOFError:
             return
-        job = pickle.loads(_read(job_in, size))
+        sys.path[:], packed = pickle.loads(_read(job_in, size))  # the job's own modules lie on the caller's path
+        job = pickle.loads(packed)
         try:
             answer({"result": run(job)})
         except BaseException:
@@ -59,7 +60,6 @@ def run(job: dict[str, Any]) -> Any:
     from rlhf_megatron.parallel.layout import Layout
     from rlhf_megatron.parallel.world import create_world, destroy_world
 
-    sys.path[:] = job["path"]
     layout = Layout(**job["layout"])
     dist.init_process_group(
         "gloo", init_method=f"file://{job['init_file']}", rank=job["rank"], world_size=layout.world_size

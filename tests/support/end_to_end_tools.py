@@ -47,9 +47,7 @@ class Finished:
 
     def left_over(self, within_s: float = 10.0) -> list[str]:
         """Command lines of processes of this run that still live."""
-        deadline = time.monotonic() + within_s
-        while (found := processes_with(self.marker)) and time.monotonic() < deadline:
-            time.sleep(0.1)
+        found = wait_for_the_end(self.marker, within_s)
         return [Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode() for pid in found]
 
 
@@ -61,6 +59,14 @@ def processes_with(marker: str) -> list[int]:
             if entry.name.isdigit() and marker.encode() in (entry / "environ").read_bytes():
                 state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
                 found += [int(entry.name)] if state != "Z" else []
+    return found
+
+
+def wait_for_the_end(marker: str, within_s: float) -> list[int]:
+    """The processes with `marker` that still live after so long; none, as soon as all have ended."""
+    deadline = time.monotonic() + within_s
+    while (found := processes_with(marker)) and time.monotonic() < deadline:
+        time.sleep(0.1)
     return found
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from end_to_end_tools import MARKER, overrides, processes_with
+from end_to_end_tools import MARKER, overrides, processes_with, wait_for_the_end
 from places import ROOT
 
 TIMEOUT_S = 400.0  # of one run; it takes 10 to 20 s where nothing else does
@@ -63,10 +63,7 @@ class Nodes:
 
     def left_over(self, within_s: float = 20.0) -> list[int]:
         """Processes of this run that still live."""
-        deadline = time.monotonic() + within_s
-        while (found := processes_with(f"{MARKER}={self.marker}")) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        return found
+        return wait_for_the_end(f"{MARKER}={self.marker}", within_s)
 
     def end(self) -> None:
         for pid in {process.pid for process in self.processes} | set(processes_with(f"{MARKER}={self.marker}")):
