@@ -68,9 +68,11 @@ def weighed(
     """`part` as a mini-batch of the actor. `is_picked`: see `picked`; `is_bypass`: the engine's log-probs are the old
     ones.
 
-    What is rejected has loss weight 0; it counts in the denominators, and in metrics, as any token.
+    What is rejected, and samples of masked status, have loss weight 0 in every term; they count in the denominators,
+    and in metrics, as any token.
     """
     weights, for_metrics = weigh(part, mode, scale_factor)
+    weights = weights * valid_tokens(part)
     if part.is_kept is not None:
         weights = weights * part.is_kept
     return MiniBatch(

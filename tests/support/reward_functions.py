@@ -60,6 +60,16 @@ def behave(response: str, label: str, extra: dict[str, Any]) -> Any:
             with open(extra["pids"], "a") as file:
                 file.write(f"{child}\n")
             os._exit(7)
+        case "fork":
+            os.fork()  # both come back
+            return float(extra["number"])
+        case "daemon":
+            return daemon(extra["pids"])
+        case "write":
+            for number in range(3, 64):
+                if is_socket(number):
+                    os.write(number, extra["bytes"].encode("latin-1"))
+            return 1.0
         case "stdin":
             return float(sys.stdin.read() == "")
         case "pid":
@@ -78,6 +88,21 @@ def behave(response: str, label: str, extra: dict[str, Any]) -> Any:
                 pass
             return 1.0
     return float(response == label)
+
+
+def daemon(pids: str) -> float:
+    """Forked twice, in a session of its own: no child of the worker, and not in its process group."""
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        if os.fork() == 0:
+            Path(pids).write_text(str(os.getpid()))
+            time.sleep(3600)
+        os._exit(0)
+    os.waitpid(child, 0)
+    while not (Path(pids).exists() and Path(pids).read_text()):
+        time.sleep(0.01)
+    return 1.0
 
 
 def with_parts(response: str, num_tokens: int, scale: float = 1.0) -> dict[str, float]:

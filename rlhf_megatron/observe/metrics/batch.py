@@ -44,6 +44,14 @@ def response_lengths(batch: TokenBatch) -> Tensor:
     return sums[batch.offsets[1:]] - sums[batch.offsets[:-1]]
 
 
+def prompt_lengths(batch: TokenBatch) -> Tensor:
+    """[B] int64, tokens before the first that the policy sampled: what lies between its turns is none of them."""
+    sampled = np.flatnonzero(batch.response_mask.numpy())
+    starts, ends = batch.offsets[:-1].numpy(), batch.offsets[1:].numpy()
+    first = np.searchsorted(sampled, starts)
+    return torch.from_numpy(np.minimum(np.append(sampled, batch.num_tokens)[first], ends) - starts)
+
+
 def sample_counts(is_counted_T: Tensor, offsets: Tensor) -> Tensor:
     """[B] int64: True entries of each sample, none of which is empty."""
     starts = offsets[:-1].numpy()
@@ -59,7 +67,7 @@ def token_versions(batch: RolloutBatch) -> Tensor:
     """[T] int64, policy version that each response token was sampled from; prompt tokens have that of the first."""
     versions_T = batch.policy_versions.repeat_interleave(batch.lengths)
     if batch.version_spans is not None and any(batch.version_spans):
-        firsts = (batch.offsets[1:] - response_lengths(batch)).tolist()
+        firsts = (batch.offsets[:-1] + prompt_lengths(batch)).tolist()
         for first, spans in zip(firsts, batch.version_spans, strict=True):
             for version, start, end in spans:
                 versions_T[first + start : first + end] = version
@@ -110,7 +118,7 @@ def batch_metrics(batch: TrainBatch, max_prompt_length: int | None = None) -> di
 def length_metrics(batch: RolloutBatch, max_prompt_length: int | None = None) -> dict[str, float]:
     """Of responses, of those that were not aborted, of prompts; turns where a sample has several."""
     responses = response_lengths(batch)
-    prompts = batch.lengths - responses
+    prompts = prompt_lengths(batch)
     is_whole = torch.tensor([reason != "abort" for reason in batch.finish_reasons], dtype=torch.bool)
     num_cut = sum(reason == "length" for reason in batch.finish_reasons)
     num_whole = int(is_whole.sum())
@@ -165,7 +173,7 @@ def engine_metrics(batch: RolloutBatch) -> dict[str, float]:
         several = sum(len({version for version, _, _ in spans}) > 1 for spans in batch.version_spans)
         metrics["rollout/samples_of_several_versions"] = several / len(batch)
     if batch.num_cached_tokens is not None:
-        num_prompt_tokens = int((batch.lengths - response_lengths(batch)).sum())
+        num_prompt_tokens = int(prompt_lengths(batch).sum())
         metrics["rollout/cached_token_share"] = int(batch.num_cached_tokens.sum()) / max(1, num_prompt_tokens)
     if batch.num_retractions is not None:
         metrics["rollout/num_retractions"] = float(batch.num_retractions.sum())

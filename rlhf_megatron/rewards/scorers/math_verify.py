@@ -1,10 +1,8 @@
 """1 when the answer is mathematically equal to the label, by the library math-verify; else 0.
 
-The answer is what stands in the last \boxed{...}, or what `pattern` cuts out, or the whole response, where the library
-looks for it. Text that equals the label's is right without algebra. What cannot be read as mathematics, or would take
-for ever to compute, is malformed.
-
-Also: Whether a mathematical text asks for more computing than any answer needs. Pure text, no algebra.
+The answer is what stands in the last \boxed{...}, or what `pattern` cuts out, or what the library finds in the whole
+response. Text that equals the label's is right without algebra. What cannot be read as mathematics, or would take for
+ever to compute, is malformed.
 """
 
 from __future__ import annotations
@@ -14,10 +12,11 @@ import logging
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from math import log10
 from typing import Any
 
-from rlhf_megatron.rewards.scorers.answer import AnswerParams, last_boxed
+from rlhf_megatron.rewards.scorers.answer import AnswerParams, last_boxed, parse_answer
 from rlhf_megatron.rewards.scorers.base import MALFORMED, OWN_PROCESS, REWARDS, RewardResult, RewardSample, masked
 
 MAX_DEPTH = 10  # of brackets; the parser's time doubles with each of them
@@ -101,7 +100,7 @@ PROSE = re.compile(r"\$|\\[(\[]|(?<![\\a-zA-Z])[a-zA-Z]{2}")  # formulas marked 
 
 @dataclass(frozen=True)
 class MathVerifyParams(AnswerParams):
-    r"""Without a pattern the answer is in the last \boxed{...}, or somewhere in the response."""
+    r"""Without a pattern the answer is in the last \boxed{...}, or where the library finds it in the response."""
 
     max_memory_gib: float = 2.0  # that the worker process may use
 
@@ -142,30 +141,31 @@ def math_verify(sample: RewardSample, params: MathVerifyParams) -> RewardResult:
     if answer is None:
         return RewardResult(0.0, MALFORMED)
     label = sample.label.strip()
-    return RewardResult(1.0) if answer.text == label else compare(label, answer)
+    return RewardResult(1.0) if answer.text == label else _compare(label, answer, params.max_answer_chars)
 
 
 def cut_answer(sample: RewardSample, params: MathVerifyParams) -> Answer | None:
-    """Return the answer; None if none can be read."""
-    boxed = last_boxed(sample.response) if params.pattern is None and params.can_read(sample) else None
-    text = params.cut(sample) if boxed is None else boxed
-    if not text or len(text) > params.max_answer_chars:
+    """Return the answer, or the text that it stands in; None if none can be read."""
+    if not params.can_read(sample):
         return None
-    is_whole = params.pattern is None and boxed is None
-    return Answer(text, is_prose=is_whole and PROSE.search(text) is not None)
+    text = parse_answer(sample.response, params.pattern)
+    boxed = last_boxed(sample.response) if params.pattern is None else None
+    is_prose = params.pattern is None and boxed is None and PROSE.search(sample.response) is not None
+    text = text if boxed is None else boxed
+    return Answer(text, is_prose) if text and (is_prose or len(text) <= params.max_answer_chars) else None
 
 
-def compare(label: str, answer: Answer) -> RewardResult:
+def _compare(label: str, answer: Answer, max_chars: int) -> RewardResult:
     """By algebra. Runs without a limit of its own: the process that it runs in has one."""
     from math_verify import verify
 
     expected = [] if is_too_large(label) else _parse_label(label)
     if not expected:
         return masked("bad_label", f"math-verify cannot read the label {label!r}.")
-    if is_too_large(answer.text):
-        return RewardResult(0.0, MALFORMED)
     try:
-        found = (answer.is_prose and _parse(answer.text, is_prose=True)) or _parse(answer.text)
+        found = _found_in(answer.text, max_chars) if answer.is_prose else []
+        if not found and len(answer.text) <= max_chars and not is_too_large(answer.text):
+            found = _parse(answer.text)
         if not found:
             return RewardResult(0.0, MALFORMED)
         return RewardResult(float(verify(expected, found, timeout_seconds=None)))
@@ -178,10 +178,32 @@ def _parse_label(label: str) -> Any:
     return _parse(label)
 
 
-def _parse(text: str, is_prose: bool = False) -> Any:
-    """Return what math-verify reads, best guess first; empty if it reads nothing."""
+def _parse(text: str) -> Any:
+    """Return what math-verify reads in a formula, best guess first; empty if it reads nothing."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     configs = [LatexExtractionConfig(), ExprExtractionConfig()]
-    formula = text if is_prose else f"${text.strip('$ ')}$"
-    return parse(formula, extraction_config=configs, parsing_timeout=None)
+    return parse(f"${text.strip('$ ')}$", extraction_config=configs, parsing_timeout=None)
+
+
+def _found_in(text: str, max_chars: int) -> list[Any]:
+    """What math-verify's `parse` finds in prose: of the matches of its patterns the last one of the best kind that it
+    can read ("final answer is" before "answer" before any formula or number). Its size is looked at first.
+
+    Raises ValueError where that is larger than an answer may be.
+    """
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig
+    from math_verify.parser import extract_match, get_extraction_regexes
+
+    kinds = get_extraction_regexes([LatexExtractionConfig(), ExprExtractionConfig()])
+    patterns = [(priority, pattern, kind) for of_kind, kind in kinds for pattern, priority in of_kind]
+    for _, alike in groupby(sorted(patterns, key=lambda one: one[0]), key=lambda one: one[0]):
+        matches = [(match, kind) for _, pattern, kind in alike for match in pattern.finditer(text)]
+        for match, kind in sorted(matches, key=lambda one: (one[0].end(), -one[0].start()), reverse=True):
+            answer = max(filter(None, match.groupdict().values()), key=len, default="")
+            if len(answer) > max_chars or is_too_large(answer):
+                raise ValueError(f"the answer {answer[:80]!r} is too large.")
+            value, as_text = extract_match(match, kind)
+            if value is not None:
+                return [value, *filter(None, [as_text])]
+    return []

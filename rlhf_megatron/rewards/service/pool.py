@@ -6,6 +6,8 @@ ended all 40 on a busy machine with two cores, each a mistaken timeout. Here tim
 
 from __future__ import annotations
 
+import contextlib
+import os
 import selectors
 import time
 from collections import Counter, deque
@@ -15,13 +17,14 @@ from typing import Any
 
 from rlhf_megatron.rewards.scorers.base import TIMEOUT, RewardResult, masked
 from rlhf_megatron.rewards.service.processes import POLL_S, Ended, TemplateProcess, Worker
-from rlhf_megatron.rewards.service.wire import Task, decode_reply
+from rlhf_megatron.rewards.service.wire import Task
 
 MAX_CHUNK = 16  # tasks that a worker is given at once
 CHUNKS_PER_WORKER = 4  # as long as there are enough tasks
 OVERLOAD = 20  # times its limit that a sample may take in all, with the time that the machine kept it waiting
 MAX_DEATHS = 2  # of workers, at one sample
 MAX_RESTARTS = 3  # of the template, in one batch
+MAX_LOG_BYTES = 1 << 24
 
 
 class WorkerPool:
@@ -58,6 +61,7 @@ class WorkerPool:
         if not tasks:
             return []
         self.await_ready()
+        self.shorten_log()
         for worker in [worker for worker in self.workers.values() if worker.in_hand]:
             self.dismiss(worker)  # of a batch that was interrupted
         return _Batch(self, tasks).run()
@@ -94,6 +98,17 @@ class WorkerPool:
         self.close()
         self.start()
         self.await_ready()
+
+    def shorten_log(self) -> None:
+        """Keep the last half of a log that has grown too long; who writes to it appends."""
+        with contextlib.suppress(OSError):
+            if self.log is not None and self.log.stat().st_size > MAX_LOG_BYTES:
+                with self.log.open("r+b") as file:
+                    file.seek(-MAX_LOG_BYTES // 2, os.SEEK_END)
+                    rest = file.read(MAX_LOG_BYTES // 2)
+                    file.seek(0)
+                    file.write(b"[what was before is left out]\n" + rest)
+                    file.truncate()
 
     def close(self) -> None:
         """Safe to call twice."""
@@ -148,7 +163,7 @@ class _Batch:
                 self.pool.dismiss(worker)  # it makes room for a fresh one
             return
         try:
-            worker.give(chunk, [self.tasks[number] for number in chunk])
+            worker.give({number: self.tasks[number] for number in chunk})
         except OSError:
             if worker.in_hand:
                 self._lose(worker, "could not be reached")
@@ -159,11 +174,10 @@ class _Batch:
     def _hear(self, worker: Worker) -> None:
         """Replies of a worker. At the end of its stream it is on its way out: what ended it comes from the template."""
         try:
-            for line in worker.lines.read():
-                reply = decode_reply(line)
-                self.results[worker.in_hand.popleft()] = reply.result
-                worker.begin()
-                worker.is_spent = reply.is_last
+            for reply in worker.replies():
+                self.results[reply.number] = reply.result
+        except ValueError:
+            self._lose(worker, "was ended because something else than its reply came through its socket")
         except (EOFError, OSError):
             self.pool.disconnect(worker)
             self.pool.await_ready().kill(worker.pid)
@@ -218,6 +232,7 @@ class _Batch:
 
     def _look_at_limits(self) -> None:
         limit = self.pool.timeout_s
+        self.pool.shorten_log()
         for worker in tuple(self.pool.workers.values()):
             took = time.monotonic() - worker.started_at
             if not worker.in_hand or not worker.is_connected or took < POLL_S:

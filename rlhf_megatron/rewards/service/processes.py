@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from typing import Any
 
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.plugins import loaded
-from rlhf_megatron.rewards.service.wire import CONTROL_BYTES, Lines, Task, encode, encode_tasks
+from rlhf_megatron.rewards.service.wire import CONTROL_BYTES, Lines, Reply, Task, decode_reply, encode, encode_tasks
 
 POLL_S = 0.05  # between two looks
 MAX_COUNTED_S = 2 * POLL_S  # of the time since the last look: the one who looks was kept waiting himself
@@ -87,6 +88,7 @@ class Worker:
     connection: socket.socket
     lines: Lines = field(init=False)
     in_hand: deque[int] = field(default_factory=deque)  # numbers of the tasks that it has, the one it works at first
+    token: str = ""  # of these
     started_at: float = 0.0  # that one, as far as the controller knows
     stopwatch: Stopwatch = field(init=False)  # of that one, once it has taken a while
     is_used: bool = False
@@ -109,15 +111,30 @@ class Worker:
         self.started_at = time.monotonic()
         self.stopwatch.reset()
 
-    def give(self, numbers: Sequence[int], tasks: Sequence[Task]) -> None:
+    def give(self, tasks: dict[int, Task]) -> None:
         """Raises OSError when it cannot be reached; with nothing in hand where it had ended before."""
-        data = encode_tasks(list(tasks))
+        self.token = secrets.token_hex(16)
+        data = encode_tasks(self.token, tasks)
         self.connection.settimeout(SEND_S)
         num_sent = self.connection.send(data)
-        self.in_hand.extend(numbers)
+        self.in_hand.extend(tasks)
         self.is_used = True
         self.begin()
         self.connection.sendall(data[num_sent:])
+
+    def replies(self) -> Iterator[Reply]:
+        """What one read completes: each to the task that it works at, which is done then.
+
+        Raises ValueError for anything else that was written into its socket, EOFError and OSError at its end.
+        """
+        for line in self.lines.read():
+            reply = decode_reply(line)
+            if not self.in_hand or (reply.token, reply.number) != (self.token, self.in_hand[0]):
+                raise ValueError(f"a reply to task {reply.number} was not asked for.")
+            self.in_hand.popleft()
+            self.begin()
+            self.is_spent = reply.is_last
+            yield reply
 
 
 @dataclass(frozen=True)

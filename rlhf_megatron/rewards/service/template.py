@@ -8,6 +8,7 @@ that forks must. The first message names the rewards; then it forks, kills and b
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import json
@@ -18,6 +19,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.config.errors import ConfigError
@@ -26,7 +28,15 @@ from rlhf_megatron.plugins import load_plugins
 from rlhf_megatron.rewards.scorers import REWARDS
 from rlhf_megatron.rewards.scorers.base import Prepared
 from rlhf_megatron.rewards.service.wire import CONTROL_BYTES, encode
-from rlhf_megatron.rewards.service.worker import LoadedReward, die_with, end_of_traceback, serve
+from rlhf_megatron.rewards.service.worker import (
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_PDEATHSIG,
+    LoadedReward,
+    die_with,
+    end_of_traceback,
+    serve,
+    set_process,
+)
 
 MAX_PROBLEM_CHARS = 4000
 
@@ -61,9 +71,18 @@ class Template:
         os.set_blocking(self._wake, False)
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        set_process(PR_SET_CHILD_SUBREAPER, 1)  # what workers leave behind becomes a child of this process
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+        set_process(PR_SET_PDEATHSIG, signal.SIGTERM)  # not SIGKILL: there are children to end
 
     def run(self) -> None:
-        """Fork workers on request until the controller closes the control socket."""
+        """Fork workers on request until the controller closes the control socket, or ends."""
+        try:
+            self._listen()
+        finally:
+            self._end_children()
+
+    def _listen(self) -> None:
         while True:
             readable, _, _ = select.select([self.control.fileno(), self.woken], [], [])
             if self.woken in readable:
@@ -72,16 +91,12 @@ class Template:
             if self.control.fileno() in readable:
                 data = self.control.recv(CONTROL_BYTES)
                 if not data:
-                    break
+                    return
                 message = json.loads(data)
                 for _ in range(message.get("fork", 0)):
                     self._fork()
                 if "kill" in message:
                     self._kill(message["kill"])
-        for pid in self.workers:
-            self._kill(pid)
-        for pid in self.workers:
-            os.waitpid(pid, 0)
 
     def _fork(self) -> None:
         ours, theirs = socket.socketpair()
@@ -98,7 +113,8 @@ class Template:
         """Does not return."""
         try:
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for number in (signal.SIGCHLD, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)
             for descriptor in (self.woken, self._wake):
                 os.close(descriptor)
             os.setpgid(0, 0)  # a group of its own, so that what it starts is killed with it
@@ -121,12 +137,24 @@ class Template:
                     continue
 
     def _bury(self) -> None:
-        for pid in tuple(self.workers):
-            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                self._kill(pid)  # what it has started and left behind, while the number is still its own
-                _, status = os.waitpid(pid, 0)
-                self.workers.discard(pid)
-                self.control.send(encode({"ended": pid, "code": os.waitstatus_to_exitcode(status)}))
+        """Of workers that ended, and of what others have left behind."""
+        with contextlib.suppress(ChildProcessError):
+            while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                self._kill(ended.si_pid)  # what it has started and left behind, while the number is still its own
+                pid, status = os.waitpid(ended.si_pid, 0)
+                if pid in self.workers:
+                    self.workers.discard(pid)
+                    self.control.send(encode({"ended": pid, "code": os.waitstatus_to_exitcode(status)}))
+
+    def _end_children(self) -> None:
+        """Kill all, and what becomes a child of this process because its parent was killed."""
+        for pid in self.workers:
+            self._kill(pid)
+        with contextlib.suppress(OSError):  # none is left; or there is no /proc
+            while True:
+                for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+                    os.kill(int(child), signal.SIGKILL)
+                os.waitpid(-1, 0)
 
 
 def main() -> None:

@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgspec
+
 from rlhf_megatron.rewards.scorers.base import RewardResult, RewardSample
 
 CONTROL_BYTES = 1 << 17  # of a message between controller and template, at most
 READ_BYTES = 1 << 20
+REPLY_BYTES = 1 << 24  # of a line that a worker writes, at most
 
 
 @dataclass(frozen=True)
@@ -26,29 +29,32 @@ def encode(message: Any) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-def encode_tasks(tasks: list[Task]) -> bytes:
-    return encode([[task.component, *asdict(task.sample).values()] for task in tasks])
+def encode_tasks(token: str, tasks: dict[int, Task]) -> bytes:
+    """`token`: a secret of this message, which every reply to it has. The keys number the tasks."""
+    return encode([token, [[number, task.component, *asdict(task.sample).values()] for number, task in tasks.items()]])
 
 
-def decode_tasks(line: bytes) -> list[Task]:
-    return [Task(component, RewardSample(*fields)) for component, *fields in json.loads(line)]
+def decode_tasks(line: bytes) -> tuple[str, dict[int, Task]]:
+    token, tasks = json.loads(line)
+    return token, {number: Task(component, RewardSample(*fields)) for number, component, *fields in tasks}
 
 
 @dataclass(frozen=True)
 class Reply:
     """The answer of a worker to one task."""
 
+    token: str  # with the number it tells a reply from whatever a reward writes into the worker's socket
+    number: int
     result: RewardResult
     is_last: bool  # it ends now, its memory being used up
 
 
-def encode_reply(reply: Reply) -> bytes:
-    return encode([asdict(reply.result), reply.is_last])
-
-
 def decode_reply(line: bytes) -> Reply:
-    result, is_last = json.loads(line)
-    return Reply(RewardResult(**result), is_last)
+    """Raises ValueError for what is no reply."""
+    try:
+        return msgspec.convert(json.loads(line), Reply)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise ValueError(f"{line[:80]!r} is no reply: {error}.") from None
 
 
 class Lines:
@@ -59,7 +65,7 @@ class Lines:
         self._rest = b""
 
     def read(self) -> Iterator[bytes]:
-        """Return the lines that one read completes. Raises EOFError at the end of the stream."""
+        """Return the lines that one read completes. Raises EOFError at the end, ValueError for an endless line."""
         try:
             data = self.connection.recv(READ_BYTES)
         except ConnectionResetError:
@@ -67,4 +73,6 @@ class Lines:
         if not data:
             raise EOFError
         *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > REPLY_BYTES:
+            raise ValueError(f"a line of more than {REPLY_BYTES} bytes is no reply.")
         yield from lines

@@ -14,7 +14,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rlhf_megatron.rewards.scorers.base import (
@@ -28,16 +28,21 @@ from rlhf_megatron.rewards.scorers.base import (
     RewardSample,
     masked,
 )
-from rlhf_megatron.rewards.service.wire import Reply, decode_tasks, encode_reply
+from rlhf_megatron.rewards.service.wire import Reply, decode_tasks, encode
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 GIB = 2**30
+
+
+def set_process(option: int, value: int) -> None:
+    """prctl, where there is one."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value)
 
 
 def die_with(parent: int) -> None:
     """This process is killed when its parent ends, however that ends. `parent`: its pid, to notice that it has."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    set_process(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -94,20 +99,22 @@ class LoadedReward:
 
 def serve(rewards: Sequence[LoadedReward], connection: socket.socket) -> None:
     """Answer tasks until the controller closes the connection, or a sample has used up the memory."""
+    own_pid = os.getpid()
     with connection.makefile("rb") as lines:
         for line in lines:
-            for task in decode_tasks(line):
+            token, tasks = decode_tasks(line)
+            for number, task in tasks.items():
                 loaded = rewards[task.component]
                 limit_memory(loaded.memory_gib)
                 result = outcome(loaded.reward, task.sample, loaded.params)
+                if os.getpid() != own_pid:
+                    os._exit(0)  # a child that the reward forked and let come back: the answer is its parent's to give
                 is_last = result.status == MEMORY_ERROR
-                connection.sendall(_encode(Reply(result, is_last)))
+                connection.sendall(encode(asdict(Reply(token, number, _plain(result), is_last))))
                 if is_last:
                     return
 
 
-def _encode(reply: Reply) -> bytes:
-    result = reply.result
+def _plain(result: RewardResult) -> RewardResult:
     parts = {str(name): float(value) for name, value in result.parts.items()}
-    plain = RewardResult(float(result.score), str(result.status), parts, result.error)
-    return encode_reply(Reply(plain, reply.is_last))
+    return RewardResult(float(result.score), str(result.status), parts, result.error)

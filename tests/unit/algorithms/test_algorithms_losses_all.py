@@ -11,6 +11,7 @@ import pytest
 import torch
 from device_waits import DeviceWaits
 from loss_tools import AGGREGATIONS, FORMULAS, PARAMS, Response
+from scheduler_samples import train_batch
 from torch import Tensor
 
 from rlhf_megatron.algorithms.aggregate import AGGREGATIONS as REGISTERED
@@ -19,6 +20,7 @@ from rlhf_megatron.algorithms.losses import POLICY_LOSSES, PolicyLossInputs, Pol
 from rlhf_megatron.algorithms.losses.compose import RegularizerParams, total_token_loss
 from rlhf_megatron.algorithms.metric_names import METRICS
 from rlhf_megatron.algorithms.sequences import Sequences
+from rlhf_megatron.scheduler.mini_batches import weighed
 
 # Prompt tokens, and a tool's tokens inside of responses, are no response tokens: 1, 4, 0 and 6 of those.
 MASK = torch.tensor([0, 0, 1, 0, 1, 1, 0, 1, 1, 0, 0, 0, 1, 1, 1, 0, 1, 1, 1], dtype=torch.bool)
@@ -47,6 +49,29 @@ def make_inputs(dtype: torch.dtype = torch.float64) -> PolicyLossInputs:
         sequences=Sequences(OWNER, 4),
         is_picked_T=MASK & (torch.arange(19) % 3 == 1),
     )
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_a_sample_of_masked_status_has_no_share_in_any_term(name: str) -> None:
+    """Its advantages are 0, as estimators make them; KL, entropy and DRO's quadratic term do not look at these."""
+    part = replace(
+        train_batch(4), offsets=OFFSETS, token_ids=torch.zeros(19, dtype=torch.int64), response_mask=MASK,
+        reward_statuses=("ok", "masked:x", "ok", "malformed"),
+    )  # fmt: skip
+    kept, counted = weighed(part, "token-mean").loss_weights, MASK & (OWNER != 1)
+    assert kept[counted].tolist() == pytest.approx([1 / 11] * 7), "it stays in the denominator"
+    entropies = torch.ones(19, dtype=torch.float64, requires_grad=True)
+    made = make_inputs()
+    inputs = replace(
+        made,
+        advantages_T=made.advantages_T * (OWNER != 1),
+        ref_log_probs_T=made.old_log_probs_T - 0.3,
+        entropies_T=entropies,
+    )
+    total = total_token_loss(POLICY_LOSSES.get(name).build, params_of(name), inputs, RegularizerParams(0.2, "k3", 0.1))
+    (total.token_loss_T * kept).sum().backward()
+    for leaf in (inputs.log_probs_T, entropies):
+        assert leaf.grad is not None and leaf.grad[counted].all() and not leaf.grad[~counted].any()
 
 
 def objective(name: str, mode: str, inputs: PolicyLossInputs, log_probs: Tensor) -> float:

@@ -48,6 +48,9 @@ def score(response: str, label: str, reason: str = "stop", **params: object) -> 
         ("the answer is 42", "42"),
         ("the answer is $\\frac{1}{2}$.", "0.5"),
         (r"\boxed{a lucky guess}", "a lucky guess"),
+        ("We compute step by step. " * 40 + "The final answer is $\\frac{1}{2}$.", "0.5"),
+        ("The final answer is $\\frac{1}{2}$. " + "I checked it with care. " * 400, "0.5"),
+        ("(as ((((((((((((said)))))))))))) before, 99999! is large) " * 9 + "so x = 3 and the answer: 42", "42"),
     ],
 )
 def test_right_answers(response: str, label: str) -> None:
@@ -73,6 +76,7 @@ def test_wrong_answers(response: str, label: str) -> None:
     "response",
     ["", " ", r"\boxed{}", "$", r"\boxed{$$}", "7" * 257, r"\boxed{9^{9^{9^9}}}", r"\boxed{10^{10^{10}}}"]
     + ["(" * 20 + "1" + ")" * 20, r"\boxed{" + r"\frac{" * 12 + "1" + "}{2}" * 12 + "}"]
+    + ["word " * 200, "the answer is $" + "7" * 257 + "$", "so the answer is $9^{9^{9^9}}$", "it is $12345!$ then"]
     + [r"\boxed{((9!)!)!}", r"\boxed{1000000!}", r"\boxed{\binom{10000000}{5000000}}"],
 )
 def test_malformed_answers(response: str) -> None:

@@ -84,6 +84,53 @@ def test_what_a_worker_leaves_behind_ends_too(scorer: Scorer, tmp_path: Path) ->
     await_that(lambda: not any(map(is_running, left)), f"of {left} some are left")
 
 
+def test_a_forked_child_that_comes_back_shifts_no_score(scorer: Scorer) -> None:
+    samples = [sample("fork" if i % 3 == 0 else "garbage", number=i, value=str(i)) for i in range(60)]
+    for _ in range(2):  # nothing is left for the next batch
+        results = scorer(samples)
+        assert [(result.score, result.status) for result in results] == [(float(i), "ok") for i in range(60)]
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["\n", "\xff\xfe\n", "[]\n", "x", "[" * 100_000 + "\n", '[{"score": 1, "status": "ok"}, false]\n']
+    + ['{"token": "", "number": 0, "result": {"score": 9.0}, "is_last": false}\n'],
+)
+def test_what_a_reward_writes_into_its_socket_is_no_reply(scorer: Scorer, written: str) -> None:
+    results = scorer([sample("write", bytes=written), *(sample(str(i % 10)) for i in range(30))])
+    assert results[0].status == "masked:worker_died" and "something else than its reply" in results[0].error
+    assert [(result.score, result.status) for result in results[1:]] == [(float(i % 10 == 7), "ok") for i in range(30)]
+
+
+@pytest.mark.parametrize("end", ["close", "kill the controller"])
+def test_a_daemon_of_a_reward_ends_with_the_pool(tmp_path: Path, end: str) -> None:
+    pids = tmp_path / "pids"
+    if end == "close":
+        with make_scorer(config(), tmp_path / "log") as scorer:
+            scorer([sample("daemon", pids=str(pids))])
+            assert is_running(int(pids.read_text())), "it outlives its sample"
+    else:
+        code = f"""
+import os, sys
+sys.path[:0] = [{str(SUPPORT)!r}, {str(Path(__file__).parent)!r}]
+from test_rewards_pool import Path, config, make_scorer, sample
+with make_scorer(config(), Path({str(tmp_path / "log")!r})) as scorer:
+    scorer([sample("daemon", pids={str(pids)!r})])
+    os.kill(os.getpid(), 9)
+"""
+        subprocess.run([sys.executable, "-c", code])
+    await_that(lambda: not is_running(int(pids.read_text())), "the daemon is left")
+
+
+def test_the_log_is_bounded(scorer: Scorer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_megatron.rewards.service.pool.MAX_LOG_BYTES", 2000)
+    for _ in range(5):
+        scorer([sample("print")] * 50)
+    scorer([sample("7")])
+    log = scorer.log.read_text()
+    assert 900 < len(log) < 4000 and log.startswith("[what was before is left out]\n")
+
+
 def test_a_masked_result_tells_why(scorer: Scorer) -> None:
     raised, died = scorer([sample("raise"), sample("kill")])
     assert raised.error.endswith("KeyError: 'no such thing'") and "reward_functions.py" in raised.error

@@ -357,8 +357,9 @@ def test_turns_are_stretches_of_the_response_and_told_where_there_are_several() 
     mask = torch.tensor([0, 1, 1, 0, 0, 1, 0, 0, 0, 0, 1, 1], dtype=torch.bool)
     batch = replace(scored(), offsets=torch.tensor([0, 6, 8, 12]), response_mask=mask)
     found = batch_metrics.length_metrics(batch)
+    assert batch_metrics.prompt_lengths(batch).tolist() == [1, 2, 2], "what lies between two turns is no prompt"
     assert [found[f"num_turns/{name}"] for name in ("mean", "max", "min")] == [1.0, 2.0, 0.0]
-    assert found["response_length/mean"] == pytest.approx(5 / 3) and found["prompt_length/max"] == 3.0
+    assert found["response_length/mean"] == pytest.approx(5 / 3) and found["prompt_length/max"] == 2.0
     assert not any(name.startswith("num_turns") for name in batch_metrics.length_metrics(scored()))
 
 
