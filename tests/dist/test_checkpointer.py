@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from places import MODEL
 import os
 import pickle
 import shutil
@@ -14,6 +13,7 @@ import pytest
 import torch
 from checkpointer_jobs import failures, refusals, round_trip
 from dist_pool import DistPool
+from places import MODEL
 
 from rlhf_megatron.checkpoint.manifest import MANIFEST, parse_manifest, record_of
 from rlhf_megatron.checkpoint.run_checkpoint import CheckpointStore

@@ -1,11 +1,11 @@
 """Buckets by broadcast: real gloo groups between senders of this process and engines that are processes.
 
-The engines are tests/support/broadcast_engine.py, which joins as stock SGLang does; test_sync_matrix.py has SGLang itself.
+The engines are tests/support/broadcast_engine.py, which joins as stock SGLang does;
+test_sync_matrix.py has SGLang itself.
 """
 
 from __future__ import annotations
 
-from places import SUPPORT
 import itertools
 import json
 import os
@@ -28,6 +28,7 @@ import psutil
 import pytest
 import torch
 from broadcast_engine import HANG_S
+from places import SUPPORT
 from torch import Tensor
 
 from rlhf_megatron.resharding.buffers import Buffers

@@ -1,4 +1,4 @@
-"""Ranks in a Ray cluster that runs, with the toy role of tests/support/runtime_toy.py: calls, failures, and what is left."""
+"""Ranks in a running Ray cluster, with the toy role of tests/support/runtime_toy.py: calls, failures, what is left."""
 
 import contextlib
 import json

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from places import SUPPORT
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import torch
 import workers_reference as reference
 from dist_pool import DistPool
+from places import SUPPORT
 from torch import Tensor
 from workers_jobs import OVERLAPPED, SHARDED, RankResult, make_actor, share, train, whole
 

@@ -34,7 +34,7 @@ def snapshot(worker: Any) -> dict[str, Tensor]:
     """All that a step changes on this rank: parameters, moments, main parameters, step counts, the schedule."""
     from rlhf_megatron.checkpoint.load_model import named_parameters
 
-    worker.synced_chunks() if hasattr(worker, "synced_chunks") else worker.synced_chunks()
+    worker.synced_chunks()
     optimizer = worker.optimizer
     found = {name: parameter.detach().clone() for name, parameter in named_parameters(worker.chunks).items()}
     for number, part in enumerate(optimizer.megatron.chained_optimizers):

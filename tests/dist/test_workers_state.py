@@ -243,9 +243,7 @@ def schedules(world: World, state: dict[str, Tensor], batch: MiniBatch) -> list[
             groups = actor.optimizer.megatron.param_groups
             decay = {p.dim() > 1: group["weight_decay"] for group in groups for p in group["params"]}
             seen.append((result.lr, decay[True], decay[False]))
-    moments = [
-        s["step"].item() for s in actor.optimizer.megatron.chained_optimizers[0].optimizer.state.values()
-    ]
+    moments = [s["step"].item() for s in actor.optimizer.megatron.chained_optimizers[0].optimizer.state.values()]
     assert set(moments) == {1.0}, "the fresh optimizer has counted the warm-up's steps"
     return seen
 
