@@ -271,7 +271,9 @@ def _install_faults(who: str) -> None:
 
 def _build_roles(config: RunConfig, pool):  # type: ignore[no-untyped-def]
     """Megatron is imported after the host has registered, so that what fails there is told with coordinates."""
-    from rlhf_megatron.parallel.prepare import make_deterministic
+    from rlhf_megatron.parallel.prepare import make_deterministic, prepare_megatron
+
+    prepare_megatron()  # before anything else imports it: without CUDA this saves each process 2 s of imports
     from rlhf_megatron.runtime.roles import RoleBuilder
 
     load_plugins(config.plugins)  # an actor of Ray has not read the file

@@ -155,6 +155,11 @@ def rebind() -> None:
                 _uncompile(value)
 
 
+def _leave_plain(function: Any = None, **options: Any) -> Any:
+    """Stands for torch.compile, as a function and as a decorator with options."""
+    return (lambda decorated: decorated) if function is None else function
+
+
 def _uncompile(owner: Any) -> None:
     for name, value in list(vars(owner).items()):
         original = getattr(value, "_torchdynamo_orig_callable", None)
@@ -265,6 +270,11 @@ def apply() -> None:
         rebind()
         return
     _state["is_applied"] = True
-    for name in MODULES:
-        importlib.import_module(name)
+    compile_function = torch.compile
+    torch.compile = _leave_plain  # type: ignore[assignment]  # else each decorator imports inductor: 2 s a process
+    try:
+        for name in MODULES:
+            importlib.import_module(name)
+    finally:
+        torch.compile = compile_function
     apply_all(PATCHES)

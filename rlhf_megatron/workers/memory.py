@@ -1,29 +1,13 @@
-"""What a rank holds in the memory of its device and of its machine.
-
-Also: Bytes that each rank of a layout will hold, from the real model and the real gradient buffers, with no memory
-spent.
-"""
+"""What a rank holds in the memory of its device and of its machine."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core.tensor_parallel.random import initialize_rng_tracker
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rlhf_megatron.config.schema import MegatronConfig
 from rlhf_megatron.data import codec
-from rlhf_megatron.models.build import build_model
-from rlhf_megatron.models.table import Head
 from rlhf_megatron.parallel.device import memory, name_of, resident_bytes
-from rlhf_megatron.parallel.layout import Layout, layout_of
-from rlhf_megatron.parallel.world import World, create_world, destroy_world
-from rlhf_megatron.workers.data_parallel import wrap
 from rlhf_megatron.workers.offload import Offload
 
 
@@ -55,116 +39,3 @@ def report(offload: Offload, device: torch.device) -> MemoryReport:
         peak_reserved_bytes=stats.peak_reserved,
         device_name=name_of(device),
     )
-
-
-FLOAT32_BYTES = 4
-
-
-@dataclass(frozen=True)
-class StageMemory:
-    """What the ranks of one pipeline stage hold, bytes a rank. The ranks of a tensor-parallel group hold the same.
-
-    A tuple has one entry a rank that holds the same shard: data-parallel x context-parallel ranks, cp fastest.
-    """
-
-    stage: int
-    num_ranks: int  # of this stage, over all replicas
-    num_parameters: int  # elements on one rank, a tied copy and padded vocabulary included
-    parameters: int  # in model.dtype; padding of the distributed optimizer's buffers included
-    gradients: int  # float32 buffers; padding included
-    main_parameters: tuple[int, ...]  # float32 copies of bfloat16 parameters
-    moments: tuple[int, ...]  # Adam's two, float32
-    reference: int  # parameters of a frozen reference model in the same layout, in model.dtype
-
-    @property
-    def totals(self) -> tuple[int, ...]:
-        """Everything, by rank that holds the same shard. The reference counts when it is not offloaded."""
-        fixed = self.parameters + self.gradients
-        return tuple(fixed + main + moments for main, moments in zip(self.main_parameters, self.moments, strict=True))
-
-
-def plan_memory(
-    hf_config: Mapping[str, Any],
-    megatron: MegatronConfig,
-    num_ranks: int,
-    dtype: torch.dtype,
-    head: Head = "vocabulary",
-) -> tuple[StageMemory, ...]:
-    """One entry a pipeline stage. Call it in a process without process groups; it leaves none behind.
-
-    `num_ranks`: of the pool. `head`: "vocabulary" for an actor, "value" for a critic.
-
-    Raises ValueError for a model or layout that is not supported.
-    """
-    layout = layout_of(megatron, num_ranks)
-    return tuple(_plan_stage(hf_config, megatron, layout, stage, dtype, head) for stage in range(layout.pp))
-
-
-def _plan_stage(
-    hf_config: Mapping[str, Any], megatron: MegatronConfig, layout: Layout, stage: int, dtype: torch.dtype, head: Head
-) -> StageMemory:
-    with _fake_world(layout, layout.rank(dp=0, pp=stage, tp=0)) as world:
-        model = build_model(hf_config, world, dtype, megatron, head)
-        plain = [parameter for chunk in model.chunks for parameter in chunk.parameters()]
-        reference = sum(map(_num_bytes, plain))
-        chunks = wrap(model.chunks, model.transformer_config, megatron, world)
-        buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
-        is_sharded = megatron.use_distributed_optimizer
-        owned = _owned(buffers, layout.dp * layout.cp) if is_sharded else (sum(p.numel() for p in plain),)
-        owned = owned if is_sharded else owned * (layout.dp * layout.cp)
-        has_copies = dtype != torch.float32
-        return StageMemory(
-            stage=stage,
-            num_ranks=layout.tp * layout.cp * layout.dp,
-            num_parameters=sum(parameter.numel() for parameter in plain),
-            parameters=sum(_num_bytes(buffer.param_data) for buffer in buffers) if is_sharded else reference,
-            gradients=sum(_num_bytes(buffer.grad_data) for buffer in buffers),
-            main_parameters=tuple(count * FLOAT32_BYTES * has_copies for count in owned),
-            moments=tuple(2 * count * FLOAT32_BYTES for count in owned),
-            reference=reference,
-        )
-
-
-def _owned(buffers: list[Any], num_shards: int) -> tuple[int, ...]:
-    """Parameters that each shard of the distributed optimizer updates: its equal part of every bucket, less padding."""
-    counts = [0] * num_shards
-    for buffer in buffers:
-        for start, end, bucket in buffer.param_index_map.values():
-            first, last = buffer.bucket_indices[bucket]
-            size = (last - first) // num_shards
-            for shard in range(num_shards):
-                low = first + shard * size
-                counts[shard] += max(0, min(end, low + size) - max(start, low))
-    return tuple(counts)
-
-
-def _num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-@contextlib.contextmanager
-def _fake_world(layout: Layout, rank: int) -> Iterator[World]:
-    """The world of one rank of `layout`; tensors made inside have no storage, and collectives do nothing."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
-    try:
-        world = create_world(layout, torch.device("cpu"))
-        # Initialisation forks megatron's random states, and compares them afterwards: not possible without values.
-        initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
-        with FakeTensorMode(), _modules_stay():
-            yield world
-    finally:
-        destroy_world()
-        initialize_rng_tracker(force_reset=True)
-
-
-@contextlib.contextmanager
-def _modules_stay() -> Iterator[None]:
-    """Module.to swaps tensors, which fake ones refuse; everything is made on its device already."""
-    to = torch.nn.Module.to
-    torch.nn.Module.to = lambda module, *args, **kwargs: module  # type: ignore[method-assign, assignment, misc]
-    try:
-        yield
-    finally:
-        torch.nn.Module.to = to  # type: ignore[method-assign]

@@ -117,7 +117,7 @@ def main() -> None:
 
     prepare_megatron()
     from rlhf_megatron.workers import data_parallel
-    from rlhf_megatron.workers.memory import plan_memory
+    from rlhf_megatron.workers.memory_plan import plan_memory
 
     plans = []
     for case in CASES:

@@ -17,7 +17,7 @@ from rlhf_megatron.models.families.base import padded_vocab_size, table_for
 from rlhf_megatron.resharding.plan import StageTraffic, stage_traffic
 from rlhf_megatron.rollout.fleet.start import MIB, EngineSetup
 from rlhf_megatron.workers.head_backend import stash_bytes_of
-from rlhf_megatron.workers.memory import StageMemory, plan_memory
+from rlhf_megatron.workers.memory_plan import StageMemory, plan_memory
 
 NOT_INCLUDED = (
     "Not included: activations, temporary tensors of other kernels and of collectives, the runtime of the device,"

@@ -108,6 +108,22 @@ def test_the_defects_of_the_installed_version_are_those_of_the_table() -> None:
 
 
 @needs_no_cuda
+def test_what_a_process_need_not_import_is_not_imported() -> None:
+    """The controller has no use for megatron, and a rank on a CPU compiles nothing."""
+    code = """if True:
+        import sys
+        import rlhf_megatron.scheduler.run
+        assert "megatron" not in sys.modules and "torch._dynamo" not in sys.modules
+        from rlhf_megatron.parallel.prepare import prepare_megatron
+        prepare_megatron()
+        import rlhf_megatron.runtime.roles
+        assert "megatron.core.models.gpt" in sys.modules and "torch._inductor" not in sys.modules
+    """
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+@needs_no_cuda
 def test_torch_itself_is_left_alone() -> None:
     prepare_megatron()
     from megatron.core.pipeline_parallel import schedules
