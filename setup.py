@@ -61,7 +61,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["rlhf_megatron", "rlhf_megatron.*"]),
-    package_data={"rlhf_megatron.observe.report": ["assets/*"]},
+    package_data={"rlhf_megatron.observe.report": ["assets/*"], "rlhf_megatron.config": ["*.txt"]},
     install_requires=REQUIRES,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["rlhf-megatron = rlhf_megatron.cli.main:main"]},
