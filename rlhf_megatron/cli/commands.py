@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_megatron.cli import engine, report, simulate
-
 
 @dataclass(frozen=True)
 class Command:
@@ -56,7 +54,51 @@ def _check(parser: argparse.ArgumentParser) -> None:
 
 def _simulate(parser: argparse.ArgumentParser) -> None:
     add_run_config(parser)
-    simulate.add_arguments(parser)
+    parser.add_argument(
+        "--durations", metavar="FILE|RUN_DIR", type=Path, required=True, help="YAML, or a run that was measured"
+    )
+    parser.add_argument(
+        "--write", metavar="FILE", type=Path, help="write the durations that a run has, simulate nothing"
+    )
+    parser.add_argument("--gpus", metavar="N", type=_count, help="find the best split of so many GPUs, too")
+    parser.add_argument("--splits", metavar="N", type=_count, help="tried for a schedule (6)")
+    parser.add_argument(
+        "--schedule",
+        metavar='"NAME key=value,... ..."',
+        action="append",
+        default=[],
+        help="compare this one instead of the usual ones; several values of a key make a grid; may be repeated",
+    )
+    parser.add_argument("--only", action="store_true", help="the run's own schedule and split, no comparison")
+    parser.add_argument("--steps", metavar="N", type=_count, default=20, help="that are simulated (%(default)s)")
+    parser.add_argument("--warmup", metavar="N", type=int, default=4, help="of them left out of figures (%(default)s)")
+    parser.add_argument("--seed", metavar="N", type=int, default=1, help="of the lengths (%(default)s)")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="all figures")
+    parser.add_argument("--timeline", metavar="FILE.svg", type=Path, help="the run as it is and the best one, as bars")
+    parser.add_argument(
+        "--trace", metavar="FILE.json", type=Path, help="the best one, for Chrome's and Perfetto's viewer"
+    )
+
+
+def _engine(parser: argparse.ArgumentParser) -> None:
+    add_run_config(parser)
+    parser.add_argument("--out", metavar="DIR", type=Path, help="of logs and keys (runs/<experiment_name>-engines)")
+    parser.add_argument(
+        "--print", dest="port", metavar="PORT", type=int, help="only print how to start one by hand at that port"
+    )
+
+
+def _report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="directory of a run; several are compared"
+    )
+    parser.add_argument("--out", metavar="DIR", type=Path, help="where the report goes (RUN_DIR/report)")
+    parser.add_argument(
+        "--open",
+        choices=("auto", "yes", "no"),
+        default="auto",
+        help="open the page in a browser; auto: from a terminal on a machine with a screen (%(default)s)",
+    )
 
 
 def _config(parser: argparse.ArgumentParser) -> None:
@@ -161,13 +203,11 @@ COMMANDS = (
         _doctor,
         "rlhf_megatron.cli.doctor.run:doctor",
     ),
-    Command(
-        "engine", "start SGLang servers for runs to attach to", engine.add_arguments, "rlhf_megatron.cli.engine:engine"
-    ),
+    Command("engine", "start SGLang servers for runs to attach to", _engine, "rlhf_megatron.cli.engine:engine"),
     Command(
         "report",
         "write one HTML page about a run, or compare several",
-        report.add_arguments,
+        _report,
         "rlhf_megatron.cli.report:report",
     ),
     Command("config", "show, check, document or translate configurations", _config, ""),

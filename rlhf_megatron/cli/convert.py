@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rlhf_megatron.resharding.convert import OnRule
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from rlhf_megatron.checkpoint import smollm2
+from rlhf_megatron.resharding import convert
+from rlhf_megatron.resharding.convert import OnRule
 
 
 def hf_to_megatron(args: argparse.Namespace) -> None:
@@ -19,8 +22,6 @@ def reshard(args: argparse.Namespace) -> None:
 
 
 def megatron_to_hf(args: argparse.Namespace) -> None:
-    from rlhf_megatron.resharding import convert
-
     if args.max_shard_mib <= 0:
         raise ValueError(f"--max-shard-mib is {args.max_shard_mib}; it must be positive.")
     model = convert.open_model(args.megatron)
@@ -32,8 +33,6 @@ def megatron_to_hf(args: argparse.Namespace) -> None:
 
 
 def _to_megatron(args: argparse.Namespace, directory: Path) -> None:
-    from rlhf_megatron.resharding import convert
-
     for name in ("tp", "pp"):
         if getattr(args, name) <= 0:
             raise ValueError(f"--{name} is {getattr(args, name)}; it must be positive.")
@@ -54,9 +53,6 @@ class _Bar:
     """A progress bar on standard error."""
 
     def __init__(self, num_rules: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
         columns = (TextColumn("{task.description:>8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self._progress = Progress(*columns, console=Console(stderr=True))
         self._num_rules = num_rules
@@ -75,7 +71,5 @@ class _Bar:
 
 def fetch(args: argparse.Namespace) -> None:
     """Fetch and convert the model, unless its directory is complete already."""
-    from rlhf_megatron.checkpoint import smollm2
-
     is_new = smollm2.fetch(args.out, args.dtype)
     print(f"{args.out}: {'fetched and converted' if is_new else 'is there already'}.")

@@ -8,32 +8,26 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rlhf_megatron.config.schema import RunConfig
-    from rlhf_megatron.rollout.fleet.process import EngineServers
+import yaml
+
+from rlhf_megatron.config.load import load_run_config
+from rlhf_megatron.config.rules.parts import reads
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.resharding.transfer_dir import default_parent
+from rlhf_megatron.rollout.engine import EngineError
+from rlhf_megatron.rollout.fleet.process import EngineServers, write_token
+from rlhf_megatron.rollout.fleet.start import EngineSetup
+from rlhf_megatron.rollout.sglang.environment import check_sglang
+from rlhf_megatron.rollout.sglang.process import shell_command
 
 ENDPOINTS = "endpoints.yaml"
 _POLL_S = 0.5
 _SHOWN_S = 10.0  # between lines while servers start
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """A configuration with overrides, where logs and keys go, and whether anything is started at all."""
-    parser.add_argument("config", metavar="RUN.yaml", type=Path, help="configuration of the runs that will attach")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="settings over those of the file")
-    parser.add_argument("--out", metavar="DIR", type=Path, help="of logs and keys (runs/<experiment_name>-engines)")
-    parser.add_argument(
-        "--print", dest="port", metavar="PORT", type=int, help="only print how to start one by hand at that port"
-    )
-
-
 def engine(args: argparse.Namespace) -> int:
     """Starts the servers, says how to attach, and waits until it is told to stop (exit code 0) or one ends (1)."""
-    from rlhf_megatron.config.load import load_run_config
-    from rlhf_megatron.config.rules.parts import reads
-
     config = load_run_config(args.config, args.overrides).config
     if not reads(config.rollout, "rollout.sglang") or config.rollout.endpoints:
         raise ValueError(
@@ -48,10 +42,6 @@ def engine(args: argparse.Namespace) -> int:
 
 
 def _command(config: RunConfig, port: int) -> str:
-    from rlhf_megatron.rollout.fleet.start import EngineSetup
-    from rlhf_megatron.rollout.sglang.environment import check_sglang
-    from rlhf_megatron.rollout.sglang.process import shell_command
-
     sglang = config.rollout.sglang
     installed = check_sglang(sglang.python, sglang.args, sglang.env, deterministic=config.trainer.deterministic)
     return shell_command(installed, config.model.path, EngineSetup.of(config).dtype, _shared(config), port)
@@ -59,16 +49,10 @@ def _command(config: RunConfig, port: int) -> str:
 
 def _shared(config: RunConfig) -> Path:
     """Where the runs make their transfer directories."""
-    from rlhf_megatron.resharding.transfer_dir import default_parent
-
     return Path(config.rollout.transfer_dir).absolute() if config.rollout.transfer_dir else default_parent()
 
 
 def _serve(config: RunConfig, directory: Path) -> int:
-    from rlhf_megatron.rollout.engine import EngineError
-    from rlhf_megatron.rollout.fleet.process import write_token
-    from rlhf_megatron.rollout.fleet.start import EngineSetup
-
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
@@ -106,8 +90,6 @@ class _Report:
 
 def _say_how(config: RunConfig, servers: EngineServers, directory: Path, key_file: Path) -> None:
     """As a file of settings that a run can extend, and on the screen."""
-    import yaml
-
     rollout: dict[str, object] = {
         "endpoints": [address.url for address in servers.addresses],
         "transfer_dir": str(_shared(config)),

@@ -6,23 +6,8 @@ import argparse
 import os
 import sys
 import webbrowser
-from pathlib import Path
 
 from rlhf_megatron import api
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Run directories, where the report goes, and whether a browser opens it."""
-    parser.add_argument(
-        "run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="directory of a run; several are compared"
-    )
-    parser.add_argument("--out", metavar="DIR", type=Path, help="where the report goes (RUN_DIR/report)")
-    parser.add_argument(
-        "--open",
-        choices=("auto", "yes", "no"),
-        default="auto",
-        help="open the page in a browser; auto: from a terminal on a machine with a screen (%(default)s)",
-    )
 
 
 def report(args: argparse.Namespace) -> None:

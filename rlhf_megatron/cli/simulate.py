@@ -7,13 +7,27 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from rlhf_megatron.config.schema import ScheduleConfig
-    from rlhf_megatron.simulator.durations import Durations
-    from rlhf_megatron.simulator.search import Case, Study
+from rlhf_megatron.config.errors import ConfigError
+from rlhf_megatron.config.load import load_run_config
+from rlhf_megatron.config.schema import ScheduleConfig
+from rlhf_megatron.config.source import parse, plain
+from rlhf_megatron.scheduler.schedules import load_schedule
+from rlhf_megatron.simulator.durations import ARGUMENTS, read_durations
+from rlhf_megatron.simulator.picture import Panel, timeline_svg, trace_json, window
+from rlhf_megatron.simulator.plan import Setting
+from rlhf_megatron.simulator.recorded import as_yaml, recorded_durations
+from rlhf_megatron.simulator.search import (
+    CANDIDATES,
+    Case,
+    Study,
+    detail_lines,
+    pick,
+    run_lines,
+    table_lines,
+    verdict_lines,
+)
 
 MOST_LOST = 0.05  # share of the groups that the best schedule may lose
 TOLERANCE = 0.02  # of the step time: so near, the smaller lag counts
@@ -22,52 +36,17 @@ SPLITS = 6  # tried for a schedule
 SHOWN_STEPS = 3  # of the first picture
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments behind RUN.yaml and its overrides."""
-    parser.add_argument(
-        "--durations", metavar="FILE|RUN_DIR", type=Path, required=True, help="YAML, or a run that was measured"
-    )
-    parser.add_argument(
-        "--write", metavar="FILE", type=Path, help="write the durations that a run has, simulate nothing"
-    )
-    parser.add_argument("--gpus", metavar="N", type=_count, help="find the best split of so many GPUs, too")
-    parser.add_argument("--splits", metavar="N", type=_count, help=f"tried for a schedule ({SPLITS})")
-    parser.add_argument(
-        "--schedule",
-        metavar='"NAME key=value,... ..."',
-        action="append",
-        default=[],
-        help="compare this one instead of the usual ones; several values of a key make a grid; may be repeated",
-    )
-    parser.add_argument("--only", action="store_true", help="the run's own schedule and split, no comparison")
-    parser.add_argument("--steps", metavar="N", type=_count, default=20, help="that are simulated (%(default)s)")
-    parser.add_argument("--warmup", metavar="N", type=int, default=4, help="of them left out of figures (%(default)s)")
-    parser.add_argument("--seed", metavar="N", type=int, default=1, help="of the lengths (%(default)s)")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="all figures")
-    parser.add_argument("--timeline", metavar="FILE.svg", type=Path, help="the run as it is and the best one, as bars")
-    parser.add_argument(
-        "--trace", metavar="FILE.json", type=Path, help="the best one, for Chrome's and Perfetto's viewer"
-    )
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
-    return int(text)
-
-
 def simulate(args: argparse.Namespace) -> None:
     """Simulate and print a table. Raises ConfigError, ValueError."""
-    from rlhf_megatron.config.load import load_run_config
-    from rlhf_megatron.simulator.plan import Setting
-    from rlhf_megatron.simulator.search import Study, detail_lines, run_lines, table_lines, verdict_lines
-
     _check(args)
-    schedules = _schedules(args)
+    schedules = [schedule for text in args.schedule for schedule in grid(text)] or list(CANDIDATES)
     config = load_run_config(args.config, args.overrides, with_files=False).config
-    durations = _durations(args)
+    path = args.durations
+    durations = recorded_durations(path) if path.is_dir() else read_durations(path)
     if args.write is not None:
-        _write_durations(args.write, durations)
+        with args.write.open("x", encoding="utf-8") as file:
+            file.write(as_yaml(durations))
+        print(f"durations: {args.write}")
         return
     setting = Setting(config, durations)
     study = Study(setting, setting.workload(args.seed), args.steps, args.warmup)
@@ -77,7 +56,7 @@ def simulate(args: argparse.Namespace) -> None:
     if own.figures is None:
         raise ValueError(own.why_not)
     cases = [own] if args.only else _compared(study, own, schedules, args)
-    best = own if args.only else _choose(cases)
+    best = own if args.only else pick(cases, TOLERANCE, MOST_LOST)
     if args.only:
         print(*detail_lines(own), sep="\n")
     else:
@@ -95,9 +74,6 @@ def simulate(args: argparse.Namespace) -> None:
 
 def _check(args: argparse.Namespace) -> None:
     """Raises ConfigError with all that is wrong, before anything takes time."""
-    from rlhf_megatron.config.errors import ConfigError
-    from rlhf_megatron.simulator.durations import ARGUMENTS
-
     if problems := list(_problems(args)):
         raise ConfigError(problems, ARGUMENTS)
 
@@ -122,28 +98,6 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
             yield f"{name} ({path}): there is no directory {path.parent}; make it, or name another file."
 
 
-def _durations(args: argparse.Namespace) -> Durations:
-    from rlhf_megatron.simulator.durations import read_durations
-    from rlhf_megatron.simulator.recorded import recorded_durations
-
-    return recorded_durations(args.durations) if args.durations.is_dir() else read_durations(args.durations)
-
-
-def _write_durations(path: Path, durations: Durations) -> None:
-    from rlhf_megatron.simulator.recorded import as_yaml
-
-    with path.open("x", encoding="utf-8") as file:
-        file.write(as_yaml(durations))
-    print(f"durations: {path}")
-
-
-def _schedules(args: argparse.Namespace) -> list[ScheduleConfig]:
-    """That are compared. Raises ConfigError."""
-    from rlhf_megatron.simulator.search import CANDIDATES
-
-    return [schedule for text in args.schedule for schedule in grid(text)] or list(CANDIDATES)
-
-
 def _compared(study: Study, own: Case, schedules: Sequence[ScheduleConfig], args: argparse.Namespace) -> list[Case]:
     """The run as it is, then each schedule: with the run's split, or with its best splits of `--gpus`."""
     cases = [own]
@@ -162,11 +116,6 @@ def _compared(study: Study, own: Case, schedules: Sequence[ScheduleConfig], args
 
 def grid(text: str) -> list[ScheduleConfig]:
     """ "asynchronous max_lag=1,2 late=wait,drop" -> its four schedules. Raises ConfigError for a wrong one."""
-    from rlhf_megatron.config.errors import ConfigError
-    from rlhf_megatron.config.schema import ScheduleConfig
-    from rlhf_megatron.config.source import parse, plain
-    from rlhf_megatron.scheduler.schedules import load_schedule
-
     subject = f'--schedule "{text}"'
     if not text.strip():
         raise ConfigError(["it names no schedule; write one such as one_step_off."], subject)
@@ -186,15 +135,7 @@ def grid(text: str) -> list[ScheduleConfig]:
     return found
 
 
-def _choose(cases: Sequence[Case]) -> Case:
-    from rlhf_megatron.simulator.search import pick
-
-    return pick(cases, TOLERANCE, MOST_LOST)
-
-
 def _files(args: argparse.Namespace, study: Study, own: Case, best: Case, cases: Sequence[Case]) -> None:
-    from rlhf_megatron.simulator.picture import Panel, timeline_svg, trace_json, window
-
     if args.json is not None:
         found: dict[str, Any] = {"run": own.as_json(), "best": best.as_json(), "cases": [c.as_json() for c in cases]}
         args.json.write_text(json.dumps(found, indent=1) + "\n")

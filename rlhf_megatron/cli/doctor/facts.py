@@ -28,6 +28,8 @@ from rlhf_megatron.parallel.packages import (
     why_no_compiler,
 )
 
+_DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+
 
 @dataclass(frozen=True)
 class TorchFacts:
@@ -81,7 +83,9 @@ def torch_facts() -> TorchFacts:
         devices=tuple(f"{device.name}, {device.total_memory / 2**30:.0f} GiB" for device in names),
         capability=torch.cuda.get_device_capability(0) if is_usable else (0, 0),
         architectures=tuple(torch.cuda.get_arch_list()) if is_usable else (),
-        driver=_driver(),
+        driver=run_tool(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+        .strip()
+        .partition("\n")[0],
         nccl=".".join(map(str, torch.cuda.nccl.version()))
         if is_usable and torch.distributed.is_nccl_available()
         else "",
@@ -139,15 +143,6 @@ def _flash() -> str:
     if not torch.backends.cuda.is_flash_attention_available():
         return "this build of torch has no flash attention"
     return try_import(*SOURCES["torch"])[1]
-
-
-def _driver() -> str:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout.strip() else ""
 
 
 PROBES: dict[str, Callable[..., Any]] = {"torch": torch_facts, "megatron": megatron_facts, "import": imported}
