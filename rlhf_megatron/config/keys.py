@@ -40,8 +40,13 @@ def field_types(cls: type) -> dict[str, Any]:
     return {f.name: hints[f.name] for f in fields(cls)}
 
 
-def leaves(cls: type, path: str = "") -> Iterator[Leaf]:
+@cache
+def leaves(cls: type, path: str = "") -> tuple[Leaf, ...]:
     """All settings below a dataclass, in the order of the schema. Sections are walked, not returned."""
+    return tuple(_leaves(cls, path))
+
+
+def _leaves(cls: type, path: str) -> Iterator[Leaf]:
     types = field_types(cls)
     for f in fields(cls):
         key = join(path, f.name)

@@ -5,6 +5,7 @@ Also: `a.b.c=value` arguments of the command line, as nodes. The value is YAML: 
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Sequence
@@ -189,6 +190,8 @@ class _Files:
 
 def read_text(path: Path) -> str:
     """Of a file that can be a configuration. Raises OSError, UnicodeDecodeError; never reads much more than one has."""
+    if path.is_fifo():
+        raise OSError(errno.ESPIPE, "it is a pipe, which may never end", str(path))
     with path.open("rb") as file:
         return file.read(4 * MAX_CHARACTERS + 4).decode()
 

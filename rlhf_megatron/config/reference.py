@@ -9,7 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from rlhf_megatron.config.keys import field_types, leaves, value_of
 from rlhf_megatron.config.schema import RunConfig
-from rlhf_megatron.config.schema.fields import ANY, NOT_NEGATIVE
+from rlhf_megatron.config.schema.fields import NOT_NEGATIVE
 from rlhf_megatron.config.show import as_text
 from rlhf_megatron.config.verl_names import RENAMED_SECTIONS, VERL_NAMES
 
@@ -39,7 +39,7 @@ def _sections() -> Iterator[str]:
             section = here
             yield f"\n## {section}\n\n| key | type | default | meaning |\n|---|---|---|---|\n"
         default = as_text(value_of(RunConfig(), leaf.key))
-        limits = "" if leaf.bounds in (ANY, NOT_NEGATIVE) else f" ({leaf.bounds})"
+        limits = "" if leaf.bounds == NOT_NEGATIVE else f" ({leaf.bounds})"
         meaning = leaf.doc + limits
         yield f"| `{name}` | {_cell(type_name(leaf.type))} | `{_cell(default)}` | {_cell(meaning)} |\n"
 

@@ -93,13 +93,17 @@ def _join(key: str, name: object) -> str:
     return f"{key}.{name}" if key else str(name)
 
 
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # a pipe would wait for its writer
+
+
 def read_key(path: str | None, setting: str) -> str:
     """The key in that file; "" without one. `setting`: for messages. Raises ValueError: no such file, readable by
     others, or not one line."""
     if path is None:
         return ""
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8", opener=_without_waiting) as file:
             info = os.fstat(file.fileno())
             if stat.S_IMODE(info.st_mode) & 0o077 or info.st_uid != os.getuid():
                 raise ValueError(f"{setting} ({path}) must belong to you and have mode 0600; run chmod 600 {path}.")

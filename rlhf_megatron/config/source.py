@@ -134,6 +134,9 @@ _PLAIN_VALUES: dict[str, Callable[[str], Any]] = {
 }
 
 
+_NO_TEXT = re.compile("[\x00\ud800-\udfff]")  # which quoted YAML can write as an escape
+
+
 def parse(text: str, source: str, layer: int, with_lines: bool = True) -> Node:
     """The tree of a YAML document; an empty one is a null scalar.
 
@@ -194,6 +197,10 @@ class _Tree:
             return self._mapping(node, parents, here)
         assert isinstance(node, yaml.ScalarNode)
         kind = node.tag.rpartition(":")[2]
+        if _NO_TEXT.search(node.value):
+            return self._refuse(
+                f"{node.value[:40]!r} has what no file can hold (NUL, half of a pair); remove it.", here
+            )
         if kind not in _PLAIN_VALUES:
             return self._refuse(f"tag {node.tag!r} is not supported; write a plain value.", here)
         try:
@@ -206,8 +213,8 @@ class _Tree:
         for key, value in node.value:
             name = key.value if isinstance(key, yaml.ScalarNode) else None
             key_origin = self.origin(key.start_mark)
-            if name == "<<" or name is None:
-                what = "merge key '<<'" if name else "key that is not text"
+            if name == "<<" or name is None or _NO_TEXT.search(name):
+                what = "merge key '<<'" if name == "<<" else "key that is not text"
                 self._refuse(f"a {what} is not supported; use extends or write the keys out.", key_origin)
             elif name in items:
                 self._refuse(f"key {name!r} is written twice in one section; keep one.", key_origin)

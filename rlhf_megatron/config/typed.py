@@ -10,16 +10,18 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import sys
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass, replace
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from rlhf_megatron.config.errors import ConfigError, Problem
-from rlhf_megatron.config.keys import Suggestion, field_types, has_default, join, leaves, nearest
+from rlhf_megatron.config.keys import Suggestion, field_types, has_default, join, leaf_keys, nearest
 from rlhf_megatron.config.source import DEFAULT, Loaded, MappingNode, Node, Origin, Scalar, SequenceNode, lift, plain
 from rlhf_megatron.registry import Entry, Registry
 
+LARGEST = int(sys.float_info.max)  # whole numbers beyond have no float; none is in any range
 BROKEN: Any = object()
 """Stands for a value that could not be converted; its problem has been noted."""
 
@@ -73,7 +75,7 @@ class Converter:
             return BROKEN
         try:
             return cls(**values)
-        except ValueError as error:  # a rule of the class itself
+        except (ValueError, TypeError, ArithmeticError) as error:  # a rule of the class itself
             return self._refuse(path, node, f": {error}")
 
     def value(self, kind: Any, node: Node, key: str, default: Any = None) -> Any:
@@ -102,8 +104,8 @@ class Converter:
         value = node.value
         if kind is str and node.is_plain and value is not None:
             return node.text
-        if kind is float and isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value):
-            return float(value)
+        if kind is float and isinstance(value, int | float) and not isinstance(value, bool) and value == value:
+            return float(min(max(value, -LARGEST), LARGEST)) if isinstance(value, int) else value
         if type(value) is kind and value == value:
             return value
         if value is None:
@@ -220,9 +222,10 @@ def params_from_mapping(cls: type[P], mapping: Mapping[str, Any], where: str, lo
     `where` is the key path of the mapping ("actor.policy_loss.params"). With `loaded`, messages name file and line.
     Raises ConfigError with all unknown names, wrong types, missing values and what `cls.__post_init__` refuses.
     """
-    known = [join(where, leaf.key) for leaf in leaves(cls)]
+    kind: type = cls
+    known = [join(where, key) for key in leaf_keys(kind)]
     converter = Converter(lambda key: nearest(key, known))
-    params = converter.section(cls, lift(mapping, DEFAULT), where)
+    params = converter.section(kind, lift(mapping, DEFAULT), where)
     if converter.problems:
         origins = loaded or Loaded.of_nothing()
         problems = []

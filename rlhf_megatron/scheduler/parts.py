@@ -11,6 +11,7 @@ from rlhf_megatron.algorithms.advantages.base import AdvantageEstimator
 from rlhf_megatron.algorithms.rollout_correction.params import CorrectionParams
 from rlhf_megatron.config.correction_presets import is_bypass
 from rlhf_megatron.config.errors import ConfigError
+from rlhf_megatron.config.rules import told
 from rlhf_megatron.config.rules.parts import params_of, parts
 from rlhf_megatron.config.rules.run import needs_reference
 from rlhf_megatron.config.schema import AlgorithmConfig, RunConfig
@@ -42,7 +43,7 @@ class Parts:
 def load_parts(config: RunConfig) -> Parts:
     """Runs the plugins of the run. Raises ConfigError with all unknown names, wrong parameters and unmet needs."""
     load_plugins(config.plugins)
-    problems = list(parts(Loaded.of(config)))
+    problems = list(told(parts(Loaded.of(config))))
     if problems:
         raise ConfigError(problems)
     estimator = ADV_ESTIMATORS.get(config.algorithm.adv_estimator)

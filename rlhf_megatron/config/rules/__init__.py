@@ -9,7 +9,8 @@ from rlhf_megatron.config.errors import Problem
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.source import Loaded
 
-Rule: TypeAlias = Callable[[Loaded], Iterator[Problem]]
+Findings: TypeAlias = Iterator[Problem | None]
+Rule: TypeAlias = Callable[[Loaded], Findings]
 Idle: TypeAlias = tuple[bool, tuple[str, ...], str, str]
 """(whether the settings are idle, the settings, the switch that decides, how to make them act)"""
 IdleRule: TypeAlias = Callable[[RunConfig], Iterator[Idle]]
@@ -18,6 +19,24 @@ RULES: list[Rule] = []
 IDLE_RULES: list[IdleRule] = []
 R = TypeVar("R", bound=Rule)
 I = TypeVar("I", bound=IdleRule)  # noqa: E741
+
+
+NAME_RULE = "must be a name of printable characters, 200 bytes at most, as files and pages bear it; shorten it"
+
+
+def is_name(text: str) -> bool:
+    """Whether `NAME_RULE` holds."""
+    return bool(text.strip()) and text.isprintable() and len(text.encode()) <= 200
+
+
+def wrong(is_so: object, text: str, keys: tuple[str, ...] = ()) -> Problem | None:
+    """The problem that there is where `is_so`."""
+    return Problem(text, keys) if is_so else None
+
+
+def told(findings: Findings) -> Iterator[Problem]:
+    """Those that are problems."""
+    return (problem for problem in findings if problem is not None)
 
 
 def rule(function: R) -> R:

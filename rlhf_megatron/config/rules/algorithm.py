@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterator
 
 from rlhf_megatron.config.errors import Problem
-from rlhf_megatron.config.rules import Idle, idle, rule
+from rlhf_megatron.config.rules import Findings, Idle, idle, rule, wrong
 from rlhf_megatron.config.rules.parts import entry_of, params_of
 from rlhf_megatron.config.rules.run import (
     actor_ranks,
@@ -47,46 +47,46 @@ def idle_algorithm_settings(config: RunConfig) -> Iterator[Idle]:
 
 
 @rule
-def kl_weight(loaded: Loaded) -> Iterator[Problem]:
+def kl_weight(loaded: Loaded) -> Findings:
     """A weight of 0 costs a forward pass of the reference and does nothing; the adaptive one would stay there."""
     algorithm = loaded.config.algorithm
-    if algorithm.use_kl_in_reward and algorithm.kl_ctrl.kl_coef == 0:
-        yield Problem(
-            f"{COEF} (0) must be above 0 with {SWITCH}, or the reference is run for nothing; give it a weight such as"
-            f" 0.001 or set use_kl_in_reward: false.",
-            (COEF, SWITCH),
-        )
+    yield wrong(
+        algorithm.use_kl_in_reward and algorithm.kl_ctrl.kl_coef == 0,
+        f"{COEF} (0) must be above 0 with {SWITCH}, or the reference is run for nothing; give it a weight such as"
+        f" 0.001 or set use_kl_in_reward: false.",
+        (COEF, SWITCH),
+    )
 
 
 @rule
-def kl_horizon(loaded: Loaded) -> Iterator[Problem]:
+def kl_horizon(loaded: Loaded) -> Findings:
     """coef *= 1 +- 0.2 samples / horizon must keep its sign."""
     c = loaded.config
     control, samples = c.algorithm.kl_ctrl, c.data.train_batch_size * c.rollout.n
     if not c.algorithm.use_kl_in_reward or control.type != "adaptive" or control.horizon < 1:
         return
-    if MAX_ERROR * samples >= control.horizon:
-        yield Problem(
-            f"{HORIZON} ({control.horizon} samples) must be above {MAX_ERROR} x the samples of a step"
-            f" (data.train_batch_size x rollout.n = {c.data.train_batch_size} x {c.rollout.n} = {samples}), or one step"
-            f" can turn the sign of the KL term; use {10 * samples}.",
-            (HORIZON, "data.train_batch_size", "rollout.n"),
-        )
+    yield wrong(
+        MAX_ERROR * samples >= control.horizon,
+        f"{HORIZON} ({control.horizon} samples) must be above {MAX_ERROR} x the samples of a step"
+        f" (data.train_batch_size x rollout.n = {c.data.train_batch_size} x {c.rollout.n} = {samples}), or one step"
+        f" can turn the sign of the KL term; use {10 * samples}.",
+        (HORIZON, "data.train_batch_size", "rollout.n"),
+    )
 
 
 @rule
-def group_filter(loaded: Loaded) -> Iterator[Problem]:
+def group_filter(loaded: Loaded) -> Findings:
     """A group of one has no spread; a metric that no reward of the run has would filter by nothing."""
     c = loaded.config
     chosen = c.algorithm.filter_groups
     if not chosen.enable:
         return
-    if c.rollout.n == 1:
-        yield Problem(
-            f"rollout.n (1) must be at least 2 with {FILTER}.enable: alone in its group, a sample has no other to"
-            " differ from, and every group would be left out; use 8.",
-            ("rollout.n", f"{FILTER}.enable"),
-        )
+    yield wrong(
+        c.rollout.n == 1,
+        f"rollout.n (1) must be at least 2 with {FILTER}.enable: alone in its group, a sample has no other to"
+        " differ from, and every group would be left out; use 8.",
+        ("rollout.n", f"{FILTER}.enable"),
+    )
     known = ["reward", *reward_parts(c)]
     if chosen.metric.partition("/")[0] not in known:
         near = difflib.get_close_matches(chosen.metric, known, n=1)
@@ -97,18 +97,18 @@ def group_filter(loaded: Loaded) -> Iterator[Problem]:
 
 
 @rule
-def several_rewards(loaded: Loaded) -> Iterator[Problem]:
+def several_rewards(loaded: Loaded) -> Findings:
     """An estimator of reward parts reads those that its parameters name: what is only in the reward trains nothing."""
     c, name = loaded.config, loaded.config.algorithm.adv_estimator
     entry = entry_of("advantage estimator", name)
     if entry is None or "reward_parts" not in entry.needs or {"rewards", "token_rewards"} & set(entry.needs):
         return
-    if c.algorithm.use_kl_in_reward:
-        yield Problem(
-            f"{SWITCH} (true) would be ignored: {ESTIMATOR} {name} reads the parts of the reward, and the KL term is"
-            " none of them; set it to false, or use actor.use_kl_loss.",
-            (SWITCH, ESTIMATOR),
-        )
+    yield wrong(
+        c.algorithm.use_kl_in_reward,
+        f"{SWITCH} (true) would be ignored: {ESTIMATOR} {name} reads the parts of the reward, and the KL term is"
+        " none of them; set it to false, or use actor.use_kl_loss.",
+        (SWITCH, ESTIMATOR),
+    )
     keys = getattr(params_of("advantage estimator", name, c.algorithm.params), "reward_keys", None)
     if not keys:
         return
@@ -124,7 +124,7 @@ def several_rewards(loaded: Loaded) -> Iterator[Problem]:
     yield from _terms_without_effect(c, setting, {key.partition("/")[0] for key in keys.names}, keys.weights)
 
 
-def _terms_without_effect(c: RunConfig, setting: str, used: set[str], weights: str) -> Iterator[Problem]:
+def _terms_without_effect(c: RunConfig, setting: str, used: set[str], weights: str) -> Findings:
     """`weights`: the parameter that weighs the parts; "" where it is given."""
     name = c.algorithm.adv_estimator
     for i, (part, term) in enumerate(zip(term_parts(c), c.reward.terms, strict=True)):
@@ -174,17 +174,17 @@ def idle_loss_settings(config: RunConfig) -> Iterator[Idle]:
 
 
 @rule
-def own_aggregation(loaded: Loaded) -> Iterator[Problem]:
+def own_aggregation(loaded: Loaded) -> Findings:
     """A mode that nobody chose would train another objective than the loss is known for; one that is written stands."""
     name, mode = loaded.config.actor.policy_loss.loss_mode, loaded.config.actor.loss_agg_mode
     entry = entry_of("policy loss", name)
     own = mode if entry is None or entry.aggregation is None else entry.aggregation
-    if mode != own and not loaded.is_set(MODE):
-        yield Problem(
-            f"{MODE} ({mode}, the default) must be chosen for {LOSS} {name}, which its paper defines with {own}; set"
-            f" {MODE}: {own}, or write {mode} where that is meant.",
-            (LOSS, MODE),
-        )
+    yield wrong(
+        mode != own and not loaded.is_set(MODE),
+        f"{MODE} ({mode}, the default) must be chosen for {LOSS} {name}, which its paper defines with {own}; set"
+        f" {MODE}: {own}, or write {mode} where that is meant.",
+        (LOSS, MODE),
+    )
 
 
 MINI_BATCH, BUDGET, NUM_RANKS = "critic.mini_batch_size", "critic.ppo_max_token_len_per_gpu", "critic.num_ranks"
@@ -202,18 +202,18 @@ def idle_critic_settings(config: RunConfig) -> Iterator[Idle]:
 
 
 @rule
-def own_pool(loaded: Loaded) -> Iterator[Problem]:
+def own_pool(loaded: Loaded) -> Findings:
     """Whole replicas of the critic on its ranks. What is left for the actor, `rules.layout` looks at."""
     c = loaded.config
     num_ranks, replica = critic_ranks(c), _replica_size(c.critic.megatron)
     if num_ranks < 1 or replica < 1:
         return
-    if c.trainer.runtime == "inline":
-        yield Problem(
-            f"{NUM_RANKS} ({num_ranks}) needs several processes, but trainer.runtime (inline) has one; set it to 0 or"
-            " use runtime: torchrun.",
-            (NUM_RANKS, "trainer.runtime"),
-        )
+    yield wrong(
+        c.trainer.runtime == "inline",
+        f"{NUM_RANKS} ({num_ranks}) needs several processes, but trainer.runtime (inline) has one; set it to 0 or"
+        " use runtime: torchrun.",
+        (NUM_RANKS, "trainer.runtime"),
+    )
     if num_ranks % replica:
         m = c.critic.megatron
         sizes = f"{m.tensor_model_parallel_size} x {m.pipeline_model_parallel_size} x {m.context_parallel_size}"
@@ -226,7 +226,7 @@ def own_pool(loaded: Loaded) -> Iterator[Problem]:
 
 
 @rule
-def batches(loaded: Loaded) -> Iterator[Problem]:
+def batches(loaded: Loaded) -> Findings:
     """What is null is the actor's: that it divides the samples, `rules.batches` says."""
     c = loaded.config
     if not has_critic(c):
@@ -239,7 +239,7 @@ def batches(loaded: Loaded) -> Iterator[Problem]:
 
 
 @rule
-def token_budget(loaded: Loaded) -> Iterator[Problem]:
+def token_budget(loaded: Loaded) -> Findings:
     """Samples are padded as the layout of the critic's pool demands, also where the budget is the actor's."""
     c = loaded.config
     budget = c.critic.ppo_max_token_len_per_gpu
@@ -251,17 +251,17 @@ def token_budget(loaded: Loaded) -> Iterator[Problem]:
 
 
 @rule
-def steps(loaded: Loaded) -> Iterator[Problem]:
+def steps(loaded: Loaded) -> Findings:
     c = loaded.config
     if not has_critic(c):
         return
     alone, total = c.trainer.critic_warmup, c.trainer.total_training_steps
-    if 0 < total <= alone:
-        yield Problem(
-            f"trainer.critic_warmup ({alone}) must be below trainer.total_training_steps ({total}), or the policy is"
-            f" never trained; use {total - 1} or less.",
-            ("trainer.critic_warmup", "trainer.total_training_steps"),
-        )
+    yield wrong(
+        0 < total <= alone,
+        f"trainer.critic_warmup ({alone}) must be below trainer.total_training_steps ({total}), or the policy is"
+        f" never trained; use {total - 1} or less.",
+        ("trainer.critic_warmup", "trainer.total_training_steps"),
+    )
     size = c.critic.mini_batch_size or c.actor.mini_batch_size
     if size > 0:
         a_step = c.data.train_batch_size * c.rollout.n // size * (c.critic.ppo_epochs or c.actor.ppo_epochs)

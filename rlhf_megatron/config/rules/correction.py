@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from rlhf_megatron.config.correction_presets import FILTERS, PRESETS, filter_bounds, importance_bounds, resolved
 from rlhf_megatron.config.errors import Problem
-from rlhf_megatron.config.rules import Idle, idle, rule
+from rlhf_megatron.config.rules import Findings, Idle, idle, rule, wrong
 from rlhf_megatron.config.schema import RolloutCorrectionConfig, RunConfig
 from rlhf_megatron.config.source import Loaded
 
@@ -28,16 +28,17 @@ def idle_correction_settings(config: RunConfig) -> Iterator[Idle]:
 
 
 @rule
-def preset(loaded: Loaded) -> Iterator[Problem]:
+def preset(loaded: Loaded) -> Findings:
     name = loaded.config.algorithm.rollout_correction.preset
-    if name not in PRESETS:
-        yield Problem(
-            f"{PRESET} ({name}) must be one of {', '.join(PRESETS)}; {_near(name, tuple(PRESETS))}.", (PRESET,)
-        )
+    yield wrong(
+        name not in PRESETS,
+        f"{PRESET} ({name}) must be one of {', '.join(PRESETS)}; {_near(name, tuple(PRESETS))}.",
+        (PRESET,),
+    )
 
 
 @rule
-def bounds(loaded: Loaded) -> Iterator[Problem]:
+def bounds(loaded: Loaded) -> Findings:
     """Filters, and every bound as text."""
     settings = _settings(loaded)
     if settings is None:
@@ -51,10 +52,10 @@ def bounds(loaded: Loaded) -> Iterator[Problem]:
             )
     names, texts = settings.rollout_rs or (), settings.rollout_rs_threshold or ()
     for name in names:
-        if name not in FILTERS:
-            yield Problem(f"{RS} ({name}) must be among {', '.join(FILTERS)}; {_near(name, FILTERS)}.", (RS,))
-    if len(set(names)) != len(names):
-        yield Problem(f"{RS} ({', '.join(names)}) must differ; name each filter once.", (RS,))
+        yield wrong(
+            name not in FILTERS, f"{RS} ({name}) must be among {', '.join(FILTERS)}; {_near(name, FILTERS)}.", (RS,)
+        )
+    yield wrong(len(set(names)) != len(names), f"{RS} ({', '.join(names)}) must differ; name each filter once.", (RS,))
     if names and len(names) != len(texts):
         yield Problem(
             f"{RS_BOUNDS} ({len(texts)} entries) must have one entry for each of the {len(names)} filters of {RS}"
@@ -69,40 +70,40 @@ def bounds(loaded: Loaded) -> Iterator[Problem]:
             usual = "0.5_2.0" if name.endswith("_k1") else "0.01"
             yield Problem(f"{RS_BOUNDS} ({text}) of {name} {error}; use one such as {usual}.", (RS_BOUNDS, RS))
     veto = settings.rollout_token_veto_threshold
-    if veto is not None and not 0 < veto < 1:
-        yield Problem(
-            f"{VETO} ({veto}) must be above 0 and below 1: it is the ratio of a token that drops its sequence; use 1e-4"
-            " or null.",
-            (VETO,),
-        )
+    yield wrong(
+        veto is not None and not 0 < veto < 1,
+        f"{VETO} ({veto}) must be above 0 and below 1: it is the ratio of a token that drops its sequence; use 1e-4"
+        " or null.",
+        (VETO,),
+    )
 
 
 @rule
-def modes(loaded: Loaded) -> Iterator[Problem]:
+def modes(loaded: Loaded) -> Findings:
     settings = _settings(loaded)
     if settings is None:
         return
     loss_mode = loaded.config.actor.policy_loss.loss_mode
     if settings.mode == "decoupled":
-        if loaded.config.algorithm.rollout_correction.loss_type is not None:
-            yield Problem(
-                f"{LOSS_TYPE} ({settings.loss_type}) would be ignored because {MODE} is decoupled, where any"
-                f" {LOSS_MODE} may stand; remove it, or set mode: bypass.",
-                (LOSS_TYPE, MODE),
-            )
+        yield wrong(
+            loaded.config.algorithm.rollout_correction.loss_type is not None,
+            f"{LOSS_TYPE} ({settings.loss_type}) would be ignored because {MODE} is decoupled, where any"
+            f" {LOSS_MODE} may stand; remove it, or set mode: bypass.",
+            (LOSS_TYPE, MODE),
+        )
         return
-    if loss_mode != settings.loss_type:
-        yield Problem(
-            f"{LOSS_MODE} ({loss_mode}) must be {settings.loss_type}, which {LOSS_TYPE} asks for{_of(loaded)}; set it,"
-            " or use mode: decoupled, where any loss may stand.",
-            (LOSS_MODE, LOSS_TYPE, MODE, PRESET),
-        )
-    if settings.loss_type == "ppo_clip" and settings.rollout_is is not None:
-        yield Problem(
-            f"{IS} ({settings.rollout_is}) must be null with {MODE} bypass and {LOSS_TYPE} ppo_clip, whose ratio is"
-            " already that of policy and engine: it would count twice; remove it, or use loss_type: reinforce.",
-            (IS, LOSS_TYPE, MODE, PRESET),
-        )
+    yield wrong(
+        loss_mode != settings.loss_type,
+        f"{LOSS_MODE} ({loss_mode}) must be {settings.loss_type}, which {LOSS_TYPE} asks for{_of(loaded)}; set it,"
+        " or use mode: decoupled, where any loss may stand.",
+        (LOSS_MODE, LOSS_TYPE, MODE, PRESET),
+    )
+    yield wrong(
+        settings.loss_type == "ppo_clip" and settings.rollout_is is not None,
+        f"{IS} ({settings.rollout_is}) must be null with {MODE} bypass and {LOSS_TYPE} ppo_clip, whose ratio is"
+        " already that of policy and engine: it would count twice; remove it, or use loss_type: reinforce.",
+        (IS, LOSS_TYPE, MODE, PRESET),
+    )
 
 
 def _settings(loaded: Loaded) -> RolloutCorrectionConfig | None:

@@ -8,11 +8,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from math import isfinite
 from typing import Any
 
 from rlhf_megatron.config.errors import Problem
-from rlhf_megatron.config.rules import Idle, idle, rule
+from rlhf_megatron.config.rules import NAME_RULE, Findings, Idle, idle, is_name, rule, told, wrong
 from rlhf_megatron.config.rules.parts import entry_of, params_of
 from rlhf_megatron.config.schema import DataConfig, FewShotConfig, RunConfig, SourceConfig
 from rlhf_megatron.config.source import Loaded
@@ -40,7 +39,7 @@ def idle_data_settings(config: RunConfig) -> Iterator[Idle]:
 
 
 @rule
-def sources(loaded: Loaded) -> Iterator[Problem]:
+def sources(loaded: Loaded) -> Findings:
     """Entries against the section, against each other, and each for itself."""
     d = loaded.config.data
     for name, value in (("task", d.task), ("train_files", d.train_files), ("val_files", d.val_files)):
@@ -52,44 +51,49 @@ def sources(loaded: Loaded) -> Iterator[Problem]:
                 f" {SOURCES}, or set {name}: {'null' if name == 'task' else '[]'}.",
                 (key, SOURCES),
             )
-    yield from (_located(loaded, problem) for problem in _entries(d))
+    yield from (_located(loaded, problem) for problem in told(_entries(d)))
 
 
-def _entries(d: DataConfig) -> Iterator[Problem]:
+def _entries(d: DataConfig) -> Findings:
     names = [source.name for source in d.sources]
     for index, source in enumerate(d.sources):
         where = f"{SOURCES}[{index}]"
-        if not source.name.strip() or "/" in source.name:
-            text = (
-                f"{where}.name ({source.name!r}) must be a name without '/': metrics are val/<name>/mean@1; rename it."
-            )
-            yield Problem(text, (f"{where}.name",))
-        elif source.name in names[:index]:
-            other = names.index(source.name)
-            text = f"{where}.name ({source.name}) is that of {SOURCES}[{other}] too; give each its own."
-            yield Problem(text, (f"{where}.name",))
-        if not (isfinite(source.weight) and source.weight > 0):
-            text = f"{where}.weight ({source.weight}) must be above 0; leave the source out, or use 1.0."
-            yield Problem(text, (f"{where}.weight",))
+        yield wrong(
+            not is_name(source.name) or "/" in source.name,
+            f"{where}.name ({source.name[:40]!r}) must be a name without '/', as metrics are val/<name>/mean@1, and"
+            f" {NAME_RULE}.",
+            (f"{where}.name",),
+        )
+        yield wrong(
+            source.name in names[:index],
+            f"{where}.name ({source.name}) is that of {SOURCES}[{names.index(source.name)}] too; give each its own.",
+            (f"{where}.name",),
+        )
         yield from _content(where, source)
 
 
-def _content(where: str, source: SourceConfig) -> Iterator[Problem]:
+def _content(where: str, source: SourceConfig) -> Findings:
     files = [*source.train_files, *source.val_files]
     name = f"{where} ({source.name})"
-    if source.task is not None and files:
-        text = f"{name}: task ({source.task}) and files ({files}) exclude each other; keep one of them."
-        yield Problem(text, (f"{where}.task",))
-    if source.task is None and not source.train_files:
-        text = f"{name}: train_files ([]) must name a JSONL or parquet file; give one, or name a task."
-        yield Problem(text, (f"{where}.train_files",))
-    if source.task is None and source.task_params:
-        text = f"{name}: task_params ({source.task_params}) would be ignored because task is null; remove them."
-        yield Problem(text, (f"{where}.task_params",))
+    yield wrong(
+        source.task is not None and files,
+        f"{name}: task ({source.task}) and files ({files}) exclude each other; keep one of them.",
+        (f"{where}.task",),
+    )
+    yield wrong(
+        source.task is None and not source.train_files,
+        f"{name}: train_files ([]) must name a JSONL or parquet file; give one, or name a task.",
+        (f"{where}.train_files",),
+    )
+    yield wrong(
+        source.task is None and source.task_params,
+        f"{name}: task_params ({source.task_params}) would be ignored because task is null; remove them.",
+        (f"{where}.task_params",),
+    )
 
 
 @rule
-def templates(loaded: Loaded) -> Iterator[Problem]:
+def templates(loaded: Loaded) -> Findings:
     """What stands around and in front of a prompt, in the section and in each entry."""
     d = loaded.config.data
     yield from _template("data.prompt_template", d.prompt_template)
@@ -102,61 +106,58 @@ def templates(loaded: Loaded) -> Iterator[Problem]:
             found += _few_shot(f"{where}.few_shot", source.few_shot)
         shots = source.few_shot or d.few_shot
         found += _few_shot_task(f"{where}.few_shot", shots, source.task, source.task_params)
-        yield from (_located(loaded, problem) for problem in found)
+        yield from (_located(loaded, problem) for problem in told(iter(found)))
 
 
-def _template(key: str, value: str) -> Iterator[Problem]:
-    if value.count("{prompt}") != 1:
-        yield Problem(
-            f"{key} ({value!r}) must contain {{prompt}} once, where the prompt goes; '{{prompt}}' is the bare prompt.",
-            (key,),
-        )
+def _template(key: str, value: str) -> Findings:
+    yield wrong(
+        value.count("{prompt}") != 1,
+        f"{key} ({value!r}) must contain {{prompt}} once, where the prompt goes; '{{prompt}}' is the bare prompt.",
+        (key,),
+    )
 
 
-def _few_shot(key: str, shots: FewShotConfig) -> Iterator[Problem]:
-    if shots.num_shots < 0:
-        yield Problem(f"{key}.num_shots ({shots.num_shots}) must be at least 0; use 3.", (f"{key}.num_shots",))
+def _few_shot(key: str, shots: FewShotConfig) -> Findings:
     missing = [field for field in ("{prompt}", "{label}") if field not in shots.template]
-    if shots.num_shots > 0 and missing:
-        yield Problem(
-            f"{key}.template ({shots.template!r}) must contain {' and '.join(missing)}, or the row is not a solved one;"
-            " the default is '{prompt}{label}\\n'.",
-            (f"{key}.template",),
-        )
+    yield wrong(
+        shots.num_shots > 0 and missing,
+        f"{key}.template ({shots.template!r}) must contain {' and '.join(missing)}, or the row is not a solved one;"
+        " the default is '{prompt}{label}\\n'.",
+        (f"{key}.template",),
+    )
 
 
-def _few_shot_task(key: str, shots: FewShotConfig, task: str | None, params: Mapping[str, object]) -> Iterator[Problem]:
-    if task is not None and shots.num_shots > 0 and getattr(params_of("task", task, params), "has_own_shots", False):
-        yield Problem(
-            f"{key}.num_shots ({shots.num_shots}) and task {task} exclude each other: the task has solved problems of"
-            " its own; set task_params: {num_shots: 0}, or num_shots here to 0.",
-            (f"{key}.num_shots",),
-        )
+def _few_shot_task(key: str, shots: FewShotConfig, task: str | None, params: Mapping[str, object]) -> Findings:
+    yield wrong(
+        task is not None and shots.num_shots > 0 and getattr(params_of("task", task, params), "has_own_shots", False),
+        f"{key}.num_shots ({shots.num_shots}) and task {task} exclude each other: the task has solved problems of"
+        " its own; set task_params: {num_shots: 0}, or num_shots here to 0.",
+        (f"{key}.num_shots",),
+    )
 
 
 @rule
-def lengths(loaded: Loaded) -> Iterator[Problem]:
+def lengths(loaded: Loaded) -> Findings:
     """A chat is not cut: its control tokens and the place of the answer would go."""
     d = loaded.config.data
-    if d.apply_chat_template and d.truncation != "error" and not d.filter_overlong_prompts:
-        yield Problem(
-            f"data.truncation ({d.truncation}) cannot be used with {CHAT}: it would cut the chat's control tokens; use"
-            " error with filter_overlong_prompts: true, or a larger max_prompt_length.",
-            ("data.truncation", CHAT),
-        )
+    yield wrong(
+        d.apply_chat_template and d.truncation != "error" and not d.filter_overlong_prompts,
+        f"data.truncation ({d.truncation}) cannot be used with {CHAT}: it would cut the chat's control tokens; use"
+        " error with filter_overlong_prompts: true, or a larger max_prompt_length.",
+        ("data.truncation", CHAT),
+    )
 
 
 @rule
-def row_keys(loaded: Loaded) -> Iterator[Problem]:
+def row_keys(loaded: Loaded) -> Findings:
     d = loaded.config.data
     for name, value in (("prompt_key", d.prompt_key), ("label_key", d.label_key)):
-        if not value:
-            yield Problem(f"data.{name} ('') must be a key of the rows; name it.", (f"data.{name}",))
-    if d.prompt_key and d.prompt_key == d.label_key:
-        yield Problem(
-            f"data.prompt_key ({d.prompt_key}) must differ from data.label_key; name the key of the answer in that.",
-            ("data.prompt_key", "data.label_key"),
-        )
+        yield wrong(not value, f"data.{name} ('') must be a key of the rows; name it.", (f"data.{name}",))
+    yield wrong(
+        d.prompt_key and d.prompt_key == d.label_key,
+        f"data.prompt_key ({d.prompt_key}) must differ from data.label_key; name the key of the answer in that.",
+        ("data.prompt_key", "data.label_key"),
+    )
 
 
 def _located(loaded: Loaded, problem: Problem) -> Problem:
@@ -183,7 +184,7 @@ def idle_reward_settings(config: RunConfig) -> Iterator[Idle]:
 
 
 @rule
-def reward_sources(loaded: Loaded) -> Iterator[Problem]:
+def reward_sources(loaded: Loaded) -> Findings:
     """Those of files and tasks are known only when they are read."""
     names = [source.name for source in loaded.config.data.sources]
     if names:
@@ -204,24 +205,14 @@ def unknown_sources(by_source: dict[str, Any], known: list[str]) -> Iterator[Pro
 
 
 @rule
-def weights(loaded: Loaded) -> Iterator[Problem]:
-    r = loaded.config.reward
-    entries = [(BY_SOURCE, f"{BY_SOURCE}.{name}", one) for name, one in r.by_source.items()]
-    entries += [(TERMS, f"{TERMS}[{i}]", one) for i, one in enumerate(r.terms)]
-    for key, where, one in entries:
-        if not isfinite(one.weight):
-            yield Problem(f"{where}.weight ({one.weight}) must be a number; use 1.0, or 0 to log it only.", (key,))
-
-
-@rule
-def reward_lengths(loaded: Loaded) -> Iterator[Problem]:
+def reward_lengths(loaded: Loaded) -> Findings:
     """Terms that act on long responses against the longest that is generated."""
     longest = loaded.config.data.max_response_length
     for i, term in enumerate(loaded.config.reward.terms):
         acts_from = getattr(params_of("reward", term.name, term.params), "acts_from", 0)
-        if acts_from >= longest:
-            yield Problem(
-                f"{TERMS}[{i}]: {term.name} acts on responses from {acts_from} tokens on, but none has more than"
-                f" {LONGEST} ({longest}); lower its parameters.",
-                (TERMS, LONGEST),
-            )
+        yield wrong(
+            acts_from >= longest,
+            f"{TERMS}[{i}]: {term.name} acts on responses from {acts_from} tokens on, but none has more than"
+            f" {LONGEST} ({longest}); lower its parameters.",
+            (TERMS, LONGEST),
+        )

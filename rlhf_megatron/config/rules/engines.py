@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rlhf_megatron.config.errors import Problem
-from rlhf_megatron.config.rules import Idle, idle, rule
+from rlhf_megatron.config.rules import Findings, Idle, idle, rule, wrong
 from rlhf_megatron.config.rules.parts import entry_of, reads
 from rlhf_megatron.config.rules.run import NODES, actor_ranks, needs_reference
 from rlhf_megatron.config.schema import RunConfig
@@ -19,34 +19,32 @@ from rlhf_megatron.registry import parts_of
 
 
 @rule
-def engines(loaded: Loaded) -> Iterator[Problem]:
+def engines(loaded: Loaded) -> Findings:
     c = loaded.config
     yield from _senders(c)
     yield from _of_some_engines(c)
     yield from _draws(c)
     yield from _attached(c)
     yield from _of_router(c)
-    if (
+    yield wrong(
         c.rollout.endpoints
         and loaded.is_set("rollout.num_engines")
-        and c.rollout.num_engines != len(c.rollout.endpoints)
-    ):
-        yield Problem(
-            f"rollout.num_engines ({c.rollout.num_engines}) must be the number of rollout.endpoints"
-            f" ({len(c.rollout.endpoints)}); remove it.",
-            ("rollout.num_engines", "rollout.endpoints"),
-        )
+        and c.rollout.num_engines != len(c.rollout.endpoints),
+        f"rollout.num_engines ({c.rollout.num_engines}) must be the number of rollout.endpoints"
+        f" ({len(c.rollout.endpoints)}); remove it.",
+        ("rollout.num_engines", "rollout.endpoints"),
+    )
     for name in c.rollout.sglang.args:
         if name.startswith("-"):
             plain = name.lstrip("-")
             key = f"rollout.sglang.args.{name}"
             yield Problem(f"{key} must be written without leading dashes; use {plain}.", (key,))
-    if c.rollout.dtype == "float32" and c.model.dtype == "bfloat16":
-        yield Problem(
-            "rollout.dtype (float32) must not be wider than model.dtype (bfloat16): the engine would spend twice the"
-            " memory on the same values; remove it or set model.dtype: float32.",
-            ("rollout.dtype", "model.dtype"),
-        )
+    yield wrong(
+        c.rollout.dtype == "float32" and c.model.dtype == "bfloat16",
+        "rollout.dtype (float32) must not be wider than model.dtype (bfloat16): the engine would spend twice the"
+        " memory on the same values; remove it or set model.dtype: float32.",
+        ("rollout.dtype", "model.dtype"),
+    )
 
 
 @idle
@@ -62,7 +60,7 @@ def idle_engine_settings(c: RunConfig) -> Iterator[Idle]:
     yield is_attached and not has_router, ("rollout.max_engine_restarts",), "rollout.endpoints", fix
 
 
-def _attached(c: RunConfig) -> Iterator[Problem]:
+def _attached(c: RunConfig) -> Findings:
     """Of servers that the run does not start."""
     key, seen = "rollout.endpoints", dict[tuple[str, int], str]()
     for url in c.rollout.endpoints:
@@ -75,33 +73,34 @@ def _attached(c: RunConfig) -> Iterator[Problem]:
             yield Problem(f"{key} ({url}) is the same server as {seen[place]}; name each once.", (key,))
         else:
             seen[place] = url
-            if c.rollout.weight_transport == "tensor" and not is_this_machine(place[0]):
-                yield Problem(
-                    f"{key} ({url}) is on another machine, which rollout.weight_transport (tensor) does not reach; use"
-                    " process_group or disk, or write 127.0.0.1 if it is this machine.",
-                    (key, "rollout.weight_transport"),
-                )
-    if c.rollout.endpoints and c.rollout.colocated:
-        yield Problem(
-            "rollout.colocated (true) needs servers that the run starts on its own devices, but rollout.endpoints names"
-            " running ones; remove either.",
-            ("rollout.colocated", key),
-        )
+            yield wrong(
+                c.rollout.weight_transport == "tensor" and not is_this_machine(place[0]),
+                f"{key} ({url}) is on another machine, which rollout.weight_transport (tensor) does not reach; use"
+                " process_group or disk, or write 127.0.0.1 if it is this machine.",
+                (key, "rollout.weight_transport"),
+            )
+    yield wrong(
+        c.rollout.endpoints and c.rollout.colocated,
+        "rollout.colocated (true) needs servers that the run starts on its own devices, but rollout.endpoints names"
+        " running ones; remove either.",
+        ("rollout.colocated", key),
+    )
     name = "RLHF_MEGATRON_TRANSFER_DIR"
-    if name in c.rollout.sglang.env:
-        yield Problem(
-            f"rollout.sglang.env.{name} is set by the run; set rollout.transfer_dir.", (f"rollout.sglang.env.{name}",)
-        )
+    yield wrong(
+        name in c.rollout.sglang.env,
+        f"rollout.sglang.env.{name} is set by the run; set rollout.transfer_dir.",
+        (f"rollout.sglang.env.{name}",),
+    )
 
 
-def _of_router(c: RunConfig) -> Iterator[Problem]:
+def _of_router(c: RunConfig) -> Findings:
     balancer = entry_of("balancer", c.rollout.router)
-    if balancer is not None and "several_engines" in balancer.needs and num_engines(c) == 1:
-        yield Problem(
-            f"rollout.router ({c.rollout.router}) has nothing to choose with one engine; remove it, or set"
-            " rollout.num_engines or rollout.endpoints to more.",
-            ("rollout.router", "rollout.num_engines", "rollout.endpoints"),
-        )
+    yield wrong(
+        balancer is not None and "several_engines" in balancer.needs and num_engines(c) == 1,
+        f"rollout.router ({c.rollout.router}) has nothing to choose with one engine; remove it, or set"
+        " rollout.num_engines or rollout.endpoints to more.",
+        ("rollout.router", "rollout.num_engines", "rollout.endpoints"),
+    )
 
 
 def num_engines(c: RunConfig) -> int:
@@ -130,7 +129,7 @@ def is_this_machine(host: str) -> bool:
         return host == "localhost"
 
 
-def _of_some_engines(c: RunConfig) -> Iterator[Problem]:
+def _of_some_engines(c: RunConfig) -> Findings:
     engine, balancer = entry_of("engine", c.rollout.engine), entry_of("balancer", c.rollout.router)
     if engine is None or balancer is None:
         return
@@ -151,7 +150,7 @@ def _of_some_engines(c: RunConfig) -> Iterator[Problem]:
             )
 
 
-def _draws(c: RunConfig) -> Iterator[Problem]:
+def _draws(c: RunConfig) -> Findings:
     """A server that has not this draw would end in the first evaluation."""
     min_p, argument = c.rollout.val_kwargs.min_p, "enable_deterministic_inference"
     if not reads(c.rollout, "rollout.sglang") or min_p == 0 or c.rollout.val_kwargs.temperature == 0:
@@ -166,52 +165,51 @@ def _draws(c: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _senders(c: RunConfig) -> Iterator[Problem]:
+def _senders(c: RunConfig) -> Findings:
     """Of memory of the same host: the sender of each pipeline stage must be on the engines' machine."""
     pp, ranks = c.actor.megatron.pipeline_model_parallel_size, actor_ranks(c)
     last_sender = (pp - 1) * (ranks // max(pp, 1))  # the first rank of the last stage
-    if c.rollout.weight_transport == "tensor" and c.trainer.nnodes > 1 and last_sender >= c.trainer.n_gpus_per_node:
-        yield Problem(
-            f"actor.megatron.pipeline_model_parallel_size ({pp}) over trainer.nnodes ({c.trainer.nnodes}) puts stages"
-            " on machines without an engine, which rollout.weight_transport (tensor) does not reach; use process_group"
-            " or disk, or 1 stage, or one machine.",
-            ("actor.megatron.pipeline_model_parallel_size", "trainer.nnodes", "rollout.weight_transport"),
-        )
+    yield wrong(
+        c.rollout.weight_transport == "tensor" and c.trainer.nnodes > 1 and last_sender >= c.trainer.n_gpus_per_node,
+        f"actor.megatron.pipeline_model_parallel_size ({pp}) over trainer.nnodes ({c.trainer.nnodes}) puts stages"
+        " on machines without an engine, which rollout.weight_transport (tensor) does not reach; use process_group"
+        " or disk, or 1 stage, or one machine.",
+        ("actor.megatron.pipeline_model_parallel_size", "trainer.nnodes", "rollout.weight_transport"),
+    )
 
 
 COLOCATED = "rollout.colocated"
 
 
 @rule
-def colocation(loaded: Loaded) -> Iterator[Problem]:
+def colocation(loaded: Loaded) -> Findings:
     c = loaded.config
     if not c.rollout.colocated:
         return
-    if c.trainer.nnodes > 1:
-        yield Problem(
-            f"{COLOCATED} (true) needs {NODES} 1, which is {c.trainer.nnodes}: engines are started on the first"
-            " machine, and the devices of the others would have nobody to take turns with; use one machine, or set"
-            " colocated: false.",
-            (COLOCATED, NODES),
-        )
-    if c.rollout.weight_transport == "process_group":
-        yield Problem(
-            f"rollout.weight_transport (process_group) needs a device for each of its ranks, but with {COLOCATED}"
-            " trainer and engine are on the same ones; use tensor or disk.",
-            ("rollout.weight_transport", COLOCATED),
-        )
-    if c.rollout.router == "sglang":
-        yield Problem(
-            f"rollout.router (sglang) would take engines for dead that have lent their memory ({COLOCATED}); use"
-            " balancer.",
-            ("rollout.router", COLOCATED),
-        )
-    if needs_reference(c) and not c.reference.param_offload:
-        yield Problem(
-            f"reference.param_offload (false) must be true with {COLOCATED}: the reference would keep memory that the"
-            " engines are to use; set it to true.",
-            ("reference.param_offload", COLOCATED),
-        )
+    yield wrong(
+        c.trainer.nnodes > 1,
+        f"{COLOCATED} (true) needs {NODES} 1, which is {c.trainer.nnodes}: engines are started on the first"
+        " machine, and the devices of the others would have nobody to take turns with; use one machine, or set"
+        " colocated: false.",
+        (COLOCATED, NODES),
+    )
+    yield wrong(
+        c.rollout.weight_transport == "process_group",
+        f"rollout.weight_transport (process_group) needs a device for each of its ranks, but with {COLOCATED}"
+        " trainer and engine are on the same ones; use tensor or disk.",
+        ("rollout.weight_transport", COLOCATED),
+    )
+    yield wrong(
+        c.rollout.router == "sglang",
+        f"rollout.router (sglang) would take engines for dead that have lent their memory ({COLOCATED}); use balancer.",
+        ("rollout.router", COLOCATED),
+    )
+    yield wrong(
+        needs_reference(c) and not c.reference.param_offload,
+        f"reference.param_offload (false) must be true with {COLOCATED}: the reference would keep memory that the"
+        " engines are to use; set it to true.",
+        ("reference.param_offload", COLOCATED),
+    )
 
 
 RUNTIME, ADDRESS, DEVICES = "trainer.runtime", "ray.address", "CUDA_VISIBLE_DEVICES"
@@ -220,7 +218,7 @@ _HOST_AND_PORT = re.compile(r"[^/\s]+:\d{1,5}")
 
 
 @rule
-def engine_devices(loaded: Loaded) -> Iterator[Problem]:
+def engine_devices(loaded: Loaded) -> Findings:
     c = loaded.config
     if c.trainer.runtime != "ray" or not reads(c.rollout, "rollout.sglang") or c.rollout.endpoints:
         return
@@ -242,7 +240,7 @@ def idle_ray_settings(config: RunConfig) -> Iterator[Idle]:
 
 
 @rule
-def address(loaded: Loaded) -> Iterator[Problem]:
+def address(loaded: Loaded) -> Findings:
     value = loaded.config.ray.address
     if value is not None and (problem := wrong_address(ADDRESS, value)):
         yield Problem(problem, (ADDRESS,))

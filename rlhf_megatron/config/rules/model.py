@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.config.errors import Problem
-from rlhf_megatron.config.rules import rule
-from rlhf_megatron.config.rules.run import LENGTHS, megatron_sections
+from rlhf_megatron.config.rules import Findings, rule, told, wrong
+from rlhf_megatron.config.rules.run import LENGTHS, divisors_of, megatron_sections
 from rlhf_megatron.config.schema import MegatronConfig, RunConfig
 from rlhf_megatron.config.source import Loaded
 from rlhf_megatron.plugins import not_loaded
@@ -18,30 +18,30 @@ from rlhf_megatron.registry import parts_of
 
 
 @rule
-def layouts(loaded: Loaded) -> Iterator[Problem]:
+def layouts(loaded: Loaded) -> Findings:
     """The rules on each pool's layout."""
     for section, megatron, _ in megatron_sections(loaded.config):
         for check in (_axes, _overlap, _recompute):
             yield from check(section, megatron)
 
 
-def _axes(section: str, m: MegatronConfig) -> Iterator[Problem]:
+def _axes(section: str, m: MegatronConfig) -> Findings:
     vpp, sequence_parallel = f"{section}.virtual_pipeline_model_parallel_size", f"{section}.sequence_parallel"
-    if m.virtual_pipeline_model_parallel_size is not None and m.pipeline_model_parallel_size == 1:
-        yield Problem(
-            f"{vpp} ({m.virtual_pipeline_model_parallel_size}) cuts pipeline stages into chunks, but"
-            " pipeline_model_parallel_size is 1; use 2 or more stages, or remove it.",
-            (vpp, f"{section}.pipeline_model_parallel_size"),
-        )
-    if m.sequence_parallel and m.tensor_model_parallel_size == 1:
-        yield Problem(
-            f"{sequence_parallel} (true) splits tokens over tensor-parallel ranks, but tensor_model_parallel_size is 1;"
-            " use 2 or more, or set it to false.",
-            (sequence_parallel, f"{section}.tensor_model_parallel_size"),
-        )
+    yield wrong(
+        m.virtual_pipeline_model_parallel_size is not None and m.pipeline_model_parallel_size == 1,
+        f"{vpp} ({m.virtual_pipeline_model_parallel_size}) cuts pipeline stages into chunks, but"
+        " pipeline_model_parallel_size is 1; use 2 or more stages, or remove it.",
+        (vpp, f"{section}.pipeline_model_parallel_size"),
+    )
+    yield wrong(
+        m.sequence_parallel and m.tensor_model_parallel_size == 1,
+        f"{sequence_parallel} (true) splits tokens over tensor-parallel ranks, but tensor_model_parallel_size is 1;"
+        " use 2 or more, or set it to false.",
+        (sequence_parallel, f"{section}.tensor_model_parallel_size"),
+    )
 
 
-def _overlap(section: str, m: MegatronConfig) -> Iterator[Problem]:
+def _overlap(section: str, m: MegatronConfig) -> Findings:
     """megatron-core gathers in the background only what its distributed optimizer holds in several buckets."""
     key = f"{section}.overlap_param_gather"
     needed = {
@@ -58,41 +58,41 @@ def _overlap(section: str, m: MegatronConfig) -> Iterator[Problem]:
         )
 
 
-def _recompute(section: str, m: MegatronConfig) -> Iterator[Problem]:
+def _recompute(section: str, m: MegatronConfig) -> Findings:
     if m.recompute_granularity == "full":
         yield from _full(section, m)
     elif m.recompute_granularity == "selective":
         yield from _selective(section, m)
 
 
-def _full(section: str, m: MegatronConfig) -> Iterator[Problem]:
+def _full(section: str, m: MegatronConfig) -> Findings:
     given = {"recompute_method": m.recompute_method, "recompute_num_layers": m.recompute_num_layers}
     missing = [name for name, value in given.items() if value is None]
-    if missing:
-        yield Problem(
-            f"{section}.recompute_granularity (full) needs {' and '.join(missing)}; use recompute_method: uniform and"
-            " recompute_num_layers: 1 to keep the input of each layer only.",
-            (f"{section}.recompute_granularity", *(f"{section}.{name}" for name in missing)),
-        )
+    yield wrong(
+        missing,
+        f"{section}.recompute_granularity (full) needs {' and '.join(missing)}; use recompute_method: uniform and"
+        " recompute_num_layers: 1 to keep the input of each layer only.",
+        (f"{section}.recompute_granularity", *(f"{section}.{name}" for name in missing)),
+    )
 
 
-def _selective(section: str, m: MegatronConfig) -> Iterator[Problem]:
+def _selective(section: str, m: MegatronConfig) -> Findings:
     key, modules = f"{section}.recompute_modules", m.recompute_modules
-    if not modules or len(set(modules)) != len(modules):
-        yield Problem(
-            f"{key} ({list(modules)}) must name at least one module and none twice, for recompute_granularity"
-            " selective; use [core_attn] or remove it.",
-            (key, f"{section}.recompute_granularity"),
-        )
-    if "layernorm" in modules and m.transformer_impl == "transformer_engine":
-        yield Problem(
-            f"{key} ({list(modules)}) has layernorm, which does nothing for transformer_impl transformer_engine: its"
-            " norms are parts of the linear layers; remove it, or use transformer_impl: local.",
-            (key, f"{section}.transformer_impl"),
-        )
+    yield wrong(
+        not modules or len(set(modules)) != len(modules),
+        f"{key} ({list(modules)}) must name at least one module and none twice, for recompute_granularity"
+        " selective; use [core_attn] or remove it.",
+        (key, f"{section}.recompute_granularity"),
+    )
+    yield wrong(
+        "layernorm" in modules and m.transformer_impl == "transformer_engine",
+        f"{key} ({list(modules)}) has layernorm, which does nothing for transformer_impl transformer_engine: its"
+        " norms are parts of the linear layers; remove it, or use transformer_impl: local.",
+        (key, f"{section}.transformer_impl"),
+    )
 
 
-def recompute_of_model(section: str, m: MegatronConfig, num_layers: int) -> Iterator[Problem]:
+def recompute_of_model(section: str, m: MegatronConfig, num_layers: int) -> Findings:
     """Full recomputation counts the layers of one model chunk; megatron-core does not look whether they are there."""
     num_chunks = m.pipeline_model_parallel_size * (m.virtual_pipeline_model_parallel_size or 1)
     count, key = m.recompute_num_layers, f"{section}.recompute_num_layers"
@@ -102,52 +102,53 @@ def recompute_of_model(section: str, m: MegatronConfig, num_layers: int) -> Iter
     layers = num_layers // num_chunks
     chunk = f"the {layers} layers of a model chunk ({num_layers} / {num_chunks})"
     if m.recompute_method == "uniform" and layers % count:
-        fit = " or ".join(str(d) for d in range(1, layers + 1) if layers % d == 0)
+        fit = " or ".join(map(str, divisors_of(layers)))
         yield Problem(f"{key} ({count}) must divide {chunk} for recompute_method uniform; use {fit}.", keys)
-    if m.recompute_method == "block" and count > layers:
-        yield Problem(f"{key} ({count}) must be at most {chunk}, or the rest would be ignored; use {layers}.", keys)
+    yield wrong(
+        m.recompute_method == "block" and count > layers,
+        f"{key} ({count}) must be at most {chunk}, or the rest would be ignored; use {layers}.",
+        keys,
+    )
 
 
-SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "vocab_size",
-)
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+LARGEST_SIZE, MOST_LAYERS = 1 << 30, 10_000  # of a model that some machine can hold
 
 
 def model_problems(config: RunConfig, hf_config: Mapping[str, Any]) -> Iterator[Problem]:
     """Every reason why this model cannot be the policy; nor the critic, where that starts as the policy."""
     pools = [pool for pool in megatron_sections(config) if pool[0] == "actor.megatron" or config.critic.path is None]
-    for problem in _problems(config, hf_config, pools):
+    for problem in told(_problems(config, hf_config, pools)):
         yield replace(problem, text=f"{Path(config.model.path) / 'config.json'}: {problem.text}")
 
 
 def critic_model_problems(config: RunConfig, hf_config: Mapping[str, Any]) -> Iterator[Problem]:
     """Every reason why the model of critic.path cannot be the critic, in the last pool."""
     assert config.critic.path is not None
-    for problem in _problems(config, hf_config, [*megatron_sections(config)][-1:]):
+    for problem in told(_problems(config, hf_config, [*megatron_sections(config)][-1:])):
         keys = tuple("critic.path" if key == "model.path" else key for key in problem.keys)
         yield replace(problem, text=f"{Path(config.critic.path) / 'config.json'}: {problem.text}", keys=keys)
 
 
 def _problems(
     config: RunConfig, hf_config: Mapping[str, Any], pools: Sequence[tuple[str, MegatronConfig, int]]
-) -> Iterator[Problem]:
+) -> Findings:
     families, name = parts_of("model family"), str(hf_config.get("model_type"))
     family = families.find(name)
     if family is None:
         if not not_loaded(config.plugins):
-            names, wrong = ", ".join(families), hf_config.get("model_type")
-            yield _problem(f"model_type ({wrong!r}) must be one of {names}; choose such a model.")
+            names, found = ", ".join(families), hf_config.get("model_type")
+            yield _problem(f"model_type ({found!r}) must be one of {names}; choose such a model.")
         return
     yield from map(_problem, family.build.unsupported(hf_config))
     sizes = _sizes(hf_config)
     for key, value in sizes.items():
-        if value is None:
-            yield _problem(f"{key} ({hf_config.get(key)!r}) must be a positive integer; mend the file.")
+        yield wrong(
+            value is None,
+            f"{key} ({hf_config.get(key)!r}) must be a positive integer that some machine can hold; mend the file.",
+            ("model.path",),
+        )
     known = {key: value for key, value in sizes.items() if value is not None}
     for section, megatron, _ in pools:
         if hf_config.get("mlp_bias"):
@@ -156,7 +157,7 @@ def _problems(
     yield from _shape(config, known)
 
 
-def _recompute_of_biases(section: str, m: MegatronConfig) -> Iterator[Problem]:
+def _recompute_of_biases(section: str, m: MegatronConfig) -> Findings:
     if m.recompute_granularity == "selective" and "mlp" in m.recompute_modules:
         prefix = f"{section}.recompute_"
         yield _problem(
@@ -178,12 +179,13 @@ def _sizes(hf_config: Mapping[str, Any]) -> dict[str, int | None]:
         value = hf_config.get(key)
         if value is None and key in OPTIONAL_SIZES:
             continue
-        sizes[key] = value if type(value) is int and value > 0 else None
+        largest = MOST_LAYERS if key == "num_hidden_layers" else LARGEST_SIZE
+        sizes[key] = value if type(value) is int and 0 < value <= largest else None
     sizes.setdefault("num_key_value_heads", sizes["num_attention_heads"])
     return sizes
 
 
-def _layout(section: str, m: MegatronConfig, sizes: Mapping[str, int]) -> Iterator[Problem]:
+def _layout(section: str, m: MegatronConfig, sizes: Mapping[str, int]) -> Findings:
     tp, pp = m.tensor_model_parallel_size, m.pipeline_model_parallel_size
     tp_key, pp_key = f"{section}.tensor_model_parallel_size", f"{section}.pipeline_model_parallel_size"
     divisible = (
@@ -194,11 +196,11 @@ def _layout(section: str, m: MegatronConfig, sizes: Mapping[str, int]) -> Iterat
     )
     for name, key, ways in divisible:
         if ways > 1 and name in sizes and sizes[name] % ways:
-            fit = [str(d) for d in range(1, ways) if sizes[name] % d == 0]
+            fit = [str(d) for d in divisors_of(sizes[name]) if d < ways]
             yield _problem(f"{name} ({sizes[name]}) must be a multiple of {key} ({ways}); use {' or '.join(fit)}.", key)
     vpp, layers = m.virtual_pipeline_model_parallel_size, sizes.get("num_hidden_layers", 0)
     if vpp is not None and vpp > 0 and pp > 0 and layers % pp == 0 and layers % (pp * vpp):
-        fit = [str(d) for d in range(2, layers // pp + 1) if layers // pp % d == 0]
+        fit = [str(d) for d in divisors_of(layers // pp)[1:]]
         yield _problem(
             f"num_hidden_layers ({layers}) must be a multiple of {pp_key} x virtual_pipeline_model_parallel_size ({pp}"
             f" x {vpp} = {pp * vpp}); set the second to {' or '.join([*fit, 'null'])}.",
@@ -208,7 +210,7 @@ def _layout(section: str, m: MegatronConfig, sizes: Mapping[str, int]) -> Iterat
     yield from recompute_of_model(section, m, sizes.get("num_hidden_layers", 0))
 
 
-def _shape(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[Problem]:
+def _shape(config: RunConfig, sizes: Mapping[str, int]) -> Findings:
     heads, kv_heads = sizes.get("num_attention_heads"), sizes.get("num_key_value_heads")
     if heads and kv_heads and heads % kv_heads:
         yield _problem(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads}).")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_megatron.config.errors import ConfigError, Problem
-from rlhf_megatron.config.rules import rule
+from rlhf_megatron.config.rules import Findings, rule
 from rlhf_megatron.config.schema import RolloutConfig, RunConfig, ScheduleConfig
 from rlhf_megatron.config.source import Loaded
 from rlhf_megatron.config.typed import look_up, params_from_mapping
@@ -66,7 +66,7 @@ def named_parts(c: RunConfig) -> Iterator[Named]:
 
 
 @rule
-def parts(loaded: Loaded) -> Iterator[Problem]:
+def parts(loaded: Loaded) -> Findings:
     """Unknown names, wrong parameters, and needs that no run can meet."""
     c = loaded.config
     for one in named_parts(c):

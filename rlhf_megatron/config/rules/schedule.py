@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from rlhf_megatron.config.errors import Problem
-from rlhf_megatron.config.rules import rule
+from rlhf_megatron.config.rules import Findings, rule, wrong
 from rlhf_megatron.config.rules.parts import schedule_of
 from rlhf_megatron.config.schema import RunConfig, ScheduleConfig
 from rlhf_megatron.config.source import Loaded
@@ -35,32 +34,32 @@ def that_take_turns() -> str:
 
 
 @rule
-def shared_devices(loaded: Loaded) -> Iterator[Problem]:
+def shared_devices(loaded: Loaded) -> Findings:
     """Who takes turns cannot work at the same time."""
     c = loaded.config
-    if c.rollout.colocated and not takes_turns(c.schedule):
-        yield Problem(
-            f"{NAME} ({c.schedule.name}) lets engines generate while the trainer works, but rollout.colocated (true)"
-            f" lets them take turns with the same devices; set {NAME}: {that_take_turns()}, or rollout.colocated:"
-            " false.",
-            (NAME, "rollout.colocated"),
-        )
+    yield wrong(
+        c.rollout.colocated and not takes_turns(c.schedule),
+        f"{NAME} ({c.schedule.name}) lets engines generate while the trainer works, but rollout.colocated (true)"
+        f" lets them take turns with the same devices; set {NAME}: {that_take_turns()}, or rollout.colocated:"
+        " false.",
+        (NAME, "rollout.colocated"),
+    )
 
 
 @rule
-def determinism(loaded: Loaded) -> Iterator[Problem]:
+def determinism(loaded: Loaded) -> Findings:
     """What a step trains on depends on who was done first."""
     c = loaded.config
-    if c.trainer.deterministic and not takes_turns(c.schedule):
-        yield Problem(
-            f"trainer.deterministic (true) cannot hold with {NAME} ({c.schedule.name}): what a step trains on depends"
-            f" on which groups were done first; set {NAME}: {that_take_turns()}, or deterministic: false.",
-            (NAME, "trainer.deterministic"),
-        )
+    yield wrong(
+        c.trainer.deterministic and not takes_turns(c.schedule),
+        f"trainer.deterministic (true) cannot hold with {NAME} ({c.schedule.name}): what a step trains on depends"
+        f" on which groups were done first; set {NAME}: {that_take_turns()}, or deterministic: false.",
+        (NAME, "trainer.deterministic"),
+    )
 
 
 @rule
-def stale_tokens(loaded: Loaded) -> Iterator[Problem]:
+def stale_tokens(loaded: Loaded) -> Findings:
     """Nobody gets the bias of old tokens without having chosen it.
 
     Without a setting the old policy of the loss is the trainer's before the update. Of a token of an older policy it
@@ -80,7 +79,7 @@ def stale_tokens(loaded: Loaded) -> Iterator[Problem]:
 
 
 @rule
-def bound_on_lag(loaded: Loaded) -> Iterator[Problem]:
+def bound_on_lag(loaded: Loaded) -> Findings:
     """A bound that no step can reach."""
     c = loaded.config
     max_lag = _number(c.schedule.params.get("max_lag"))
@@ -93,15 +92,15 @@ def bound_on_lag(loaded: Loaded) -> Iterator[Problem]:
 
 
 @rule
-def spare_groups(loaded: Loaded) -> Iterator[Problem]:
+def spare_groups(loaded: Loaded) -> Findings:
     """Groups beyond a batch, of a schedule that trains on all that it starts: only the filter makes room for them."""
     c = loaded.config
-    if getattr(schedule_of(c.schedule), "needs_filter", False) and not c.algorithm.filter_groups.enable:
-        yield Problem(
-            f"{PARAMS} ({c.schedule.params}) of {c.schedule.name} start groups that no step trains on: only {FILTER}"
-            " makes room for them; set that, or change the parameters.",
-            (PARAMS, FILTER),
-        )
+    yield wrong(
+        getattr(schedule_of(c.schedule), "needs_filter", False) and not c.algorithm.filter_groups.enable,
+        f"{PARAMS} ({c.schedule.params}) of {c.schedule.name} start groups that no step trains on: only {FILTER}"
+        " makes room for them; set that, or change the parameters.",
+        (PARAMS, FILTER),
+    )
 
 
 def _number(value: Any) -> float | None:

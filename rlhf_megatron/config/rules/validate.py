@@ -5,13 +5,13 @@ A setting that would be ignored is an error, except where a later layer switched
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import is_dataclass, replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
 from itertools import chain
 from typing import Any
 
 from rlhf_megatron.config.errors import Problem
-from rlhf_megatron.config.keys import leaves, value_of
+from rlhf_megatron.config.keys import join, leaves, value_of
 from rlhf_megatron.config.rules import (
     IDLE_RULES,
     RULES,
@@ -22,11 +22,13 @@ from rlhf_megatron.config.rules import (
     model,
     run,
     schedule,
+    told,
 )
 from rlhf_megatron.config.rules.files import file_problems
 from rlhf_megatron.config.rules.model import model_problems
 from rlhf_megatron.config.rules.run import GPUS, NODES, megatron_sections, world_size
 from rlhf_megatron.config.schema import MegatronConfig, RunConfig
+from rlhf_megatron.config.schema.fields import Interval
 from rlhf_megatron.config.source import DEFAULT, Loaded
 
 _REGISTERED = (run, model, algorithm, engines, correction, data, schedule)  # rules register as their file is imported
@@ -106,22 +108,52 @@ def check_world_size(config: RunConfig, actual: int) -> list[str]:
 
 
 def ranges(loaded: Loaded) -> Iterator[Problem]:
-    """Every number, and every number in a list, against its interval in the schema."""
-    for leaf in leaves(RunConfig):
-        value = value_of(loaded.config, leaf.key)
-        for number in value if isinstance(value, tuple) else (value,):
-            if isinstance(number, int | float) and not isinstance(number, bool) and number not in leaf.bounds:
-                default = _show(value_of(RunConfig(), leaf.key))
-                yield Problem(f"{leaf.key} ({number}) must be {leaf.bounds}; the default is {default}.", (leaf.key,))
+    """Every number, also in a list or an entry of one, against its interval in the schema."""
+    for key, setting, number, bounds in _numbers(RunConfig, loaded.config):
+        if number not in bounds:
+            default = f"the default is {_show(value_of(RunConfig(), setting))}" if key == setting else "correct it"
+            yield Problem(f"{key} ({number}) must be {bounds.told(number)}; {default}.", (key,))
+
+
+def _numbers(cls: type, section: Any, path: str = "", setting: str = "") -> Iterator[tuple[str, str, float, Interval]]:
+    """(key of a number, the setting that it is or stands in, the number, where it must lie)"""
+    for leaf in leaves(cls):
+        key, value = join(path, leaf.key), value_of(section, leaf.key)
+        items = [(key, value)]
+        if isinstance(value, dict):  # of parameters, their own dataclass says what they may be
+            items = [] if leaf.type == dict[str, Any] else [(f"{key}.{name}", item) for name, item in value.items()]
+        elif isinstance(value, tuple):
+            items = [(f"{key}[{i}]" if is_dataclass(item) else key, item) for i, item in enumerate(value)]
+        for where, item in items:
+            if is_dataclass(item):
+                yield from _numbers(type(item), item, where, setting or key)
+            elif isinstance(item, int | float) and not isinstance(item, bool):
+                yield where, setting or key, item, leaf.bounds
 
 
 def problems_of(loaded: Loaded) -> list[Problem]:
-    """Of the rules that need no file, with the places where the values were written."""
+    """Of the rules that need no file, with the places where the values were written.
+
+    What is out of range is not complained about twice: the other rules see the default in its place.
+    """
     found = list(ranges(loaded))
     impossible = {key for problem in found for key in problem.keys}
-    for rule in (*RULES, ignored):  # what is out of range is not complained about twice
-        found += [problem for problem in rule(loaded) if impossible.isdisjoint(problem.keys)]
+    sane = replace(loaded, config=_with_defaults(loaded.config, RunConfig(), "", impossible))
+    for rule in (*RULES, ignored):
+        found += [problem for problem in told(rule(sane)) if impossible.isdisjoint(problem.keys)]
     return [_located(loaded, problem) for problem in found]
+
+
+def _with_defaults(section: Any, default: Any, path: str, keys: Collection[str]) -> Any:
+    """The section with `default`'s values for those keys that are numbers."""
+    changed = {}
+    for f in fields(section):
+        key, value = join(path, f.name), getattr(section, f.name)
+        if is_dataclass(value):
+            changed[f.name] = _with_defaults(value, getattr(default, f.name), key, keys)
+        elif key in keys and not isinstance(value, dict | tuple):
+            changed[f.name] = getattr(default, f.name)
+    return replace(section, **changed)
 
 
 def problems_of_files(loaded: Loaded) -> list[Problem]:

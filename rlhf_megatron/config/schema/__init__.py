@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rlhf_megatron.config.schema.fields import AMOUNT, COUNT, POSITIVE, SECONDS, doc
+from rlhf_megatron.config.schema.fields import COUNT, FACTOR, FRACTION, NATS, POSITIVE, RANKS, SECONDS, SEED, doc
 from rlhf_megatron.config.schema.samples import (
     DataConfig,
     FewShotConfig,
@@ -38,7 +38,7 @@ from rlhf_megatron.config.schema.training import (
 @dataclass(frozen=True)
 class KLControlConfig:
     type: Literal["fixed", "adaptive"] = doc("adaptive: the coefficient follows target_kl", "fixed")
-    kl_coef: float = doc("weight of the KL term, at first", 0.001, AMOUNT)
+    kl_coef: float = doc("weight of the KL term, at first", 0.001, FACTOR)
     target_kl: float = doc("of adaptive: nats a response", 0.1, POSITIVE)
     horizon: int = doc("of adaptive: samples over which the coefficient moves", 10000, COUNT)
 
@@ -71,7 +71,7 @@ class RolloutCorrectionConfig:
     rollout_rs_threshold: tuple[str, ...] | None = doc(
         "one a filter: of k1 bounds of the ratio itself, LOW_HIGH (one number x: 1/x_x); of k2, k3 an upper bound", None
     )
-    rollout_token_veto_threshold: float | None = doc("a token with r below it drops its sequence", None)
+    rollout_token_veto_threshold: float | None = doc("a token with r below it drops its sequence", None, FRACTION)
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class FilterGroupsConfig:
 class PFPPOConfig:
     enable: bool = doc("draw the samples that train with replacement, by their reward (PF-PPO)", False)
     reweight_method: Literal["pow", "max_min", "max_random"] = doc("how rewards become chances", "pow")
-    weight_pow: float = doc("of pow: exponent of |reward|", 2.0, AMOUNT)
+    weight_pow: float = doc("of pow: exponent of |reward|", 2.0, FACTOR)
 
 
 @dataclass(frozen=True)
@@ -104,12 +104,10 @@ class AlgorithmConfig:
 class CheckConfig:
     """Engine against trainer on the sampled tokens at step 0. A run stops past a threshold."""
 
-    log_prob_max_abs_diff: float = doc("float32: bound on the largest |difference|, nats", 1e-4, POSITIVE)
-    log_prob_p50_abs_diff: float = doc("bfloat16: bound on the median |difference|, nats", 2e-2, POSITIVE)
-    log_prob_p99_abs_diff: float = doc("bfloat16: bound on the 99th percentile of |difference|, nats", 0.3, POSITIVE)
-    log_prob_mean_kl: float = doc(
-        "bfloat16: bound on the mean k3 estimate of KL(engine || trainer), nats", 1e-2, POSITIVE
-    )
+    log_prob_max_abs_diff: float = doc("float32: bound on the largest |difference|, nats", 1e-4, NATS)
+    log_prob_p50_abs_diff: float = doc("bfloat16: bound on the median |difference|, nats", 2e-2, NATS)
+    log_prob_p99_abs_diff: float = doc("bfloat16: bound on the 99th percentile of |difference|, nats", 0.3, NATS)
+    log_prob_mean_kl: float = doc("bfloat16: bound on the mean k3 estimate of KL(engine || trainer), nats", 1e-2, NATS)
     probe_prompts: int = doc(
         "after a sync, for an engine without digests: prompts that engine and trainer score", 4, COUNT
     )
@@ -123,8 +121,8 @@ class TrainerConfig:
     runtime: Literal["inline", "torchrun", "ray"] = doc(
         "one process; one process a rank; or the same as actors of a Ray cluster", "torchrun"
     )
-    nnodes: int = doc("machines", 1, COUNT)
-    n_gpus_per_node: int = doc("ranks (GPUs, or processes on a machine without) a machine", 8, COUNT)
+    nnodes: int = doc("machines", 1, RANKS)
+    n_gpus_per_node: int = doc("ranks (GPUs, or processes on a machine without) a machine", 8, RANKS)
     device: Literal["auto", "cpu", "cuda"] = doc("auto: cuda where available", "auto")
     device_peak_tflops: float | None = doc(
         "dense bfloat16 peak of a device, TFLOP/s, that perf/mfu is a share of; null: of known devices by their name,"
@@ -132,7 +130,7 @@ class TrainerConfig:
         None,
         POSITIVE,
     )
-    seed: int = doc("seed of everything that is random", 1)
+    seed: int = doc("seed of everything that is random", 1, SEED)
     total_training_steps: int = doc("steps of the loop", 100)
     critic_warmup: int = doc("first steps of the loop in which only the critic is updated", 0)
     val_before_train: bool = doc("evaluate before the first step", True)
@@ -167,7 +165,9 @@ class TrainerConfig:
     stage_timeout_s: float = doc(
         "deadline of one call to the hosts, and of a stage of a step, seconds", 1800.0, SECONDS
     )
-    stage_timeouts_s: dict[str, float] = doc("stage of a step -> its own deadline, seconds", factory=dict)
+    stage_timeouts_s: dict[str, float] = doc(
+        "stage of a step -> its own deadline, seconds", bounds=SECONDS, factory=dict
+    )
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,8 @@ class RayConfig:
         "of a running cluster (HOST:PORT, or auto); null: the one that this job was submitted to, else one made here",
         None,
     )
-    num_cpus_per_rank: float = doc("CPUs that Ray reserves for a rank", 1.0, AMOUNT)
-    num_cpus_per_engine: float = doc("CPUs that Ray reserves for an engine", 1.0, AMOUNT)
+    num_cpus_per_rank: float = doc("CPUs that Ray reserves for a rank", 1.0, FACTOR)
+    num_cpus_per_engine: float = doc("CPUs that Ray reserves for an engine", 1.0, FACTOR)
     placement: Literal["pack", "spread"] = doc(
         "ranks of a pool on as few machines as there may be, or on as many", "pack"
     )
@@ -213,34 +213,3 @@ class RunConfig:
     schedule: ScheduleConfig = doc("who works when", factory=ScheduleConfig)
     trainer: TrainerConfig = doc("the run", factory=TrainerConfig)
     ray: RayConfig = doc("the cluster, where trainer.runtime is ray", factory=RayConfig)
-
-
-__all__ = [
-    "ActorConfig",
-    "AlgorithmConfig",
-    "CheckConfig",
-    "CriticConfig",
-    "DataConfig",
-    "FewShotConfig",
-    "FilterGroupsConfig",
-    "KLControlConfig",
-    "KernelsConfig",
-    "MegatronConfig",
-    "ModelConfig",
-    "OptimConfig",
-    "PFPPOConfig",
-    "PolicyLossConfig",
-    "RayConfig",
-    "ReferenceConfig",
-    "RewardConfig",
-    "RewardTermConfig",
-    "RolloutConfig",
-    "RolloutCorrectionConfig",
-    "RunConfig",
-    "SGLangConfig",
-    "SamplingConfig",
-    "ScheduleConfig",
-    "SourceConfig",
-    "TrainerConfig",
-    "WarmupConfig",
-]

@@ -2,40 +2,69 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Interval:
-    """[low, high], or open at an end. Both ends None: any number."""
+    """[low, high], or open at an end. `why`: the reason of an end that is no rule of mathematics, for messages."""
 
-    low: float | None = 0
-    high: float | None = None
+    low: float = 0
+    high: float = 10**9
+    why: str = ""  # not above high
+    why_low: str = ""
     is_low_open: bool = False
     is_high_open: bool = False
 
     def __contains__(self, value: float) -> bool:
-        if self.low is not None and (value <= self.low if self.is_low_open else value < self.low):
-            return False
-        return self.high is None or (value < self.high if self.is_high_open else value <= self.high)
+        return not self._is_below(value) and (value < self.high if self.is_high_open else value <= self.high)
 
     def __str__(self) -> str:
-        low = f"{'above' if self.is_low_open else 'at least'} {self.low}" if self.low is not None else ""
-        high = f"{'below' if self.is_high_open else 'at most'} {self.high}" if self.high is not None else ""
-        return " and ".join(part for part in (low, high) if part)
+        return str(self.low) if self.low == self.high else f"{self._low} and {self._high}"
+
+    def told(self, value: float) -> str:
+        """The rule that a number outside breaks, and its reason."""
+        if not self.why:
+            return str(self)
+        end, why = (self._low, self.why_low) if self._is_below(value) else (self._high, self.why)
+        return f"{self if self.low == self.high else end}{': ' if why else ''}{why}"
+
+    def _is_below(self, value: float) -> bool:
+        return not (value > self.low if self.is_low_open else value >= self.low)
+
+    @property
+    def _low(self) -> str:
+        return f"{'above' if self.is_low_open else 'at least'} {self.low}"
+
+    @property
+    def _high(self) -> str:
+        return f"{'below' if self.is_high_open else 'at most'} {self.high}"
 
 
-NOT_NEGATIVE = Interval()
-ANY = Interval(None)
-COUNT = Interval(1)
-POSITIVE = Interval(0, is_low_open=True)
-SECONDS = Interval(0, math.inf, is_low_open=True, is_high_open=True)
-AMOUNT = Interval(0, math.inf, is_high_open=True)
+NOT_NEGATIVE = Interval(why="a run counts to a billion at most")
+COUNT = Interval(1, why=NOT_NEGATIVE.why)
+RANKS = Interval(1, 65_536, "no job has more processes")
+SAMPLES = Interval(1, 10_000_000, "the controller holds all samples of a step")
+EPOCHS = Interval(1, 1000, "more passes only fit the noise of the samples")
+TOKENS = Interval(1, 100_000_000, "no model reads longer texts")
+MEBIBYTES = Interval(1, 1 << 20, "1 TiB, more than a device has")
+PROCESSES = Interval(1, 4096, "each is a process of one machine")
+RETRIES = Interval(0, 10_000, "what fails more often is broken")
+SEED = Interval(0, 2**63 - 1, "generators take 64 bits")
+SECONDS = Interval(0.001, 31_536_000, "nobody waits longer than a year", "clocks are not finer")
+WEIGHT = Interval(-1e6, 1e6, "it would drown everything else in float32", "it would drown everything else in float32")
+FACTOR = Interval(0, 1e6, WEIGHT.why)
+POSITIVE = Interval(1e-12, 1e12, "float32 has no room beyond", "0 and less mean nothing, and float32 has no room below")
+NATS = Interval(1e-9, 1e4, "log-probs never differ so much", "float32 log-probs always differ by more")
 FRACTION = Interval(0, 1)
-SHARE = Interval(0, 1, is_low_open=True)
+SHARE = Interval(1e-30, 1, "it is a share", "it is 0 in float32")
 BELOW_ONE = Interval(0, 1, is_high_open=True)
+
+
+def exactly(value: float, why: str) -> Interval:
+    """Only that value."""
+    return Interval(value, value, why, why)
 
 
 def doc(text: str, default: Any = ..., bounds: Interval = NOT_NEGATIVE, factory: Any = None) -> Any:

@@ -6,7 +6,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rlhf_megatron.config.schema.fields import AMOUNT, BELOW_ONE, COUNT, FRACTION, POSITIVE, SHARE, Interval, doc
+from rlhf_megatron.config.schema.fields import (
+    BELOW_ONE,
+    COUNT,
+    EPOCHS,
+    FACTOR,
+    FRACTION,
+    MEBIBYTES,
+    POSITIVE,
+    RANKS,
+    SAMPLES,
+    SEED,
+    SHARE,
+    TOKENS,
+    Interval,
+    doc,
+)
 
 
 @dataclass(frozen=True)
@@ -14,17 +29,19 @@ class ModelConfig:
     path: str = doc("directory with config.json, tokenizer.json and *.safetensors (Hugging Face layout)", "")
     tokenizer_path: str | None = doc("directory of tokenizer.json; null: model.path", None)
     dtype: Literal["float32", "bfloat16"] = doc("type of parameters and activations in the trainer", "bfloat16")
-    init_seed: int | None = doc("null: load weights; a number: random weights from config.json with this seed", None)
+    init_seed: int | None = doc(
+        "null: load weights; a number: random weights from config.json with this seed", None, SEED
+    )
 
 
 @dataclass(frozen=True)
 class MegatronConfig:
-    tensor_model_parallel_size: int = doc("ranks that split each layer", 1, COUNT)
-    pipeline_model_parallel_size: int = doc("ranks that split the stack of layers", 1, COUNT)
+    tensor_model_parallel_size: int = doc("ranks that split each layer", 1, RANKS)
+    pipeline_model_parallel_size: int = doc("ranks that split the stack of layers", 1, RANKS)
     virtual_pipeline_model_parallel_size: int | None = doc(
-        "model chunks a pipeline rank has; null: one", None, Interval(2)
+        "model chunks a pipeline rank has; null: one", None, Interval(2, 1000, "a chunk is a layer at least")
     )
-    context_parallel_size: int = doc("ranks that split each sample", 1, COUNT)
+    context_parallel_size: int = doc("ranks that split each sample", 1, RANKS)
     sequence_parallel: bool = doc("tensor-parallel ranks also split norms and residuals, by token", False)
     use_distributed_optimizer: bool = doc("split optimizer state over replicas and context-parallel ranks", False)
     overlap_grad_reduce: bool = doc("reduce gradients while the backward pass runs", False)
@@ -66,7 +83,7 @@ class OptimConfig:
     )
     betas: tuple[float, float] = doc("Adam betas", (0.9, 0.95), BELOW_ONE)
     eps: float = doc("Adam epsilon", 1e-8, SHARE)
-    clip_grad: float = doc("maximum global gradient norm; 0: off", 1.0, AMOUNT)
+    clip_grad: float = doc("maximum global gradient norm; 0: off", 1.0, FACTOR)
 
 
 @dataclass(frozen=True)
@@ -88,6 +105,7 @@ class KernelsConfig:
         "MiB of logits that a micro-batch may keep as float16 for its backward pass instead of computing them again;"
         " null: 512 for a half-precision model, else 0",
         None,
+        Interval(0, MEBIBYTES.high, MEBIBYTES.why),
     )
     num_self_checks: int = doc(
         "calls at the start of a run that compare the backend with the reference on some rows; 0: none", 2
@@ -100,10 +118,10 @@ class ActorConfig:
     megatron: MegatronConfig = doc("parallel layout of the actor's pool", factory=MegatronConfig)
     optim: OptimConfig = doc("optimizer and schedules", factory=OptimConfig)
     policy_loss: PolicyLossConfig = doc("policy loss", factory=PolicyLossConfig)
-    mini_batch_size: int = doc("samples (prompts x rollout.n) an optimizer step, over all ranks", 1024, COUNT)
-    ppo_epochs: int = doc("passes over the samples of a step", 1, COUNT)
+    mini_batch_size: int = doc("samples (prompts x rollout.n) an optimizer step, over all ranks", 1024, SAMPLES)
+    ppo_epochs: int = doc("passes over the samples of a step", 1, EPOCHS)
     ppo_max_token_len_per_gpu: int = doc(
-        "token budget of a micro-batch on one rank; context-parallel ranks pool theirs", 16384, COUNT
+        "token budget of a micro-batch on one rank; context-parallel ranks pool theirs", 16384, TOKENS
     )
     loss_agg_mode: str = doc("registered aggregation of token losses; its denominator is global", "token-mean")
     loss_scale_factor: float | None = doc(
@@ -111,7 +129,7 @@ class ActorConfig:
     )
     entropy_coeff: float = doc("weight of the entropy bonus", 0.0, BELOW_ONE)
     use_kl_loss: bool = doc("add a KL term against the reference to the loss (needs the reference role)", False)
-    kl_loss_coef: float = doc("weight of the KL term", 0.001, AMOUNT)
+    kl_loss_coef: float = doc("weight of the KL term", 0.001, FACTOR)
     kl_loss_type: Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"] = doc(
         "estimator of the KL term; with +: its value, and the gradient of k2", "k3"
     )
@@ -126,15 +144,19 @@ class CriticConfig:
 
     path: str | None = doc("Hugging Face directory that it starts from; null: the policy as RL starts", None)
     value_head_init_std: float = doc("of the value head's first weights, where path has none; 0: zeros", 0.0, BELOW_ONE)
-    num_ranks: int = doc("ranks of a pool of its own, the last of the job; 0: in the actor's pool and layout", 0)
+    num_ranks: int = doc(
+        "ranks of a pool of its own, the last of the job; 0: in the actor's pool and layout",
+        0,
+        Interval(0, RANKS.high, RANKS.why),
+    )
     megatron: MegatronConfig = doc("parallel layout of its own pool (num_ranks > 0)", factory=MegatronConfig)
     optim: OptimConfig = doc("optimizer and schedules", factory=lambda: OptimConfig(lr=1e-5))
-    mini_batch_size: int | None = doc("samples an optimizer step, over all ranks; null: the actor's", None, COUNT)
-    ppo_epochs: int | None = doc("passes over the samples of a step; null: the actor's", None, COUNT)
+    mini_batch_size: int | None = doc("samples an optimizer step, over all ranks; null: the actor's", None, SAMPLES)
+    ppo_epochs: int | None = doc("passes over the samples of a step; null: the actor's", None, EPOCHS)
     ppo_max_token_len_per_gpu: int | None = doc(
-        "token budget of a micro-batch on one rank; null: the actor's", None, COUNT
+        "token budget of a micro-batch on one rank; null: the actor's", None, TOKENS
     )
-    cliprange_value: float = doc("values move at most this far from those before the update; 0: no clip", 0.5, AMOUNT)
+    cliprange_value: float = doc("values move at most this far from those before the update; 0: no clip", 0.5, FACTOR)
     loss_agg_mode: str | None = doc("name of a registered aggregation; null: the actor's", None)
 
 
@@ -142,13 +164,13 @@ class CriticConfig:
 class ReferenceConfig:
     path: str | None = doc("weights of the reference; null: model.path as it was before training", None)
     param_offload: bool = doc("keep its weights in host memory between uses", False)
-    max_token_len_per_gpu: int | None = doc("token budget of a micro-batch; null: the actor's", None, COUNT)
+    max_token_len_per_gpu: int | None = doc("token budget of a micro-batch; null: the actor's", None, TOKENS)
 
 
 @dataclass(frozen=True)
 class WarmupConfig:
     max_steps: int = doc("supervised optimizer steps before the first RL step; 0: none", 0)
-    batch_size: int = doc("samples an optimizer step, over all ranks", 64, COUNT)
+    batch_size: int = doc("samples an optimizer step, over all ranks", 64, SAMPLES)
     stop_accuracy: float = doc("stop when sampled held-out accuracy reaches this", 1.0, SHARE)
     test_freq: int = doc("steps between evaluations", 20, COUNT)
     test_samples: int = doc("held-out items of these evaluations", 512, COUNT)

@@ -61,7 +61,7 @@ def test_what_may_stand_together(run_file: Path, overrides: list[str]) -> None:
         (["algorithm.pf_ppo.weight_pow=3"], "algorithm.pf_ppo.weight_pow (3.0) would be ignored because algorithm.pf_ppo.enable is false; remove it, or set it to true."),
         (["algorithm.pf_ppo.reweight_method=max_min"], "algorithm.pf_ppo.reweight_method (max_min) would be ignored because algorithm.pf_ppo.enable is false"),
         ([DRAWS, "algorithm.pf_ppo.reweight_method=max_min", "algorithm.pf_ppo.weight_pow=3"], "algorithm.pf_ppo.weight_pow (3.0) would be ignored because algorithm.pf_ppo.reweight_method is max_min; remove it, or set that to pow."),
-        ([DRAWS, "algorithm.pf_ppo.weight_pow=-1"], "algorithm.pf_ppo.weight_pow (-1.0) must be at least 0 and below inf; the default is 2.0."),
+        ([DRAWS, "algorithm.pf_ppo.weight_pow=-1"], "algorithm.pf_ppo.weight_pow (-1.0) must be at least 0; the default is 2.0."),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_problem(run_file: Path, overrides: list[str], expected: str) -> None:

@@ -131,7 +131,7 @@ actor_rollout_ref: {rollout: {n: 4, name: vllm}}
     with pytest.raises(ConfigError) as caught:
         load_run_config(path, ["rollout.top_p=0.9", "trainer.nnodes=0"])
     found = [problem.split(" ")[0] for problem in caught.value.problems if not problem.startswith("unknown")]
-    assert found[:5] == ["model.dtype", "actor.optim.lr", "trainer.nnodes", "rollout.top_p", "data.train_files"]
+    assert found[:5] == ["model.dtype", "actor.optim.lr", "rollout.top_p", "trainer.nnodes", "data.train_files"]
     assert found[5:] == ["model.path", "data.train_files"]  # both do not exist
     unknown = [problem.split(" ")[2] for problem in caught.value.problems if problem.startswith("unknown")]
     assert unknown == ["actor.mini_batch_sise", "actor_rollout_ref.rollout.n", "actor_rollout_ref.rollout.name"]

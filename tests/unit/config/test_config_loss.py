@@ -49,7 +49,7 @@ def test_an_aggregation_that_nobody_chose_is_refused(run_file: Path, loss: str) 
     ("overrides", "expected"),
     [
         ([f"{FACTOR}=4"], "would be ignored because actor.loss_agg_mode is token-mean"),
-        ([f"{MODE}=seq-mean-token-sum-norm", f"{FACTOR}=0"], "actor.loss_scale_factor (0.0) must be above 0"),
+        ([f"{MODE}=seq-mean-token-sum-norm", f"{FACTOR}=0"], "actor.loss_scale_factor (0.0) must be at least 1e-12"),
         (
             ["critic.loss_agg_mode=seq-mean-token-sum-norm", f"{FACTOR}=4"],
             "actor.loss_scale_factor (4.0) would be ignored",

@@ -67,11 +67,11 @@ def test_valid_rewards(problems, overrides: list[str]) -> None:
         ),
         (
             ["reward.terms=[{name: character_share, weight: .inf}]"],
-            "reward.terms[0].weight (inf) must be a number; use 1.0, or 0 to log it only.",
+            "reward.terms[0].weight (inf) must be at most 1000000.0: it would drown everything else in float32",
         ),
         (
             ["reward.by_source={add: {name: exact_match, weight: .inf}}"],
-            "reward.by_source.add.weight (inf) must be a number",
+            "reward.by_source.add.weight (inf) must be at most 1000000.0",
         ),
         (
             ["reward.terms=[{name: overlong, params: {max_len: 8, buffer: 4}}]"],

@@ -3,6 +3,7 @@
 # ruff: noqa: E501  (tables of messages)
 
 import json
+import time
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -54,11 +55,11 @@ def test_the_base_of_these_tests_is_valid(run_file: Path) -> None:
         (["actor.ppo_max_token_len_per_gpu=9"], "actor.ppo_max_token_len_per_gpu (9) must hold the longest sample, data.max_prompt_length + max_response_length (6 + 4 = 10); use 10 or more."),
         (["rollout.max_num_batched_tokens=9"], "rollout.max_num_batched_tokens (9) must hold the longest sample"),
         (["actor.use_kl_loss=true", "reference.max_token_len_per_gpu=9"], "reference.max_token_len_per_gpu (9) must hold"),
-        (["rollout.temperature=0"], "rollout.temperature (0.0) must be above 0"),
-        (["rollout.temperature=.inf"], "rollout.temperature (inf) must be above 0"),
-        (["rollout.top_p=0.9"], "rollout.top_p (0.9) must be 1.0 (off)"),
-        (["rollout.top_k=50"], "rollout.top_k (50) must be -1 (off)"),
-        (["rollout.min_p=0.1"], "rollout.min_p (0.1) must be 0.0 (off)"),
+        (["rollout.temperature=0"], "rollout.temperature (0.0) must be at least 0.01: the loss needs log-probs of the distribution that was sampled"),
+        (["rollout.temperature=.inf"], "rollout.temperature (inf) must be at most 100"),
+        (["rollout.top_p=0.9"], "rollout.top_p (0.9) must be 1.0: the trainer's log-probs are those of the full distribution"),
+        (["rollout.top_k=50"], "rollout.top_k (50) must be -1: the trainer's"),
+        (["rollout.min_p=0.1"], "rollout.min_p (0.1) must be 0.0: the trainer's"),
         (["rollout.engine=sglang", "rollout.sglang.args={enable-deterministic-inference: true}", "rollout.val_kwargs={temperature: 1.0, min_p: 0.1}"], "rollout.val_kwargs.min_p (0.1) is a draw that SGLang has not where seeds count (rollout.sglang.args.enable_deterministic_inference); use top_p and set min_p to 0, or give up the seeds."),
         (["rollout.val_kwargs.n=4"], "rollout.val_kwargs.n (4) must be 1 at temperature 0"),
         (["trainer.nnodes=2", "actor.megatron.pipeline_model_parallel_size=2"], "actor.megatron.pipeline_model_parallel_size (2) over trainer.nnodes (2) puts stages on machines"),
@@ -80,10 +81,10 @@ def test_the_base_of_these_tests_is_valid(run_file: Path) -> None:
         (["trainer.logger=[jsonl,mlflow]"], "trainer.logger: unknown logger 'mlflow'. Known: console, jsonl, tensorboard, wandb."),
         (["actor.optim.lr=-1"], "actor.optim.lr (-1.0) must be at least 0 and below 1; the default is 1e-06."),
         (["actor.optim.betas=[0.9,1]"], "actor.optim.betas (1.0) must be at least 0 and below 1; the default is [0.9, 0.95]."),
-        (["actor.optim.eps=0"], "actor.optim.eps (0.0) must be above 0 and at most 1"),
+        (["actor.optim.eps=0"], "actor.optim.eps (0.0) must be at least 1e-30: it is 0 in float32"),
         (["actor.entropy_coeff=-0.1"], "actor.entropy_coeff (-0.1) must be at least 0 and below 1; the default is 0.0."),
         (["trainer.test_freq=-1"], "trainer.test_freq (-1) must be at least 0; the default is 10."),
-        (["trainer.stage_timeout_s=0"], "trainer.stage_timeout_s (0.0) must be above 0 and below inf"),
+        (["trainer.stage_timeout_s=0"], "trainer.stage_timeout_s (0.0) must be at least 0.001: clocks are not finer; the default is 1800.0."),
         (["model.path=''"], "model.path ('') must name a model directory; set it."),
     ],
 )  # fmt: skip
@@ -142,7 +143,7 @@ def test_without_provenance_what_differs_from_the_default_is_set(run_file: Path)
         ({"num_attention_heads": 6, "num_key_value_heads": 4, "hidden_size": 96}, [], "num_attention_heads (6) must be a multiple of num_key_value_heads (4)."),
         ({"max_position_embeddings": 9}, [], "max_position_embeddings (9) must cover data.max_prompt_length + max_response_length (6 + 4 = 10); shorten one by 1."),
         ({"hidden_size": 130}, [], "hidden_size (130) must be a multiple of num_attention_heads (4)."),
-        ({"vocab_size": "32"}, [], "vocab_size ('32') must be a positive integer; mend the file."),
+        ({"vocab_size": "32"}, [], "vocab_size ('32') must be a positive integer that some machine can hold; mend the file."),
         ({"model_type": "qwen3", "attention_bias": True}, [], "attention_bias (True) is not supported; it must be False"),
         ({"model_type": "llama", "rope_scaling": {"rope_type": "dynamic", "factor": 8.0}}, [], "rotary embeddings of type 'dynamic' are not supported"),
         ({"rope_parameters": {"rope_type": "longrope"}}, [], "rotary embeddings of type 'longrope' are not supported"),
@@ -228,3 +229,30 @@ def test_every_setting_is_described_and_can_be_overridden() -> None:
     for section in sections(RunConfig):
         assert all(f.metadata.get("doc") for f in fields(section)), section
     assert len(parse_overrides([f"{key}=1" for key in leaf_keys(RunConfig)], 0)) == len(leaf_keys(RunConfig))
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("trainer.seed=9223372036854775808", "must be at most 9223372036854775807: generators take 64 bits"),
+        ("rollout.temperature=1e-320", "must be at least 0.01: the loss needs log-probs"),
+        ("rollout.val_kwargs.temperature=1e-320", "must be at least 0.01, or 0 for greedy"),
+        ("rollout.request_timeout_s=1e308", "must be at most 31536000: nobody waits longer than a year"),
+        ("trainer.stage_timeouts_s.update=1e-320", "must be at least 0.001: clocks are not finer"),
+        ("rollout.update_weights_bucket_megabytes=10000000000", "must be at most 1048576: 1 TiB"),
+        ("rollout.num_engines=100000", "must be at most 4096: each is a process"),
+        ("actor.ppo_epochs=1000000000", "must be at most 1000: more passes only fit the noise"),
+        ("checks.log_prob_max_abs_diff=1e308", "must be at most 10000.0: log-probs never differ so much"),
+        ("trainer.experiment_name='a\\nb'", "must be a name of printable characters, 200 bytes at most"),
+        (f"trainer.project_name={'x' * 300}", "must be a name of printable characters, 200 bytes at most"),
+        (f"actor.optim.clip_grad=1{'0' * 400}", "must be at most 1000000.0"),
+        (f"data.train_batch_size=1{'0' * 400}", "must be at most 10000000: the controller holds"),
+        ("data.train_batch_size=9999991", "must divide data.train_batch_size"),  # a prime
+    ],
+)
+def test_an_absurd_value_is_refused_with_the_reason(run_file: Path, override: str, expected: str) -> None:
+    start = time.monotonic()
+    override = override.replace("'a\\nb'", '"a\\nb"')
+    found = validate(read_run_config(run_file, [override]))
+    assert len(found) == 1 and expected in found[0] and override.partition("=")[0] in found[0], found
+    assert time.monotonic() - start < 1.0
