@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -27,10 +28,16 @@ CELLS = [
 ]
 CRITIC_FAMILIES = ("qwen3_tied", "qwen2_untied", "llama_biased", "llama_3kv")  # a reference each; the last has no tp 2
 CRITIC_CELLS = critic_cover({family: FAMILIES[family] for family in CRITIC_FAMILIES})
+NUM_QUICK = {"actor": 9, "critic": 5}
+"""A cover has its widest cells first. These have every value of every axis, the others complete the pairs of values."""
 
 
-def names(cells: list[tuple[str, Axes]]) -> list[str]:
-    return [f"{family}-{axes.name}" for family, axes in cells]
+def cells_of(cells: list[tuple[str, Axes]], role: Role) -> list[Any]:
+    is_long = [number >= NUM_QUICK[role] and axes.tp < 3 for number, (_, axes) in enumerate(cells)]
+    return [
+        pytest.param(family, axes, id=f"{family}-{axes.name}", marks=[pytest.mark.long] * long)
+        for (family, axes), long in zip(cells, is_long, strict=True)
+    ]
 
 
 @functools.cache
@@ -43,7 +50,7 @@ def has_copies(family: str, axes: Axes) -> bool:
     return axes.num_ranks > axes.pp or (axes.pp > 1 and FAMILIES[family]["tie_word_embeddings"])
 
 
-@pytest.mark.parametrize("family, axes", CELLS, ids=names(CELLS))
+@pytest.mark.parametrize("family, axes", cells_of(CELLS, "actor"))
 def test_layout_is_as_near_to_float64_as_float32_transformers(dist_pool: DistPool, family: str, axes: Axes) -> None:
     case = case_of(family)
     rows = rows_of(case, axes, run_cell(dist_pool, case, axes, Recipe()))
@@ -53,7 +60,7 @@ def test_layout_is_as_near_to_float64_as_float32_transformers(dist_pool: DistPoo
     assert not misses, misses
 
 
-@pytest.mark.parametrize("family, axes", CRITIC_CELLS, ids=names(CRITIC_CELLS))
+@pytest.mark.parametrize("family, axes", cells_of(CRITIC_CELLS, "critic"))
 def test_a_critic_is_as_near_to_float64_as_float32_transformers(dist_pool: DistPool, family: str, axes: Axes) -> None:
     case = case_of(family, "critic")
     rows = rows_of(case, axes, run_cell(dist_pool, case, axes, Recipe()))
@@ -62,6 +69,16 @@ def test_a_critic_is_as_near_to_float64_as_float32_transformers(dist_pool: DistP
     assert {row.cut for row in rows} == {"epochs", "uneven"}
     misses = [row for row in rows if not row.ok]
     assert not misses, misses
+
+
+@pytest.mark.parametrize(("cells", "role"), [(CELLS, "actor"), (CRITIC_CELLS, "critic")])
+def test_the_quick_cells_have_every_value_of_every_axis(cells: list[tuple[str, Axes]], role: Role) -> None:
+    def values(some: list[tuple[str, Axes]]) -> set[tuple[str, Any]]:
+        fields = {(name, value) for _, axes in some for name, value in dataclasses.asdict(axes).items()}
+        return fields | {("family", family) for family, _ in some}
+
+    quick = [cell for number, cell in enumerate(cells) if number < NUM_QUICK[role] or cell[1].tp > 2]
+    assert values(quick) == values(cells)
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])

@@ -58,6 +58,7 @@ def test_calls_reach_every_rank_and_the_room_is_given_back(start: Start, cluster
     assert free_cpus(cluster) == NUM_CPUS
 
 
+@pytest.mark.long
 def test_an_exception_on_one_rank_names_it(start: Start) -> None:
     run = start("raise", "2,2,1")
     assert run.wait() == 3

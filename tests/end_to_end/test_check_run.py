@@ -138,6 +138,7 @@ def test_context_parallelism_with_transformer_engines_names(tmp_path: Path) -> N
 
 
 @pytest.mark.dist
+@pytest.mark.long
 def test_a_critic_with_its_own_pool_directory_and_phases(tmp_path: Path) -> None:
     """What no shipped configuration has: a warm-up before it, KL in the reward, other batches, two stages; a copy of
     the policy at the end of the warm-up, and a critic from another directory."""

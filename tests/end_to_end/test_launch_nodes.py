@@ -68,9 +68,7 @@ def start(tmp_path: Path) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def one_node(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """The same two replicas on one node."""
-    run = train(
-        write_config(tmp_path_factory.mktemp("one_node")), DP2, launcher=(str(TORCHRUN),), env={"NPROC_PER_NODE": "2"}
-    )
+    run = train(write_config(tmp_path_factory.mktemp("one_node")), DP2)
     assert run.exit_code == 0, run.console
     return run
 
@@ -97,6 +95,7 @@ def test_two_nodes_give_the_numbers_of_one(start, one_node: Finished) -> None:
     assert nodes.left_over() == []
 
 
+@pytest.mark.long
 def test_a_critic_on_the_other_node_gives_the_numbers_of_one_rank(
     start, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -114,6 +113,7 @@ def test_a_critic_on_the_other_node_gives_the_numbers_of_one_rank(
     assert nodes.left_over() == []
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not has_namespaces(), reason="needs unprivileged network namespaces")
 def test_two_network_namespaces_give_the_numbers_of_one(tmp_path: Path, one_node: Finished) -> None:
     """Each has another loopback: what should go over the network and does not, does not arrive."""

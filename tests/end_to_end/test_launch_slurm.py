@@ -92,6 +92,7 @@ def submit(tmp_path: Path) -> Iterator[Any]:
 
 
 @pytest.mark.dist
+@pytest.mark.long
 def test_a_run_whose_time_is_up_is_stopped_requeued_once_and_goes_on(submit, tmp_path: Path) -> None:
     first = submit(ENDLESS | SAVED)
     first.wait_for_a_step()
