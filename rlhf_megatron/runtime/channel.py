@@ -19,6 +19,7 @@ import socket
 import stat
 import struct
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -72,12 +73,16 @@ class Channel:
         finally:
             self._send_lock.release()
 
-    def receive(self) -> Any:
-        """The next message; waits for it. Raises EOFError when the peer is gone, FrameError for a bad message."""
-        (size,) = _HEADER.unpack(_receive_exactly(self._socket, _HEADER.size))
+    def receive(self, deadline: float | None = None) -> Any:
+        """The next message; waits for it, until `deadline` of time.monotonic at most.
+
+        Raises EOFError when the peer is gone, FrameError for a bad message, TimeoutError at the deadline.
+        """
+        (size,) = _HEADER.unpack(_receive_exactly(self._socket, _HEADER.size, deadline))
         if size > self.max_frame_bytes:
             raise FrameError(f"a message of {size} bytes was announced; the limit is {self.max_frame_bytes}.")
-        data = _receive_exactly(self._socket, size)
+        data = _receive_exactly(self._socket, size, deadline)
+        self._socket.settimeout(None)
         try:
             return codec.decode(data)
         except ValueError as error:
@@ -91,13 +96,13 @@ class Channel:
 
 
 def accept(sock: socket.socket, secret: bytes, timeout_s: float) -> Channel:
-    """The controller's side of the handshake on an accepted socket. Raises AuthenticationError."""
-    sock.settimeout(timeout_s)
+    """The controller's side of the handshake, `timeout_s` in all, on an accepted socket. Raises AuthenticationError."""
+    deadline = time.monotonic() + timeout_s
     try:
-        theirs = _receive_exactly(sock, NONCE_BYTES)
+        theirs = _receive_exactly(sock, NONCE_BYTES, deadline)
         ours = secrets.token_bytes(NONCE_BYTES)
         sock.sendall(ours + _proof(secret, b"controller", theirs, ours))
-        proof = _receive_exactly(sock, NONCE_BYTES)
+        proof = _receive_exactly(sock, NONCE_BYTES, deadline)
     except (OSError, EOFError) as error:
         raise AuthenticationError(f"the handshake was not finished: {error}") from error
     if not hmac.compare_digest(proof, _proof(secret, b"host", theirs, ours)):
@@ -106,13 +111,14 @@ def accept(sock: socket.socket, secret: bytes, timeout_s: float) -> Channel:
 
 
 def connect(sock: socket.socket, secret: bytes, timeout_s: float) -> Channel:
-    """The host's side of the handshake on a connected socket. Raises AuthenticationError."""
-    sock.settimeout(timeout_s)
+    """The host's side of the handshake, `timeout_s` in all, on a connected socket. Raises AuthenticationError."""
+    deadline = time.monotonic() + timeout_s
     ours = secrets.token_bytes(NONCE_BYTES)
     try:
+        sock.settimeout(timeout_s)
         sock.sendall(ours)
-        theirs = _receive_exactly(sock, NONCE_BYTES)
-        proof = _receive_exactly(sock, NONCE_BYTES)
+        theirs = _receive_exactly(sock, NONCE_BYTES, deadline)
+        proof = _receive_exactly(sock, NONCE_BYTES, deadline)
         if not hmac.compare_digest(proof, _proof(secret, b"controller", ours, theirs)):
             raise AuthenticationError("the controller does not hold the secret of this run.")
         sock.sendall(_proof(secret, b"host", ours, theirs))
@@ -153,11 +159,15 @@ def _proof(secret: bytes, side: bytes, host_nonce: codec.Buffer, controller_nonc
     return hmac.digest(secret, b"".join((side, host_nonce, controller_nonce)), "sha256")
 
 
-def _receive_exactly(sock: socket.socket, size: int) -> bytearray:
+def _receive_exactly(sock: socket.socket, size: int, deadline: float | None = None) -> bytearray:
     data = bytearray(size)
     view = memoryview(data)
     position = 0
     while position < size:
+        if deadline is not None:
+            if (left := deadline - time.monotonic()) <= 0:
+                raise TimeoutError("timed out")
+            sock.settimeout(left)
         try:
             count = sock.recv_into(view[position:])
         except TimeoutError:

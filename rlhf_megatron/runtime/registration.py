@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import logging
 import os
 import queue
+import resource
 import socket
 import threading
 import time
@@ -23,6 +24,9 @@ logger = logging.getLogger(__name__)
 HANDSHAKE_TIMEOUT_S = 10.0
 RETRY_S = 0.2
 LOOK_S = 1.0
+MAX_GREETINGS = 256  # connections that have not shown the secret; others wait in the kernel's queue
+OPEN_FILES = 65536  # wanted: a connection a rank, and those to engines
+_LISTENER_ENDED = (errno.EBADF, errno.EINVAL)
 
 
 def listen(address: str) -> socket.socket:
@@ -61,16 +65,20 @@ def gather_hosts(
 ) -> dict[str, list[HostLink]]:
     """Wait until every rank of all pools has registered; closes `listener`. By pool, links in rank order.
 
-    Peers without the secret are refused and logged. Raises HostError naming the ranks missing after `timeout_s`, and
-    what `find_lost`, which is asked every LOOK_S, says.
+    Raises the soft limit of open files: each rank keeps a connection. Peers without the secret are refused and logged.
+    Raises HostError naming the ranks missing after `timeout_s`, and what `find_lost`, which is asked every LOOK_S,
+    says.
     """
     arrived: queue.SimpleQueue[tuple[str, HostLink]] = queue.SimpleQueue()
+    refused: list[str] = []  # why the kernel gave no connection, the last time
     places = [(pool.name, rank) for pool in pools for rank in range(pool.layout.world_size)]
     links: dict[tuple[str, int], HostLink] = {}
     deadline = time.monotonic() + timeout_s
     by_name = {pool.name: pool for pool in pools}
+    allow_open_files()
     with listener:
-        threading.Thread(target=_accept_hosts, args=(listener, secret, by_name, arrived), daemon=True).start()
+        greeters = (listener, secret, by_name, arrived, refused)
+        threading.Thread(target=_accept_hosts, args=greeters, name="registration", daemon=True).start()
         while len(links) < len(places):
             try:
                 name, link = arrived.get(timeout=min(LOOK_S, max(0.0, deadline - time.monotonic())))
@@ -81,7 +89,7 @@ def gather_hosts(
                     continue
                 missing = [where(n, by_name[n].layout, r) for n, r in places if (n, r) not in links]
                 raise HostError(
-                    f"{', '.join(missing)} did not register within {timeout_s:g} s; see their logs."
+                    f"{', '.join(missing)} did not register within {timeout_s:g} s; see their logs.{''.join(refused)}"
                 ) from None
             if (name, link.rank) in links:
                 logger.warning("%s registered twice; the second is refused", link.where)
@@ -92,16 +100,50 @@ def gather_hosts(
     return {pool.name: [links[pool.name, rank] for rank in range(pool.layout.world_size)] for pool in pools}
 
 
+def allow_open_files() -> None:
+    """Raise this process's soft limit of file descriptors to OPEN_FILES, or as far as the hard one allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def _accept_hosts(
     listener: socket.socket,
     secret: bytes,
     pools: Mapping[str, PoolSpec],
     arrived: queue.SimpleQueue[tuple[str, HostLink]],
+    refused: list[str],
 ) -> None:
-    with contextlib.suppress(OSError):  # the listener was closed: all are here
-        while True:
+    """A thread, until the listener is closed. What keeps the kernel from giving a connection (no file descriptor, no
+    memory, a peer that has gone) passes: the others wait in its queue meanwhile."""
+    greetings = threading.BoundedSemaphore(MAX_GREETINGS)
+    listener.settimeout(LOOK_S)
+    while True:
+        greetings.acquire()
+        try:
             sock, address = listener.accept()
-            threading.Thread(target=_greet, args=(sock, address[0], secret, pools, arrived), daemon=True).start()
+            arguments = (sock, address[0], secret, pools, arrived, greetings)
+            threading.Thread(target=_greet, args=arguments, daemon=True).start()
+        except (OSError, RuntimeError) as error:  # the second: no thread
+            greetings.release()
+            if isinstance(error, OSError) and error.errno in _LISTENER_ENDED:
+                return
+            if not isinstance(error, TimeoutError):
+                _note(error, refused)
+                time.sleep(RETRY_S)
+
+
+def _note(error: OSError | RuntimeError, refused: list[str]) -> None:
+    """Log it once; the message of a registration that fails tells it too."""
+    said = f" The controller could not take connections: {error}."
+    if isinstance(error, OSError) and error.errno == errno.EMFILE:
+        said += (
+            f" It may open {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} files; raise the hard limit (ulimit -Hn)."
+        )
+    if said not in refused:
+        logger.warning("%s It goes on trying.", said.strip())
+        refused[:] = [said]
 
 
 def _greet(
@@ -110,17 +152,20 @@ def _greet(
     secret: bytes,
     pools: Mapping[str, PoolSpec],
     arrived: queue.SimpleQueue[tuple[str, HostLink]],
+    greetings: threading.BoundedSemaphore,
 ) -> None:
     try:
         channel = accept(sock, secret, HANDSHAKE_TIMEOUT_S)
-        message = channel.receive()
+        message = channel.receive(time.monotonic() + HANDSHAKE_TIMEOUT_S)
         pool = pools.get(message.pool) if isinstance(message, Register) else None
         if pool is None or message.rank not in range(pool.layout.world_size):
             known = ", ".join(map(str, pools.values()))
             raise FrameError(f"{message} belongs to none of the pools {known}.")
-    except (AuthenticationError, FrameError, EOFError) as error:
+    except (AuthenticationError, FrameError, EOFError, TimeoutError) as error:
         logger.warning("refused a connection from %s: %s", address, error)
         sock.close()
         return
+    finally:
+        greetings.release()
     name = where(pool.name, pool.layout, message.rank)
     arrived.put((pool.name, HostLink(message.rank, name, channel, message.pid, message.machine)))

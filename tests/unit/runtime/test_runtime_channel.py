@@ -1,21 +1,25 @@
 """The control channel: who is let in, what is taken, and what a peer cannot do. Threads and sockets only."""
 
 import os
+import resource
 import socket
 import struct
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
 from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.runtime import channel
+from rlhf_megatron.runtime import channel, registration
 from rlhf_megatron.runtime.channel import AuthenticationError, Channel, FrameError, accept, connect
 from rlhf_megatron.runtime.failures import HostError
 from rlhf_megatron.runtime.host import Activity
-from rlhf_megatron.runtime.messages import Call, Leave, Ping, Reply
+from rlhf_megatron.runtime.messages import Call, Leave, Ping, Register, Reply
 from rlhf_megatron.runtime.pool import PoolSpec
 from rlhf_megatron.runtime.registration import gather_hosts, listen, register_host
 from rlhf_megatron.runtime.service import Service
@@ -155,6 +159,97 @@ def test_missing_hosts_are_named() -> None:
     with pytest.raises(HostError, match=r"\[actor dp0 pp0 tp0\], \[critic dp0 pp0 tp0\] did not register within 0.3 s"):
         gather_hosts(listen("127.0.0.1"), SECRET, pools, timeout_s=0.3)
     assert time.monotonic() - started < 5
+
+
+@contextmanager
+def open_files(soft: int) -> Iterator[None]:
+    before, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and soft > hard:
+        pytest.skip(f"the hard limit of open files is {hard}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before, hard))
+
+
+def test_two_thousand_ranks_register() -> None:
+    """And not one is lost, though more connect at one time than are greeted, and strangers hold places."""
+    layout = Layout(world_size=2000)
+    listener = listen("127.0.0.1")
+    port = listener.getsockname()[1]
+    with open_files(4500), closing(socket.socket()) as stranger, ThreadPoolExecutor(32) as threads:
+        stranger.connect(("127.0.0.1", port))
+        hosts = [
+            threads.submit(register_host, "127.0.0.1", port, SECRET, rank, "actor", timeout_s=60)
+            for rank in range(layout.world_size)
+        ]
+        links = gather_hosts(listener, SECRET, [PoolSpec("actor", layout, 0)], timeout_s=60)["actor"]
+        assert [link.rank for link in links] == list(range(layout.world_size))
+        for end in [*(link.channel for link in links), *(host.result() for host in hosts)]:
+            end.close()
+
+
+def test_registration_goes_on_when_file_descriptors_were_short(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pools = [PoolSpec("actor", Layout(world_size=8), 0)]
+    listener = listen("127.0.0.1")
+    address = listener.getsockname()
+    socks = [socket.create_connection(address) for _ in range(8)]
+    free = os.dup(0)
+    os.close(free)
+    before, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    monkeypatch.setattr(
+        registration, "allow_open_files", lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (free + 3, hard))
+    )
+
+    def register(rank: int) -> Channel:
+        made = connect(socks[rank], SECRET, timeout_s=20)
+        made.send(Register(rank, "actor", os.getpid(), "here", "host"))
+        return made
+
+    with ThreadPoolExecutor(9) as threads:
+        gathered = threads.submit(gather_hosts, listener, SECRET, pools, 20.0)
+        hosts = [threads.submit(register, rank) for rank in range(8)]
+        try:
+            while "Too many open files" not in caplog.text:
+                assert not gathered.done()
+                time.sleep(0.01)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (before, hard))
+        links = gathered.result()["actor"]
+        assert "raise the hard limit (ulimit -Hn)" in caplog.text and caplog.text.count("Too many open files") == 1
+        for end in [*(link.channel for link in links), *(host.result() for host in hosts)]:
+            end.close()
+
+
+def test_the_soft_limit_of_open_files_is_raised() -> None:
+    with open_files(256):
+        registration.allow_open_files()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert soft == (
+            registration.OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, registration.OPEN_FILES)
+        )
+
+
+def test_a_peer_that_says_a_byte_now_and_then_has_no_more_time_than_others() -> None:
+    left, right = socket.socketpair()
+    refused: list[AuthenticationError] = []
+
+    def serve() -> None:
+        try:
+            accept(left, SECRET, timeout_s=0.4)
+        except AuthenticationError as error:
+            refused.append(error)
+
+    thread = threading.Thread(target=serve)
+    started = time.monotonic()
+    thread.start()
+    while thread.is_alive() and time.monotonic() - started < 5:
+        right.sendall(b"n")
+        thread.join(0.1)
+    assert time.monotonic() - started < 3 and "timed out" in str(refused[0])
 
 
 def test_an_address_of_another_machine_is_refused() -> None:
