@@ -15,10 +15,12 @@ from rlhf_megatron import faults
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.keys import leaf_keys, value_of
 from rlhf_megatron.config.load import load_run_config
+from rlhf_megatron.config.rules.run import megatron_sections
 from rlhf_megatron.config.rules.validate import check_world_size
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.secrets import redacted, revealed
 from rlhf_megatron.config.show import as_text, as_yaml
+from rlhf_megatron.parallel.environment import set_up
 from rlhf_megatron.plugins import load_plugins
 from rlhf_megatron.stop import STOPPED_EXIT_CODE, RunStopped, StopRequest
 
@@ -60,10 +62,8 @@ class TrainJob:
         Raises ConfigError, ValueError and OSError for what a user can mend.
         """
         trainer = self.config.trainer
-        if trainer.deterministic:
-            from rlhf_megatron.parallel.prepare import ENVIRONMENT
-
-            os.environ |= {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
+        megatrons = [megatron for _, megatron, _ in megatron_sections(self.config)]
+        set_up(os.environ, trainer, self.config.rollout, megatrons)
         if isinstance(self.replay, int) != (self.replay_from is not None):
             problem = "--replay STEP and --replay-from RUN_DIR (a run made with --record) need each other"
             raise ConfigError([f"{problem}; --replay CAPSULE_DIR stands alone."])
@@ -273,7 +273,8 @@ def _build_roles(config: RunConfig, pool):  # type: ignore[no-untyped-def]
     """Megatron is imported after the host has registered, so that what fails there is told with coordinates."""
     from rlhf_megatron.parallel.prepare import make_deterministic, prepare_megatron
 
-    prepare_megatron()  # before anything else imports it: without CUDA this saves each process 2 s of imports
+    # Before the roles import it: it says what is wrong with what is installed, and saves 2 s of imports without CUDA.
+    prepare_megatron()
     from rlhf_megatron.runtime.roles import RoleBuilder
 
     load_plugins(config.plugins)  # an actor of Ray has not read the file

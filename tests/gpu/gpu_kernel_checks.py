@@ -292,10 +292,11 @@ def check_deterministic(device: torch.device, dtype: torch.dtype) -> Figures:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    from rlhf_megatron.parallel.prepare import ENVIRONMENT, make_deterministic
+    from rlhf_megatron.parallel.environment import DETERMINISM
+    from rlhf_megatron.parallel.prepare import make_deterministic
 
-    before = {name: os.environ.get(name) for name in ENVIRONMENT}
-    os.environ |= ENVIRONMENT
+    before = {name: os.environ.get(name) for name in DETERMINISM}
+    os.environ |= DETERMINISM
     benchmark = torch.backends.cudnn.benchmark
     make_deterministic()
     try:

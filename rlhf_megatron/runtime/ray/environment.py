@@ -8,12 +8,12 @@
 | RAY_memory_monitor_refresh_ms=0 | a cluster of this machine | Ray would kill a rank when other programs fill the memory; a lost rank ends the run, so that is left to the kernel |
 | RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0 | all | a process that takes no GPU from Ray sees those that it is told to (colocated engines); otherwise Ray hides all |
 | OMP_NUM_THREADS | ranks | Ray would say ray.num_cpus_per_rank, rounded down; on one machine it is what the torchrun launcher says, so that sums have the same order |
-| CUDA_DEVICE_MAX_CONNECTIONS=1 | ranks with GPUs, tp or cp above 1 | one queue into the device keeps communication that was issued first ahead of computation, which Megatron's overlap relies on; not on Blackwell and later, where it only hurts |
+| those of `parallel.environment` | ranks; NCCL's: engines too | as under other launchers |
 | GLOO_SOCKET_IFNAME | ranks | lo on one machine, else the interface that leads to the driver: gloo would take that of the host's name |
 | LOCAL_RANK | ranks | which of the devices that it sees is this rank's |
 
 Left alone: RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES (each rank sees its own device only; where a shell sets it, LOCAL_RANK
-follows), NCCL's own settings, TOKENIZERS_PARALLELISM (ranks use no tokenizer).
+follows), TOKENIZERS_PARALLELISM (ranks use no tokenizer).
 
 Machines of a running cluster have environments of their own: of the driver's, what FORWARDED names goes to the ranks.
 """  # noqa: E501  a table
@@ -27,18 +27,18 @@ from collections.abc import Mapping, Sequence
 
 from rlhf_megatron.config.rules.engines import OLDEST_RAY, wrong_address
 from rlhf_megatron.config.schema import MegatronConfig, RayConfig, TrainerConfig
-from rlhf_megatron.parallel.prepare import ENVIRONMENT as DETERMINISM
+from rlhf_megatron.parallel.environment import DETERMINISM, ONE_QUEUE, of_queues
 
 ADDRESS_ENV = "RAY_ADDRESS"  # set by Ray in a submitted job
 FORWARDED_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "NVTE_", "UCX_", "FI_")
 FORWARDED = (
     "OMP_NUM_THREADS",
-    "CUDA_DEVICE_MAX_CONNECTIONS",
     "PYTORCH_CUDA_ALLOC_CONF",
     "PYTORCH_ALLOC_CONF",
     "RLHF_MEGATRON_FAULTS",
     "RLHF_MEGATRON_FAULTS_DIR",
     *DETERMINISM,
+    *ONE_QUEUE,
 )
 _OF_ALL = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 _OF_OWN_CLUSTER = {
@@ -46,7 +46,6 @@ _OF_OWN_CLUSTER = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_memory_monitor_refresh_ms": "0",
 }
-_ONE_QUEUE_HURTS = ("B", "GB")  # names of accelerators, as Ray has them, that begin so
 
 
 def address_of(ray: RayConfig, environment: Mapping[str, str]) -> str | None:
@@ -113,9 +112,8 @@ def of_ranks(
     wanted = {"OMP_NUM_THREADS": str(max(1, threads))}
     if is_one_machine:
         wanted["GLOO_SOCKET_IFNAME"] = "lo"
-    is_split = any(m.tensor_model_parallel_size > 1 or m.context_parallel_size > 1 for m in megatrons)
-    if uses_gpus and is_split and not any(kind.startswith(_ONE_QUEUE_HURTS) for kind in kinds):
-        wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    if uses_gpus:
+        wanted |= of_queues(megatrons, kinds)
     return wanted | forwarded(environment)
 
 

@@ -1,0 +1,111 @@
+"""The environment of CUDA and NCCL that each process of a job gets, under each launcher. Nothing is started."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from rlhf_megatron import job
+from rlhf_megatron.config.schema import MegatronConfig, RolloutConfig, SGLangConfig, TrainerConfig
+from rlhf_megatron.parallel import environment
+from rlhf_megatron.runtime.ray import environment as ray_environment
+from rlhf_megatron.runtime.torchrun import launcher
+
+ALIKE = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+TP2 = [MegatronConfig(tensor_model_parallel_size=2)]
+QUICKSTART = Path(__file__).resolve().parents[3] / "configs/quickstart.yaml"
+
+
+def found(given: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in given.items() if name in {**ALIKE, **ONE_QUEUE, **environment.DETERMINISM}}
+
+
+@pytest.mark.parametrize(
+    ("runtime", "given", "becomes", "expected"),
+    [
+        ("inline", {}, "_inline", ALIKE),
+        ("torchrun", {}, "launch_single_node", ALIKE | ONE_QUEUE),
+        ("torchrun", {"TORCHELASTIC_RUN_ID": "1", "RANK": "1"}, "_host", ALIKE | ONE_QUEUE),  # of Slurm's jobs too
+        ("torchrun", {job.CONTROLLER_ENV: "run"}, "_control", ALIKE | ONE_QUEUE),  # engines inherit it
+        ("ray", {}, "_ray", ALIKE),  # the driver
+        ("torchrun", {"NCCL_CUMEM_ENABLE": "1"}, "launch_single_node", ALIKE | ONE_QUEUE | {"NCCL_CUMEM_ENABLE": "1"}),
+    ],
+)
+def test_every_process_sets_it_before_anything_else(
+    runtime: str, given: dict[str, str], becomes: str, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[dict[str, str]] = []
+
+    def note(*_: object, **__: object) -> None:
+        seen.append(found(dict(os.environ)))
+        raise SystemExit
+
+    monkeypatch.setattr(os, "environ", dict(given))
+    monkeypatch.setattr(job.TrainJob, "_check", lambda self: None)
+    monkeypatch.setattr(job.TrainJob, "_open_run_dir", lambda self: None)
+    monkeypatch.setattr(*((launcher, becomes) if becomes == "launch_single_node" else (job.TrainJob, becomes)), note)
+    ranks = 1 if runtime == "inline" else 2
+    sizes = [f"trainer.n_gpus_per_node={ranks}", f"actor.megatron.tensor_model_parallel_size={ranks}"]
+    sizes += ["actor.megatron.pipeline_model_parallel_size=1"]
+    with pytest.raises(SystemExit):
+        job.TrainJob(QUICKSTART, (f"trainer.runtime={runtime}", *sizes)).start()
+    assert seen == [expected]
+
+
+def test_rays_processes_get_what_the_driver_has_and_ranks_their_queues() -> None:
+    driver: dict[str, str] = {"PATH": "/bin"}
+    trainer = TrainerConfig(runtime="ray", deterministic=True)
+    environment.set_up(driver, trainer, RolloutConfig(), TP2)
+    config = job.RunConfig()
+    ranks = ray_environment.of_ranks(
+        driver, trainer, config.ray, TP2, is_one_machine=False, uses_gpus=True, kinds=["H100"]
+    )
+    assert found(ranks) == ALIKE | ONE_QUEUE | environment.DETERMINISM
+    assert found(ray_environment.of_engines(driver)) == ALIKE | environment.DETERMINISM
+
+
+def test_one_queue_only_where_communication_overlaps_and_before_blackwell() -> None:
+    assert environment.of_queues(TP2, ["H100 80GB HBM3"]) == ONE_QUEUE == environment.of_queues(TP2, [])
+    assert environment.of_queues([MegatronConfig(context_parallel_size=2)], ["A100-SXM4-80GB"]) == ONE_QUEUE
+    assert environment.of_queues([MegatronConfig()], ["H100"]) == {}
+    assert environment.of_queues(TP2, ["B200"]) == environment.of_queues(TP2, ["GB200"]) == {}
+
+
+def test_the_drivers_files_name_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "_DRIVER", tmp_path)
+    assert environment.gpus_here() == []
+    (tmp_path / "0000:1b:00.0").mkdir()
+    (tmp_path / "0000:1b:00.0" / "information").write_text("Model: \t\t NVIDIA B200\nIRQ:   \t\t 0\n")
+    assert environment.gpus_here() == ["B200"]
+    set_up: dict[str, str] = {}
+    environment.set_up(set_up, TrainerConfig(), RolloutConfig(), TP2)
+    assert set_up == ALIKE
+
+
+@pytest.mark.parametrize(
+    ("sglang", "given", "expected"),
+    [
+        (SGLangConfig(args={"enable-symm-mem": True}), {}, {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "1"}),
+        (SGLangConfig(args={"enable_nccl_nvls": True}), {}, {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "1"}),
+        (SGLangConfig(env={"NCCL_CUMEM_ENABLE": "1"}), {}, {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}),
+        (SGLangConfig(env={"NCCL_CUMEM_ENABLE": "1"}), {"NCCL_CUMEM_ENABLE": "1"}, ALIKE | {"NCCL_CUMEM_ENABLE": "1"}),
+    ],
+)
+def test_ranks_follow_what_the_engines_are_told(
+    sglang: SGLangConfig, given: dict[str, str], expected: dict[str, str]
+) -> None:
+    assert environment.of_communicators(RolloutConfig(sglang=sglang), given) == expected
+    assert environment.of_communicators(RolloutConfig(engine="local", sglang=sglang), {}) == ALIKE
+
+
+@pytest.mark.parametrize(
+    ("sglang", "place"),
+    [
+        (SGLangConfig(env={"NCCL_NVLS_ENABLE": "1"}), "1 from rollout.sglang.env.NCCL_NVLS_ENABLE"),
+        (SGLangConfig(args={"enable-nccl-nvls": True}), "1 from rollout.sglang.args.enable-nccl-nvls"),
+    ],
+)
+def test_values_that_contradict_are_refused(sglang: SGLangConfig, place: str) -> None:
+    with pytest.raises(ValueError, match=f"NCCL_NVLS_ENABLE must be one .* it is 0 from the environment, but {place}"):
+        environment.of_communicators(RolloutConfig(sglang=sglang), {"NCCL_NVLS_ENABLE": "0"})
