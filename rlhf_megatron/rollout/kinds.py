@@ -105,10 +105,10 @@ class SGLangKind(EngineKind):
     is_elsewhere = True
 
     def check(self, setup: EngineSetup) -> None:
-        from rlhf_megatron.rollout.sglang.environment import check_sglang
+        from rlhf_megatron.rollout.sglang.environment import check_communicators, check_sglang, on_cpu
 
         sglang, trainer = setup.rollout.sglang, setup.trainer
-        check_sglang(
+        found = check_sglang(
             sglang.python,
             sglang.args,
             sglang.env,
@@ -116,6 +116,8 @@ class SGLangKind(EngineKind):
             num_engines=setup.rollout.num_engines,
             machine=setup.machine(is_placed=trainer.runtime == "ray"),
         )
+        if setup.rollout.weight_transport == "process_group" and not on_cpu(found.arguments.values, sglang.env):
+            check_communicators(sglang.python, sglang.env)
 
     def start(
         self, setup: EngineSetup, run_dir: Path, transfer_dir: Path, progress: Progress | None, place: Place

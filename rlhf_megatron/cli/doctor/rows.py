@@ -143,7 +143,8 @@ def attention_row(facts: Facts, wanted: Wanted) -> Row:
         absent["torch"] = facts.torch.flash_why_not if facts.torch else facts.torch_error
     capability = facts.torch.capability if facts.torch else (0, 0)
     choice = choose_attention(wanted.device, wanted.dtype, wanted.head_dim, capability, absent)
-    return _of_choice("attention", choice, ATTENTION_NAMES[choice.name], choice.name != "by_length")
+    is_fastest = choice.name != "by_length" and not choice.fix  # flash attention 2 on a Hopper GPU is not
+    return _of_choice("attention", choice, ATTENTION_NAMES[choice.name], is_fastest)
 
 
 def norm_row(facts: Facts, wanted: Wanted) -> Row:

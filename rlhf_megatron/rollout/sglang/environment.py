@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import logging
 import os
 import shutil
 import subprocess
@@ -29,6 +30,8 @@ from rlhf_megatron.rollout.sglang.arguments import (
     checked,
     options_from,
 )
+
+logger = logging.getLogger(__name__)
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 CPU_ENGINE = "SGLANG_USE_CPU_ENGINE"
@@ -150,6 +153,10 @@ _INSTALL = "install it there (`make sglang-cpu` on a machine without a GPU, else
 _TIMEOUT_S = 300.0
 MEMORY_SAVER = "enable-memory-saver"
 _VERSION_CODE = "import importlib.metadata as m; print(m.version('sglang'))"
+_NCCL_CODE = (  # "none": a torch without CUDA, whose groups are gloo's
+    "import torch; cuda = torch.version.cuda and torch.distributed.is_nccl_available();"
+    " print(torch.__version__, '.'.join(map(str, torch.cuda.nccl.version())) if cuda else 'none')"
+)
 
 
 @dataclass(frozen=True)
@@ -200,6 +207,26 @@ def check_sglang(
     )
     devices = place(complete.values, env, num_engines, machine)
     return SGLangEnvironment(found, version, full_env, complete, devices, warning)
+
+
+def check_communicators(python: str | None, env: Mapping[str, str]) -> None:
+    """Compare torch and NCCL of the servers' environment with this one's, for a communicator of ranks and servers.
+
+    Warns of a difference. Raises ValueError where NCCL differs in more than a patch release.
+    """
+    theirs = find_python(python)
+    if theirs == sys.executable:
+        return
+    own_torch, own_nccl = _run(sys.executable, _NCCL_CODE, {}, "this environment has no torch").split()
+    torch, nccl = _run(theirs, _NCCL_CODE, absolute_env(env), f"{theirs} has no torch").split()
+    said = f"{theirs} has torch {torch} with NCCL {nccl}, this environment torch {own_torch} with NCCL {own_nccl}"
+    if "none" not in (own_nccl, nccl) and own_nccl.split(".")[:2] != nccl.split(".")[:2]:
+        raise ValueError(
+            f"rollout.weight_transport (process_group) puts ranks and servers into one NCCL communicator: {said}."
+            " Install the same torch in both, or use tensor or disk."
+        )
+    if (own_torch, own_nccl) != (torch, nccl):
+        logger.warning("%s; process_group is tested with equal versions.", said)
 
 
 def find_python(python: str | None) -> str:

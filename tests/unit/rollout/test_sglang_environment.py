@@ -17,6 +17,7 @@ from rlhf_megatron.rollout.sglang.environment import (
     OLDEST,
     TESTED,
     absolute_env,
+    check_communicators,
     check_sglang,
     check_version,
     deterministic_arguments,
@@ -74,6 +75,31 @@ def test_an_old_or_missing_sglang(tmp_path: Path) -> None:
     fake_python(tmp_path, "echo 'PackageNotFoundError: sglang' >&2; exit 1")
     with pytest.raises(ValueError, match=r"has no sglang; install it there .*make sglang-cpu.*PackageNotFoundError"):
         check_sglang(str(python), {}, {})
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "refused"),
+    [
+        ("2.11.0 2.28.9", "2.11.0 2.28.9", False),
+        ("2.11.0 2.28.9", "2.10.0 2.28.3", False),
+        ("2.11.0 2.28.9", "2.9.1 2.27.5", True),
+        ("2.11.0+cpu none", "2.10.0 2.28.3", False),  # it would be gloo's
+    ],
+)
+def test_a_communicator_needs_one_nccl(
+    ours: str, theirs: str, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    for name, versions in (("own", ours), ("servers", theirs)):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {versions}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(tmp_path / "own"))
+    python = str(tmp_path / "servers")
+    if refused:
+        with pytest.raises(ValueError, match=r"process_group.*2\.27\.5.*Install the same torch in both"):
+            check_communicators(python, {})
+        return
+    check_communicators(python, {})
+    assert ("2.28.3" in caplog.text) == (ours != theirs)
 
 
 def test_relative_paths_count_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
