@@ -76,8 +76,9 @@ def linear_log_prob(
         backend: "reference" (the specification: needs [R, V] floats), "chunked" (torch, any device), "triton".
 
     The gradient of `hidden_SH` is complete on every rank: the sum over `tp_group` is done in here, as Megatron's
-    ColumnParallelLinear does. Rows whose upstream gradients are all zero are left out of the backward pass; those
-    gradients must be the same on all ranks of the group, as they are wherever the loss is computed from these outputs.
+    ColumnParallelLinear does. On a CPU rows whose upstream gradients are all zero are left out of the backward pass;
+    those gradients must be the same on all ranks of the group, as they are wherever the loss is computed from these
+    outputs.
 
     Raises ValueError for a temperature or chunk size that is not positive (a tensor on a GPU is not looked at) and for
     shapes that do not fit.

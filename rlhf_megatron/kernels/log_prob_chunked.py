@@ -310,7 +310,9 @@ def _sequence(hidden_SH: Tensor, num_rows: int, call: HeadCall) -> Tensor:
 
 
 def _rows_with_gradient(gradients: RowGradients) -> Tensor | None:
-    """Indices of the rows that have one; None: all. A CPU waits for the GPU here."""
+    """Indices of the rows that have one; None: all, on a GPU without a look, since the host would wait for it."""
+    if gradients.grad_log_probs_R.is_cuda:
+        return None
     is_active_R = gradients.grad_log_probs_R != 0
     if gradients.grad_entropies_R is not None:
         is_active_R |= gradients.grad_entropies_R != 0

@@ -92,8 +92,9 @@ def prefix_keys(borders: Tensor, num_tokens: int, cp: int, rank: int) -> tuple[T
     among the gathered ones [T (2 cp + 1) / (2 cp)].
     """
     chunk_sizes = (borders.diff().long() // (2 * cp)).repeat_interleave(2)
-    ends = torch.tensor([rank + 1, 2 * cp - rank], device=borders.device).repeat(len(borders) - 1)
-    key_lengths = chunk_sizes * ends
+    # Where a document's two chunks end, rank + 1 and 2 cp - rank; a tensor of host numbers would wait for the device.
+    is_second = torch.arange(chunk_sizes.numel(), device=borders.device) % 2
+    key_lengths = chunk_sizes * (rank + 1 + is_second * (2 * (cp - rank) - 1))
     query_borders, key_borders = _borders(chunk_sizes), _borders(key_lengths)
     num_keys = num_tokens * (2 * cp + 1) // (2 * cp)
     shifts = borders[:-1].long().repeat_interleave(2) - key_borders[:-1]

@@ -81,6 +81,7 @@ def _pipeline_settings(layout: Layout) -> dict[str, Any]:
         # sends and receives pair up wrongly; nothing fails and the results are garbage.
         "overlap_p2p_comm": is_interleaved,
         "batch_p2p_comm": not is_interleaved,
+        "batch_p2p_sync": False,  # would wait for the whole device after each message: a workaround for old torch
         # A stage's output is freed once it is sent. Without overlap megatron has waited for the send by then. With
         # overlap it has not: gloo would send what came to stand there since, silently; and with NCCL only the
         # allocator's notes about streams, which torch may leave out, would keep the memory from being used again.

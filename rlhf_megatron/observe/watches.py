@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from rlhf_megatron.observe.metrics.rates import peak_tflops
 from rlhf_megatron.runtime.proxies import ActorProxy, ReferenceProxy, Workers
-from rlhf_megatron.workers.findings import HeadReport
-from rlhf_megatron.workers.memory import MemoryReport
+from rlhf_megatron.workers.findings import HeadReport, MemoryReport
 
 GIB = float(1 << 30)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,6 +108,43 @@ def resident_bytes() -> int:
 def host_buffer(num_bytes: int, device: torch.device) -> Tensor:
     """[num_bytes] uint8 in host memory, page-locked where that makes copies from and to `device` faster."""
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+def page_lock(memory: Tensor, device: torch.device) -> bool:
+    """Page-lock host memory that others allocated, for copies from `device` at full speed. False: it is not, which is
+    slower and nothing else. Undo it with `page_unlock` before the memory goes."""
+    if device.type != "cuda" or memory.device.type != "cpu":
+        return False
+    return int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
+
+
+def page_unlock(memory: Tensor) -> None:
+    """Undo `page_lock`."""
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+
+def moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Copies on `device` of small tensors of the host: all in one transfer, which nobody waits for. On a CPU they
+    themselves."""
+    if device.type == "cpu":
+        return list(tensors)
+    staging = host_buffer(sum(_aligned(tensor.nbytes) for tensor in tensors), device)
+    for place, tensor in zip(_places(staging, tensors), tensors, strict=True):
+        place.copy_(tensor)
+    return _places(staging.to(device, non_blocking=True), tensors)
+
+
+def _places(buffer: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Views of `buffer` (bytes), one after the other, in the shapes and types of `tensors`."""
+    found, start = [], 0
+    for tensor in tensors:
+        found.append(buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        start += _aligned(tensor.nbytes)
+    return found
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // 16) * 16  # every type of a column divides it
 
 
 class CopyQueue:

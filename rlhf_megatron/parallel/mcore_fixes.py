@@ -49,6 +49,23 @@ def _gradients_by_torch() -> None:
     layers._grad_accum_fusion_available = True
 
 
+def _norms_by_loop() -> bool:
+    utils: Any = importlib.import_module("megatron.core.utils")
+    clip: Any = importlib.import_module("megatron.core.optimizer.clip_grads")
+    return clip.l2_norm_impl is utils.local_multi_tensor_l2_norm
+
+
+def _norm_without_waits() -> None:
+    import torch
+
+    def l2_norm(chunk_size: int, noop_flag: Any, tensor_lists: Any, per_tensor: bool) -> tuple[Any, None]:
+        norms = torch.stack([torch.norm(tensor) for tensors in tensor_lists for tensor in tensors])
+        return torch.norm(norms).float().reshape(1), None
+
+    clip: Any = importlib.import_module("megatron.core.optimizer.clip_grads")
+    clip.l2_norm_impl = l2_norm
+
+
 PATCHES = (
     Patch(
         "transformer.moe.moe_utils.te_general_gemm",
@@ -68,6 +85,12 @@ PATCHES = (
         "gradient-accumulation fusion asks for an extension of Apex, under Transformer Engine too; torch can do it",
         _gradients_by_torch,
         is_needed=_has_no_gradient_extension,
+    ),
+    Patch(
+        "optimizer.clip_grads.l2_norm_impl",
+        "without Transformer Engine and Apex the gradient norm waits for the device once a parameter",
+        _norm_without_waits,
+        is_needed=_norms_by_loop,
     ),
 )
 

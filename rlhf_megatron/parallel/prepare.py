@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
+import importlib
+
 import torch
 
 from rlhf_megatron.parallel import cpu_platform, mcore_fixes
 from rlhf_megatron.parallel.mcore_patch import check_undeclared_needs, check_version
+from rlhf_megatron.parallel.packages import INSTALL, TRANSFORMER_ENGINE, find_package, one_line
 
 
 def prepare_megatron() -> None:
     """Call before the first use of megatron-core; `create_world` does. Safe to call again. Takes seconds (imports).
 
     Importing megatron beforehand is harmless.
-    Raises RuntimeError for an unsupported version of megatron-core, or one that lacks a package.
+    Raises RuntimeError for an unsupported version of megatron-core, or one that lacks a package, and as
+    `refuse_broken_transformer_engine`.
     """
     check_version()
     check_undeclared_needs()
+    refuse_broken_transformer_engine()
     cpu_platform.apply()
     mcore_fixes.apply()
 
 
-ENVIRONMENT = {
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # cuBLAS: one workspace a stream, so that the same algorithm runs
-    "NCCL_ALGO": "^NVLS",  # sums in the switch come in no fixed order
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",  # attention of Transformer Engine
-}
-"""To be set before CUDA and NCCL are used, where nobody has set another value."""
+def refuse_broken_transformer_engine() -> None:
+    """megatron-core imports it where it is installed, and goes on without it only after an ImportError: half of it,
+    without its library or of two versions, raises something else. Raises ValueError."""
+    if not (found := find_package(TRANSFORMER_ENGINE, ("transformer-engine", "transformer_engine"))).is_present:
+        return
+    try:
+        importlib.import_module(TRANSFORMER_ENGINE)
+    except ImportError:
+        return
+    except Exception as error:  # AssertionError, RuntimeError, FileNotFoundError and others
+        version = found.version or "of unknown version"
+        raise ValueError(
+            f"Transformer Engine ({version}) is installed in part only, and megatron-core cannot start beside it:"
+            f" {one_line(error)}. Install all of it ({INSTALL[TRANSFORMER_ENGINE]}), or remove it (pip uninstall"
+            " transformer-engine transformer-engine-torch transformer-engine-cu12)."
+        ) from error
 
 
 def make_deterministic() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlhf_megatron.parallel.device import synchronize
+from rlhf_megatron.parallel.device import page_lock, page_unlock, synchronize
 from rlhf_megatron.resharding.manifest import BucketManifest
 
 Deliver = Callable[[BucketManifest, Tensor], None]
@@ -27,8 +27,13 @@ class Buffers:
         """`memory`: the buffers, each [capacity] uint8."""
         self._memory = list(memory)
         self._deliver = deliver
+        self._locked: list[Tensor] = []
         self._pending: list[Future[None] | None] = [None] * len(self._memory)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="weight-delivery")
+
+    def lock_pages(self, device: torch.device) -> None:
+        """Make copies from `device` fast, where the buffers are host memory."""
+        self._locked = [memory for memory in self._memory if page_lock(memory, device)]
 
     def buffer(self, bucket: int) -> Tensor:
         """[capacity] uint8 to fill with bucket number `bucket`.
@@ -67,7 +72,9 @@ class Buffers:
     def close(self) -> None:
         """Wait for the delivery that runs, drop the others, free the memory. Never raises; safe to call twice."""
         self._executor.shutdown(wait=True, cancel_futures=True)
-        self._memory, self._pending = [], []
+        for memory in self._locked:
+            page_unlock(memory)
+        self._memory, self._locked, self._pending = [], [], []
 
     def _slot(self, bucket: int) -> int:
         return bucket % len(self._memory)

@@ -26,7 +26,7 @@ from rlhf_megatron import faults
 from rlhf_megatron.rollout.engine import Engine, EngineError
 from rlhf_megatron.rollout.fleet.fleet import EngineFleet
 from rlhf_megatron.runtime.proxies import ReferenceProxy, TrainedProxy
-from rlhf_megatron.workers.memory import MemoryReport
+from rlhf_megatron.workers.findings import MemoryReport
 from rlhf_megatron.workers.offload import TRAINER_PARTS
 
 Phase = Literal["training", "sync", "generation"]

@@ -18,8 +18,7 @@ from rlhf_megatron.checkpoint.manifest import SaveResult
 from rlhf_megatron.data.batch import LogProbs, MiniBatch, TokenBatch, ValueMiniBatch, Values
 from rlhf_megatron.data.plan import ReplicaPlan
 from rlhf_megatron.models.table import Rule
-from rlhf_megatron.workers.findings import Findings, HeadReport, ReplicaReport
-from rlhf_megatron.workers.memory import MemoryReport
+from rlhf_megatron.workers.findings import Findings, HeadReport, MemoryReport, ReplicaReport
 from rlhf_megatron.workers.offload import TRAINER_PARTS, TrainerPart
 
 

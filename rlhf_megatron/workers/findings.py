@@ -1,5 +1,5 @@
-"""What a rank tells of numbers that are not finite, of replicas that differ and of its head. Passive; the controller
-reads it."""
+"""What a rank tells of its memory, numbers that are not finite, replicas that differ and its head. The controller reads
+it."""
 
 from __future__ import annotations
 
@@ -85,3 +85,18 @@ class HeadReport:
     backend: str  # in use now
     num_checks_left: int
     notices: tuple[str, ...]  # one a fall-back
+
+
+@codec.register
+@dataclass(frozen=True)
+class MemoryReport:
+    """Of one model on one rank; what is the process's or the device's is the same in the reports of all its models."""
+
+    held_bytes: int  # of the model's own storages on the device: parameters, gradients, optimizer state
+    copied_bytes: int  # of the copies of these in host memory
+    process_bytes: int  # that this process has allocated on the device; 0 on a CPU
+    used_bytes: int  # of the device, by all processes; 0 on a CPU
+    resident_bytes: int  # of this process in host memory
+    peak_allocated_bytes: int = 0  # most that this process had allocated on the device; 0 on a CPU
+    peak_reserved_bytes: int = 0  # the same with what torch keeps in reserve
+    device_name: str = ""  # as its vendor spells it; "" of a CPU

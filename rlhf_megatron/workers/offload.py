@@ -14,7 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rlhf_megatron.parallel.device import CopyQueue, empty_cache, host_buffer
+from rlhf_megatron.parallel.device import CopyQueue, empty_cache, host_buffer, memory, name_of, resident_bytes
+from rlhf_megatron.workers.findings import MemoryReport
 
 TrainerPart = Literal["gradients", "optimizer", "parameters"]
 TRAINER_PARTS: tuple[TrainerPart, ...] = ("gradients", "optimizer", "parameters")
@@ -109,6 +110,20 @@ class Offload:
     def host_bytes(self) -> int:
         """Of the copies in host memory, which are kept to be used again."""
         return sum(copy.num_bytes for copy in self._copies.values())
+
+    def report(self) -> MemoryReport:
+        """What is held now."""
+        stats = memory(self._device)
+        return MemoryReport(
+            held_bytes=self.device_bytes,
+            copied_bytes=self.host_bytes,
+            process_bytes=stats.allocated,
+            used_bytes=stats.used,
+            resident_bytes=resident_bytes(),
+            peak_allocated_bytes=stats.peak_allocated,
+            peak_reserved_bytes=stats.peak_reserved,
+            device_name=name_of(self._device),
+        )
 
     def _mine(self, parts: Sequence[TrainerPart]) -> Iterator[TrainerPart]:
         """In the order in which they are needed again."""

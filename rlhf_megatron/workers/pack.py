@@ -25,14 +25,18 @@ Legend: T tokens of the shard, S packed length, D documents, R rows of this rank
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlhf_megatron.data.batch import TokenBatch
 from rlhf_megatron.data.plan import ReplicaPlan
+from rlhf_megatron.parallel.device import moved
 from rlhf_megatron.parallel.layout import Layout
+
+TENSORS = ("token_ids", "position_ids", "cu_seqlens", "rows", "targets", "sequence_ids")  # of every micro-batch
 
 
 @dataclass(frozen=True)
@@ -113,18 +117,29 @@ def pack(
         filler_positions = filler.repeat(num_filler)
         micro_batches.append(
             MicroBatch(
-                token_ids=torch.cat([torch.zeros_like(filler_positions), token_ids[tokens]])[None].to(device),
-                position_ids=torch.cat([filler_positions, positions[tokens]])[None].to(device),
-                cu_seqlens=_cu_seqlens(padded[documents], num_filler, layout.document_multiple).to(device),
+                token_ids=torch.cat([torch.zeros_like(filler_positions), token_ids[tokens]])[None],
+                position_ids=torch.cat([filler_positions, positions[tokens]])[None],
+                cu_seqlens=_cu_seqlens(padded[documents], num_filler, layout.document_multiple),
                 max_seqlen=int(padded[documents.stop - 1]),
-                rows=(row_index[rows] + (filler_positions.numel() - tokens.start)).to(device),
-                targets=targets[rows].to(device),
-                sequence_ids=(document[row_index[rows]] - documents.start).to(device),
+                rows=row_index[rows] + (filler_positions.numel() - tokens.start),
+                targets=targets[rows],
+                sequence_ids=document[row_index[rows]] - documents.start,
                 num_sequences=documents.stop - documents.start,
-                columns={name: column[rows].to(device) for name, column in gathered.items()},
+                columns={name: column[rows] for name, column in gathered.items()},
             )
         )
-    return Packed(tuple(micro_batches), token_index=predicted, num_tokens=batch.num_tokens, seq_length=seq_length)
+    return Packed(_on(micro_batches, torch.device(device)), predicted, batch.num_tokens, seq_length)
+
+
+def _on(micro_batches: Sequence[MicroBatch], device: torch.device) -> tuple[MicroBatch, ...]:
+    """All of them in one transfer."""
+    named = [{name: getattr(micro, name) for name in TENSORS} | micro.columns for micro in micro_batches]
+    there = iter(moved([tensor for tensors in named for tensor in tensors.values()], device))
+    found: list[dict[str, Any]] = [{name: next(there) for name in tensors} for tensors in named]
+    return tuple(
+        replace(micro, **{name: tensors.pop(name) for name in TENSORS}, columns=tensors)
+        for micro, tensors in zip(micro_batches, found, strict=True)
+    )
 
 
 def forwarded_lengths(lengths: Tensor) -> Tensor:

@@ -19,9 +19,8 @@ from rlhf_megatron.models.build import build_model
 from rlhf_megatron.models.families.base import HFConfig, table_for
 from rlhf_megatron.models.table import Rule
 from rlhf_megatron.parallel.world import World
-from rlhf_megatron.workers.findings import HeadReport
+from rlhf_megatron.workers.findings import HeadReport, MemoryReport
 from rlhf_megatron.workers.log_prob_head import LogProbHead
-from rlhf_megatron.workers.memory import MemoryReport, report
 from rlhf_megatron.workers.offload import Offload
 from rlhf_megatron.workers.pipeline import forward_log_probs
 
@@ -100,7 +99,7 @@ class MegatronReference:
 
     def memory_report(self) -> MemoryReport:
         """What this rank holds now."""
-        return report(self.memory, self.world.device)
+        return self.memory.report()
 
     @contextmanager
     def _on_device(self, is_changed: bool = False) -> Iterator[None]:

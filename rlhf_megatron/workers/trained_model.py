@@ -32,8 +32,7 @@ from rlhf_megatron.parallel.world import World, free_scratch
 from rlhf_megatron.workers.capsule import save_weights
 from rlhf_megatron.workers.contract import UpdateResult
 from rlhf_megatron.workers.data_parallel import gradient_tensors, parameter_tensors, sync_parameters, wrap
-from rlhf_megatron.workers.findings import WEIGHTS, Findings, ReplicaReport
-from rlhf_megatron.workers.memory import MemoryReport, report
+from rlhf_megatron.workers.findings import WEIGHTS, Findings, MemoryReport, ReplicaReport
 from rlhf_megatron.workers.nonfinite import Watch, bad_positions, bad_tensors, check_finite
 from rlhf_megatron.workers.offload import TRAINER_PARTS, Offload, TrainerPart
 from rlhf_megatron.workers.optimizer import Optimizer, StepResult, reset
@@ -248,7 +247,7 @@ class TrainedModel:
 
     def memory_report(self) -> MemoryReport:
         """What this rank holds now."""
-        return report(self.memory, self.world.device)
+        return self.memory.report()
 
     def num_save_bytes(self) -> int:
         """What this rank will about write in a save. Replicas hold the same; the first one counts."""

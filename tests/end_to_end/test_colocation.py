@@ -25,7 +25,7 @@ from rlhf_megatron.observe.metrics import names as metric_names
 from rlhf_megatron.rollout.engine import MEMORY_PARTS, Engine
 from rlhf_megatron.runtime.proxies import Workers
 from rlhf_megatron.sync.colocation import Colocation, most
-from rlhf_megatron.workers.memory import MemoryReport
+from rlhf_megatron.workers.findings import MemoryReport
 
 # --- the order ------------------------------------------------------------------------------------------------------
 

@@ -51,7 +51,9 @@ class Delivery:
         if self._kind != "disk" and {transport.memory for transport in self._transports} == {"device_memory"}:
             return in_memory(self._place.device, capacity, num_buckets, self)
         in_files = FileBuffers if self._kind == "disk" else SharedMemoryBuffers
-        return in_files(self._transfer_dir, str(self._place.coordinates), capacity, num_buckets, self)
+        buffers = in_files(self._transfer_dir, str(self._place.coordinates), capacity, num_buckets, self)
+        buffers.lock_pages(self._place.device)
+        return buffers
 
     def __call__(self, manifest: BucketManifest, bucket: Tensor) -> None:
         for traffic in self._each(lambda one: one.deliver(manifest, bucket), f"while it was given {manifest}"):

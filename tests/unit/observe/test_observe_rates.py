@@ -25,7 +25,7 @@ from rlhf_megatron.observe.metrics.rates import (
 )
 from rlhf_megatron.observe.watches import GIB, memory_metrics
 from rlhf_megatron.parallel.layout import Layout
-from rlhf_megatron.workers.memory import MemoryReport
+from rlhf_megatron.workers.findings import MemoryReport
 
 TINY = {
     "hidden_size": 4,

@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import DistPool
 
-from rlhf_megatron.parallel import cpu_platform, mcore_fixes
+from rlhf_megatron.parallel import cpu_platform, device, mcore_fixes
+from rlhf_megatron.parallel.device import moved
 from rlhf_megatron.parallel.mcore_patch import (
     Patch,
     apply_all,
@@ -19,8 +21,9 @@ from rlhf_megatron.parallel.mcore_patch import (
     check_version,
     replace_symbol,
 )
-from rlhf_megatron.parallel.prepare import prepare_megatron
+from rlhf_megatron.parallel.prepare import prepare_megatron, refuse_broken_transformer_engine
 from rlhf_megatron.parallel.world import World
+from rlhf_megatron.resharding.buffers import Buffers
 
 needs_no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU platform is applied without CUDA only")
 
@@ -103,8 +106,8 @@ def test_the_defects_of_the_installed_version_are_those_of_the_table() -> None:
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     *before, after = done.stdout.splitlines()
-    assert len(before) == 3 and all(line.endswith(" True") for line in before), done.stdout
-    assert after == "False False False"
+    assert len(before) == 4 and all(line.endswith(" True") for line in before), done.stdout
+    assert after == "False False False False"
 
 
 @needs_no_cuda
@@ -145,6 +148,56 @@ def test_fused_functions_run_uncompiled_whoever_imported_megatron_first() -> Non
 
     for function in (fused_bias_swiglu.swiglu, fused_bias_swiglu.swiglu_back, Attention._apply_output_gate):
         assert not hasattr(function, "_torchdynamo_orig_callable")
+
+
+def test_half_a_transformer_engine_is_told_in_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """megatron-core survives an ImportError alone."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "transformer_engine.py").write_text("assert False, 'Could not find shared object file'\n")
+    with pytest.raises(ValueError, match=r"AssertionError: Could not find shared object file\. Install all of it"):
+        refuse_broken_transformer_engine()
+    (tmp_path / "transformer_engine.py").write_text("import a_package_that_is_not_there\n")
+    importlib.invalidate_caches()
+    refuse_broken_transformer_engine()
+
+
+def test_small_tensors_move_in_one_transfer_and_keep_shapes_and_types() -> None:
+    tensors = [
+        torch.arange(3),
+        torch.tensor([True, False, True]),
+        torch.tensor([[1.5, 2.5]]),
+        torch.zeros(0, dtype=torch.int32),
+        torch.arange(5, dtype=torch.int32)[None],
+    ]
+    assert all(there is mine for there, mine in zip(moved(tensors, torch.device("cpu")), tensors, strict=True))
+    there = moved(tensors, torch.device("meta"))
+    assert [(t.dtype, t.shape) for t in there] == [(t.dtype, t.shape) for t in tensors]
+    assert len({t.untyped_storage()._cdata for t in there}) == 1
+    places = device._places(torch.empty(200, dtype=torch.uint8), tensors)
+    for place, tensor in zip(places, tensors, strict=True):
+        place.copy_(tensor)
+    assert all(torch.equal(place, tensor) for place, tensor in zip(places, tensors, strict=True))
+
+
+def test_host_memory_is_page_locked_for_a_gpu_and_unlocked_before_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, int]] = []
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+            calls.append(("lock", size))
+            return 0 if size > 8 else 1
+
+        def cudaHostUnregister(self, address: int) -> None:
+            calls.append(("unlock", address))
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    memory = [torch.empty(size, dtype=torch.uint8) for size in (16, 4)]
+    buffers = Buffers(memory, lambda manifest, raw: None)
+    buffers.lock_pages(torch.device("cpu"))
+    assert calls == []
+    buffers.lock_pages(torch.device("cuda", 0))
+    buffers.close()
+    assert calls == [("lock", 16), ("lock", 4), ("unlock", memory[0].data_ptr())], "what could not be is left alone"
 
 
 def test_start_is_quiet() -> None:
