@@ -238,11 +238,14 @@ def _with_older_version(kind: str, body: bytes) -> bytes:
     answer: Any = json.loads(body)
     if kind == "local":
         for sample in (sample for group in answer["groups"] for sample in group):
-            sample[-1] -= 1
+            for span in sample["version_spans"]:
+                span["version"] -= 1
+            sample["policy_version"] -= 1
     else:
         samples = answer if isinstance(answer, list) else [answer]
         for meta in (sample["meta_info"] for sample in samples if "meta_info" in sample):
             for span in [meta, *meta.get("weight_versions", [])]:
                 for key in {"version", "weight_version"} & span.keys():
-                    span[key] = str(int(span[key]) - 1)
+                    prefix, _, version = span[key].rpartition("-")
+                    span[key] = f"{prefix}-{int(version) - 1}"
     return json.dumps(answer).encode()

@@ -30,7 +30,7 @@ from rlhf_megatron.rollout.fleet.fleet import EngineFleet
 from rlhf_megatron.rollout.fleet.process import EngineServers
 from rlhf_megatron.rollout.fleet.start import MIB, EngineSetup
 from rlhf_megatron.rollout.fleet.supervisor import Supervision
-from rlhf_megatron.rollout.kinds import connect
+from rlhf_megatron.rollout.kinds import balancer_kind, connect
 from rlhf_megatron.runtime.inline import InlineGroup
 from rlhf_megatron.runtime.pool import Pool
 from rlhf_megatron.runtime.proxies import Workers
@@ -170,7 +170,7 @@ class Stand:
         rollout, pace = self.config.rollout, self.pace
         supervision = Supervision(self.servers, self.proxies.connect, 0.5, pace.health_s, max_restarts=10_000)
         engines = [self.proxies.connect(address) for address in self.servers.addresses]
-        balancer = EngineSetup.of(self.config).balancer(self.directory)
+        balancer = balancer_kind(rollout.router).build(EngineSetup.of(self.config), self.directory)
         is_closed = rollout.engine == "local"
         self.fleet = EngineFleet(
             engines, pace.request_s, 20, supervision=supervision, balancer=balancer, is_closed=is_closed

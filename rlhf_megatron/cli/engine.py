@@ -16,8 +16,9 @@ from rlhf_megatron.config.rules.parts import reads
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.resharding.transfer_dir import default_parent
 from rlhf_megatron.rollout.engine import EngineError
-from rlhf_megatron.rollout.fleet.process import EngineServers, write_token
+from rlhf_megatron.rollout.fleet.process import EngineServers, here, write_token
 from rlhf_megatron.rollout.fleet.start import EngineSetup
+from rlhf_megatron.rollout.kinds import SGLangKind
 from rlhf_megatron.rollout.sglang.environment import check_sglang
 from rlhf_megatron.rollout.sglang.process import shell_command
 
@@ -60,7 +61,7 @@ def _serve(config: RunConfig, directory: Path) -> int:
     key_file = directory / "key"
     try:
         setup, key = EngineSetup.of(config), write_token(key_file)
-        with setup.start_sglang(directory, _shared(config), _Report(stopped), key) as servers:
+        with SGLangKind().serve(setup, directory, _shared(config), _Report(stopped), here, key) as servers:
             _say_how(config, servers, directory, key_file)
             return _watch(servers, stopped)
     except EngineError as error:

@@ -7,6 +7,7 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rlhf_megatron.config.errors import ConfigError
@@ -107,7 +108,7 @@ def _compared(study: Study, own: Case, schedules: Sequence[ScheduleConfig], args
             if schedule != own.schedule:
                 cases.append(study.case(schedule, own.split))
         else:
-            first_look = study.shorter(min(args.steps, args.warmup + LOOK_STEPS))
+            first_look = replace(study, num_steps=min(args.steps, args.warmup + LOOK_STEPS))
             found = first_look.best_split(schedule, args.gpus, args.splits or SPLITS)[0]
             cases.append(study.case(schedule, found.split))
     _progress("")

@@ -7,6 +7,7 @@
 | CUBLAS_WORKSPACE_CONFIG=:4096:8 | trainer.deterministic | cuBLAS has one workspace a stream, so that the same algorithm runs |
 | NCCL_ALGO=^NVLS | trainer.deterministic | sums in the switch come in no fixed order |
 | NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 | trainer.deterministic | attention of Transformer Engine |
+| PYTORCH_CUDA_ALLOC_CONF, PYTORCH_ALLOC_CONF | engines, without expandable_segments | see `without_expandable` |
 
 CUDA and NCCL read them when they are first used. `TrainJob.start` sets them in every process of every launcher, and
 engines inherit them; Ray's processes get them from `runtime.ray.environment`.
@@ -31,6 +32,8 @@ _COMMUNICATORS = {  # variable -> SGLang's arguments that make it 1
 }
 _ONE_QUEUE_HURTS = ("B", "GB")  # names of GPUs, as NVIDIA and Ray have them, that begin so
 _DRIVER = Path("/proc/driver/nvidia/gpus")
+
+ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def set_up(
@@ -86,3 +89,14 @@ def gpus_here() -> list[str]:
     files = sorted(_DRIVER.glob("*/information")) if _DRIVER.is_dir() else []
     lines = [line for file in files for line in file.read_text().splitlines() if line.startswith("Model:")]
     return [line.removeprefix("Model:").strip().removeprefix("NVIDIA ") for line in lines]
+
+
+def without_expandable(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment for engines: memory in expandable segments can be neither shared with them nor released by them
+    (torch_memory_saver raises), so what the trainer may want is not inherited."""
+    found = dict(environment)
+    for name in ALLOCATOR_SETTINGS:
+        parts = [part for part in found.pop(name, "").split(",") if part]
+        if kept := [part for part in parts if not part.strip().startswith("expandable_segments")]:
+            found[name] = ",".join(kept)
+    return found

@@ -73,7 +73,6 @@ def check_run(
 
 
 def _check_vocabulary(num_tokens: int, model: Path) -> None:
-    """Raise ValueError where the tokenizer has ids that the model has not."""
     vocab_size = int(read_hf_config(model)["vocab_size"])
     if num_tokens > vocab_size:
         raise ValueError(
@@ -83,7 +82,6 @@ def _check_vocabulary(num_tokens: int, model: Path) -> None:
 
 
 def _check_weights(model: Path, tp: int) -> None:
-    """Read the headers of the weight files. Raises ValueError naming missing tensors and wrong shapes."""
     HFReader(model).check(table_for(read_hf_config(model), tp))
 
 

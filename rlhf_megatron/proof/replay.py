@@ -49,7 +49,7 @@ from rlhf_megatron.scheduler.stages import RunData, Stages
 from rlhf_megatron.scheduler.supply.foreground import Foreground
 from rlhf_megatron.scheduler.warmup import warm_up_policy
 from rlhf_megatron.stop import StopRequest
-from rlhf_megatron.sync.weight_sync import NoSync, Sync
+from rlhf_megatron.sync.weight_sync import Sync
 
 
 def replay(
@@ -76,7 +76,7 @@ def replay(
         group = connect_group()
         stack.callback(group.close)
         stages = ReplayStages(
-            config, Workers(group, tracker.trace.watch), parts, recorder, tokenizer, NoSync(start.policy_version)
+            config, Workers(group, tracker.trace.watch), parts, recorder, tokenizer, Sync(start.policy_version)
         )
         guard = StageGuard(tracker, stop)
         warm_up_policy(stages, tracker, sets, guard.stop, num_steps=start.num_warmup_steps)

@@ -26,7 +26,7 @@ from rlhf_megatron.data import codec
 from rlhf_megatron.data.stream import PromptCursor
 from rlhf_megatron.observe.run_facts import versions
 from rlhf_megatron.runtime.proxies import CriticProxy, HostProxy, TrainedProxy, Workers
-from rlhf_megatron.sync.colocation import NoTurns, Turns
+from rlhf_megatron.sync.colocation import Turns
 
 
 @codec.register
@@ -100,7 +100,7 @@ class Checkpointer:
         self._has_frozen_start = has_frozen_start
         self._workers = workers
         self._note = note
-        self._turns = turns or NoTurns()
+        self._turns = turns or Turns()
         self._learning = workers.learning(has_critic)
         self._in_flight: _InFlight | None = None
         self._last: Found | None = None  # committed or restored here

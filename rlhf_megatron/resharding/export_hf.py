@@ -77,7 +77,6 @@ def _attempt(work: Callable[[], None]) -> Exception | None:
 
 
 def _agreed(failure: Exception | None, group: ProcessGroup, device: torch.device) -> Exception | None:
-    """The own failure, or that of another rank of `group`."""
     return _attempt(lambda: agree(failure, group, device))
 
 
@@ -110,8 +109,7 @@ def _write_file(path: Path, manifest: BucketManifest, bucket: Tensor) -> None:
     writer = SafetensorsWriter(path, specs)
     try:
         for entry in manifest.tensors:
-            raw = bucket[entry.offset : entry.offset + entry.num_bytes]
-            writer.write(entry.name, raw.view(getattr(torch, entry.dtype)).view(entry.shape))
+            writer.write(entry.name, entry.view(bucket))
     except BaseException:
         writer.close(is_complete=False)
         raise

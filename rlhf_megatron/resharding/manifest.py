@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
 from pathlib import PurePosixPath
+
+import msgspec
+import torch
+from torch import Tensor
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -25,6 +27,12 @@ class TensorEntry:
     def num_bytes(self) -> int:
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
+    def view(self, bucket: Tensor) -> Tensor:
+        """The tensor in `bucket` [bytes] uint8; a copy where its place is no multiple of its numbers' size."""
+        raw, dtype = bucket[self.offset : self.offset + self.num_bytes], getattr(torch, self.dtype)
+        is_odd = raw.storage_offset() % dtype.itemsize != 0
+        return (raw.clone() if is_odd else raw).view(dtype).view(self.shape)
+
 
 @dataclass(frozen=True)
 class BucketManifest:
@@ -39,6 +47,11 @@ class BucketManifest:
     file_offset: int = 0  # bytes of the file before the bucket
 
     @property
+    def tensor_bytes(self) -> int:
+        """Of its tensors, without the gaps between them."""
+        return sum(entry.num_bytes for entry in self.tensors)
+
+    @property
     def place(self) -> str:
         """Which bucket it is, for messages and receipts."""
         return f"bucket {self.bucket} of {self.sender}"
@@ -50,28 +63,19 @@ class BucketManifest:
         return f"{self.place} ({first}{more})"
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return msgspec.json.encode(self).decode()
 
     @staticmethod
     def from_json(text: str) -> BucketManifest:
         """Raises ValueError when a field is missing, a path leaves the transfer directory, or tensors overlap."""
         try:
-            raw = json.loads(text)
-            entries = raw.pop("tensors")
-            if not isinstance(entries, list):
-                raise TypeError(f"tensors must be a list, not {entries!r}.")
-            tensors = tuple(TensorEntry(**{**t, "shape": tuple(t["shape"])}) for t in entries)
-            manifest = BucketManifest(tensors=tensors, **raw)
-        except (TypeError, KeyError, AttributeError, RecursionError) as error:
+            manifest = msgspec.json.decode(text, type=BucketManifest)
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise ValueError(f"not a bucket manifest: {error}") from error
         manifest._check()
         return manifest
 
     def _check(self) -> None:
-        of_bucket = {"version": int, "sender": str, "bucket": int, "file": str, "num_bytes": int, "file_offset": int}
-        _check_types(self, of_bucket)
-        for entry in self.tensors:
-            _check_types(entry, {"name": str, "dtype": str, "offset": int, "digest": str})
         path = PurePosixPath(self.file)
         if path.is_absolute() or len(path.parts) != 1 or path.name in ("", ".", ".."):
             raise ValueError(f"manifest file {self.file!r} must be a plain name inside the transfer directory.")
@@ -79,16 +83,10 @@ class BucketManifest:
             raise ValueError(f"manifest file_offset is {self.file_offset}; it must not be negative.")
         end = 0
         for entry in sorted(self.tensors, key=lambda e: e.offset):
-            if entry.dtype not in DTYPE_BYTES or any(type(n) is not int or n < 0 for n in entry.shape):
+            if entry.dtype not in DTYPE_BYTES or any(n < 0 for n in entry.shape):
                 raise ValueError(f"tensor {entry.name!r} has dtype {entry.dtype!r} and shape {entry.shape}.")
             if entry.offset < end:
                 raise ValueError(f"tensor {entry.name!r} overlaps the one before it in bucket {self.bucket}.")
             end = entry.offset + entry.num_bytes
         if end > self.num_bytes:
             raise ValueError(f"tensors end at byte {end} but bucket {self.bucket} has {self.num_bytes}.")
-
-
-def _check_types(holder: BucketManifest | TensorEntry, types: Mapping[str, type]) -> None:
-    for name, wanted in types.items():
-        if type(value := getattr(holder, name)) is not wanted:
-            raise ValueError(f"not a bucket manifest: {name} must be {wanted.__name__}, not {value!r}.")

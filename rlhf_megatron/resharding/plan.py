@@ -117,47 +117,6 @@ def stage_traffic(
     return tuple(stages)
 
 
-@dataclass(frozen=True)
-class EngineTraffic:
-    """Bytes that reach the ranks of one engine in a weight sync, by plan."""
-
-    moved: int  # what they read, or are sent
-    needed: int  # of what stands in them: what is split once, what is replicated once a rank
-
-
-def traffic_of_plan(table: Sequence[Rule], transport: str, engine_tp: int, dtype: str) -> EngineTraffic:
-    """For an engine of `engine_tp` ranks that has the run's loader and splits what the trainer splits.
-
-    A broadcast brings every tensor whole to every rank; from memory and files a rank reads its own part.
-    """
-    whole = sum(prod(hf.shape) for rule in table for hf in rule.hf) * DTYPE_BYTES[dtype]
-    same = sum(prod(hf.shape) for rule in table if rule.split == "replicated" for hf in rule.hf) * DTYPE_BYTES[dtype]
-    needed = whole + (engine_tp - 1) * same
-    return EngineTraffic(whole * engine_tp if transport == "process_group" else needed, needed)
-
-
-def describe(
-    table: Sequence[Rule],
-    tp_size: int,
-    pp_size: int,
-    dtype: str,
-    bucket_bytes: int,
-    num_engines: int = 1,
-    engine_tp: int = 1,
-    transport: str = "tensor",
-) -> str:
-    """A table for people: bytes over each kind of link, by stage; and what the engines get of what they need."""
-    lines = [f"weight sync from tp{tp_size} pp{pp_size} to {num_engines} engines of tp{engine_tp}, {dtype}, MiB:"]
-    lines.append(f"{'stage':>6} {'buckets':>8} {'tp gather':>10} {'to buffer':>10} {'peak':>9}")
-    for s in stage_traffic(table, tp_size, pp_size, dtype, bucket_bytes):
-        mib = [size / 2**20 for size in (s.gathered, s.sent, s.peak_buffer)]
-        lines.append(f"{s.stage:>6} {s.num_buckets:>8} {mib[0]:>10.1f} {mib[1]:>10.1f} {mib[2]:>9.1f}")
-    engine = traffic_of_plan(table, transport, engine_tp, dtype)
-    moved, needed = (num_engines * size / 2**20 for size in (engine.moved, engine.needed))
-    lines.append(f"to the ranks of the engines by {transport}: {moved:.1f} moved, {needed:.1f} needed")
-    return "\n".join(lines)
-
-
 def _bucket(index: int, rules: list[Rule], dtype: str, alignment: int) -> Bucket:
     slots, offset = [], 0
     for rule in rules:

@@ -93,14 +93,16 @@ class EngineAddress:
     tp_size: int = 1
     has_loader: bool = True  # the run's loader runs in it: it takes buckets and tells digests
     api_key: str = field(default="", repr=False)  # of `generate` where it is not `token`
+    is_attached: bool = False  # the run did not start it
+
+
+Groups = list[list[GeneratedSample]]  # of each request its samples, in order
 
 
 class Engine(Protocol):
     address: EngineAddress
 
-    def generate(
-        self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = ""
-    ) -> list[list[GeneratedSample]]:
+    def generate(self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = "") -> Groups:
         """Per request its samples, in order. Raises EngineError; never returns fewer samples than asked for.
 
         `name`: of this call, for `abort`; made by `fleet.calls.call_name`.

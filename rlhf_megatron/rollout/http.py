@@ -138,7 +138,6 @@ _sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
 
 
 def _session() -> aiohttp.ClientSession:
-    """The connections of the running loop."""
     loop = asyncio.get_running_loop()
     if loop not in _sessions:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S)
@@ -148,7 +147,6 @@ def _session() -> aiohttp.ClientSession:
 
 
 def _words(data: bytes) -> str:
-    """The server's own message."""
     text = data.decode(errors="replace")
     try:
         error = json.loads(text)["error"]

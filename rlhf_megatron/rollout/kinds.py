@@ -1,22 +1,24 @@
-"""Kinds of engines, by the name in `rollout.engine`: how each is checked, started, spoken to and given weights.
+"""Kinds of engines and of balancers, by the names in `rollout.engine` and `rollout.router`: how each is checked and
+started, how engines are spoken to and given weights.
 
 Imports no torch: a kind imports what it needs when it is used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from rlhf_megatron.registry import Registry
 
 if TYPE_CHECKING:
+    from rlhf_megatron.config.schema import RolloutConfig
     from rlhf_megatron.resharding.sender import Place as SenderPlace
     from rlhf_megatron.rollout.engine import Engine, EngineAddress, WeightTransport
     from rlhf_megatron.rollout.fleet.balancer import Balancer
     from rlhf_megatron.rollout.fleet.process import EngineServers, Place, Progress
     from rlhf_megatron.rollout.fleet.start import EngineSetup
+    from rlhf_megatron.rollout.sglang.attach import AttachedEngines
     from rlhf_megatron.rollout.transports.base import Transport
     from rlhf_megatron.rollout.transports.process_group import Groups
 
@@ -35,7 +37,7 @@ class EngineKind:
 
     def start(
         self, setup: EngineSetup, run_dir: Path, transfer_dir: Path, progress: Progress | None, place: Place
-    ) -> EngineServers:
+    ) -> EngineServers | AttachedEngines:
         """Start `setup.rollout.num_engines` servers without weights, where `place` says, and wait until all are
         healthy. Raises EngineError."""
         raise NotImplementedError(f"{type(self).__name__} starts no servers; name running ones in rollout.endpoints.")
@@ -55,8 +57,25 @@ class EngineKind:
 
 
 ENGINES: Registry[type[EngineKind]] = Registry("engine")
-BALANCERS: Registry[Callable[..., Balancer]] = Registry("balancer")
-"""(settings, run directory) -> who spreads requests. May need "several_engines", and a setting that the engine has."""
+
+
+class BalancerKind:
+    """A way to spread requests over engines. `build` is its own; the configuration reads the rest before that."""
+
+    settings: ClassVar[tuple[str, ...]] = ()  # full keys that it reads, also where the run starts no servers
+    engine_setting: ClassVar[str] = ""  # full key that the engine must read as well; "": any engine will do
+    min_engines: ClassVar[int] = 1
+    no_turns: ClassVar[str] = ""  # why it cannot be had with rollout.colocated, after "would"; "": it can
+
+    def check(self, rollout: RolloutConfig) -> None:
+        """Raise ValueError, with the fix, where it could not be built. Starts nothing."""
+
+    def build(self, setup: EngineSetup, run_dir: Path) -> Balancer:
+        """Make who spreads requests, started. Raises ValueError and EngineError."""
+        raise NotImplementedError
+
+
+BALANCERS: Registry[type[BalancerKind]] = Registry("balancer")
 
 
 @ENGINES.register("local")
@@ -105,9 +124,17 @@ class SGLangKind(EngineKind):
     is_elsewhere = True
 
     def check(self, setup: EngineSetup) -> None:
+        from rlhf_megatron.rollout.engine import EngineError
+        from rlhf_megatron.rollout.sglang.attach import endpoints_of, look_at_all
         from rlhf_megatron.rollout.sglang.environment import check_communicators, check_sglang, on_cpu
 
         sglang, trainer = setup.rollout.sglang, setup.trainer
+        if setup.rollout.endpoints:
+            try:
+                look_at_all(*endpoints_of(setup))
+            except EngineError as error:
+                raise ValueError(str(error)) from error
+            return
         found = check_sglang(
             sglang.python,
             sglang.args,
@@ -121,8 +148,44 @@ class SGLangKind(EngineKind):
 
     def start(
         self, setup: EngineSetup, run_dir: Path, transfer_dir: Path, progress: Progress | None, place: Place
+    ) -> EngineServers | AttachedEngines:
+        from rlhf_megatron.rollout.sglang.attach import AttachedEngines, endpoints_of
+
+        if setup.rollout.endpoints:
+            return AttachedEngines(*endpoints_of(setup), transfer_dir)
+        return self.serve(setup, run_dir, transfer_dir, progress, place)
+
+    def serve(
+        self,
+        setup: EngineSetup,
+        run_dir: Path,
+        transfer_dir: Path,
+        progress: Progress | None,
+        place: Place,
+        key: str | None = None,
     ) -> EngineServers:
-        return setup.start_sglang(run_dir, transfer_dir, progress, place=place)
+        """Start servers. `key`: of all of them; None: one each."""
+        from rlhf_megatron.rollout.fleet.process import here
+        from rlhf_megatron.rollout.sglang.process import start_sglang_engines
+
+        rollout, trainer = setup.rollout, setup.trainer
+        return start_sglang_engines(
+            setup.model.path,
+            rollout.num_engines,
+            run_dir,
+            python=rollout.sglang.python,
+            transfer_dir=transfer_dir,
+            dtype=setup.dtype,
+            arguments=rollout.sglang.args,
+            env=rollout.sglang.env,
+            startup_timeout_s=rollout.startup_timeout_s,
+            deterministic=trainer.deterministic,
+            machine=setup.machine(is_placed=place is not here),
+            is_one_machine=trainer.nnodes == 1,
+            key=key,
+            progress=progress,
+            place=place,
+        )
 
     def connect(self, address: EngineAddress, transfer_dir: Path) -> Engine:
         from rlhf_megatron.rollout.sglang.client import SGLangEngine
@@ -145,22 +208,47 @@ class SGLangKind(EngineKind):
 
 
 @BALANCERS.register("balancer")
-def least_outstanding(setup: EngineSetup, run_dir: Path) -> Balancer:
+class LeastOutstandingKind(BalancerKind):
     """The run itself."""
-    from rlhf_megatron.rollout.fleet.balancer import LeastOutstanding
 
-    return LeastOutstanding()
+    def build(self, setup: EngineSetup, run_dir: Path) -> Balancer:
+        from rlhf_megatron.rollout.fleet.balancer import LeastOutstanding
+
+        return LeastOutstanding()
 
 
-@BALANCERS.register("sglang", needs=("rollout.sglang", "several_engines"))
-def sglang_router(setup: EngineSetup, run_dir: Path) -> Balancer:
-    """sglang-router, started. Raises ValueError and EngineError."""
-    return setup.sglang_router(run_dir)
+@BALANCERS.register("sglang")
+class SGLangRouterKind(BalancerKind):
+    """sglang-router, a process of the run."""
+
+    settings = ("rollout.sglang.python", "rollout.sglang.env", "rollout.max_engine_restarts")
+    engine_setting = "rollout.sglang"
+    min_engines = 2
+    no_turns = "take engines for dead that have lent their memory"
+
+    def check(self, rollout: RolloutConfig) -> None:
+        from rlhf_megatron.rollout.router.process import check_router
+
+        check_router(rollout.sglang.python, rollout.sglang.env)
+
+    def build(self, setup: EngineSetup, run_dir: Path) -> Balancer:
+        from rlhf_megatron.rollout.router.balancer import SGLangRouter
+        from rlhf_megatron.rollout.router.process import prepare_router
+
+        rollout = setup.rollout
+        process = prepare_router(rollout.sglang.python, rollout.sglang.env, run_dir, rollout.startup_timeout_s)
+        limits = (rollout.max_engine_restarts, rollout.health_interval_s, rollout.health_timeout_s)
+        return SGLangRouter(process, *limits)
 
 
 def engine_kind(name: str) -> EngineKind:
     """Raises ValueError naming the known kinds."""
     return ENGINES.get(name).build()
+
+
+def balancer_kind(name: str) -> BalancerKind:
+    """Raises ValueError naming the known kinds."""
+    return BALANCERS.get(name).build()
 
 
 def connect(address: EngineAddress, transfer_dir: Path) -> Engine:

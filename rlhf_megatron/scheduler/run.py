@@ -56,8 +56,8 @@ from rlhf_megatron.scheduler.supply.group_journal import GroupJournal
 from rlhf_megatron.scheduler.supply.make import make_supply, with_progress
 from rlhf_megatron.scheduler.warmup import warm_up_policy
 from rlhf_megatron.stop import StopRequest
-from rlhf_megatron.sync.colocation import Colocation, NoTurns, Turns, leave_devices, refuse_probe
-from rlhf_megatron.sync.probe import make_probe
+from rlhf_megatron.sync.colocation import Colocation, Turns, leave_devices, refuse_probe
+from rlhf_megatron.sync.probe import Probe
 from rlhf_megatron.sync.weight_sync import WeightSync
 
 
@@ -93,7 +93,7 @@ def train(
         group = hosts or _hosts(stack, config, connect_group)
         workers = Workers(group, tracker.trace.watch)
         watchdog.look_at(group, fleet.calls)
-        turns: Turns = NoTurns()
+        turns: Turns = Turns()
         if config.rollout.colocated:
             reference = workers.reference if needs_reference(config) else None
             turns = Colocation(workers.learning(has_critic(config)), reference, fleet)
@@ -101,7 +101,7 @@ def train(
         scorer = stack.enter_context(make_scorer(config.reward, run_dir / REWARD_LOG))
         bucket_bytes = config.rollout.update_weights_bucket_megabytes * MIB
         prompts = [item.prompt_ids for item in sets.train]
-        probe = refuse_probe if config.rollout.colocated else make_probe(config, workers.actor, prompts)
+        probe = refuse_probe if config.rollout.colocated else Probe(config, workers.actor, prompts)
         weight_sync = WeightSync(
             workers.host,
             fleet,

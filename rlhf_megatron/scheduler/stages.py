@@ -36,7 +36,7 @@ from rlhf_megatron.scheduler.filter_groups import filtered, teaches_nothing
 from rlhf_megatron.scheduler.parts import Parts
 from rlhf_megatron.scheduler.samples import greedy_length_metrics, of_groups, resampled, reward_samples, to_scored
 from rlhf_megatron.scheduler.update import UpdateSettings, actor_update, annotate, critic_update, leave_out, run_updates
-from rlhf_megatron.sync.colocation import NoTurns, Turns
+from rlhf_megatron.sync.colocation import Turns
 from rlhf_megatron.sync.weight_sync import Sync
 
 
@@ -90,7 +90,7 @@ class Stages:
         self.mismatch = MismatchCheck(config.checks, config.model.dtype, config.rollout.dtype)
         self.advantage_stage = AdvantageStage(config.algorithm, parts)
         self.skips = skips or Skips(config.trainer)
-        self.turns = turns or NoTurns()
+        self.turns = turns or Turns()
         self.heads = heads
         self.memory = memory
         self._settings = UpdateSettings.of(config)

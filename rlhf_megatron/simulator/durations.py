@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
@@ -28,15 +28,26 @@ from rlhf_megatron.config.typed import BROKEN, Converter
 ARGUMENTS = "arguments of simulate"  # subject of what is wrong with them
 
 
-def _check(rules: Mapping[str, tuple[float, float, str]]) -> None:
-    """name -> (value, smallest that is allowed, what to use)."""
-    for name, (value, least, fix) in rules.items():
-        if not least <= value < math.inf:
-            raise ValueError(f"{name} ({value:g}) must be {least:g} or more; {fix}.")
+@dataclass(frozen=True)
+class Section:
+    """Part of the file. Rates are above 0, times 0 or more, counts 1 or more; a name tells which it is."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            name, value = item.name, getattr(self, item.name)
+            is_time = name == "seconds" or (name.endswith("_s") and not name.endswith("_per_s"))
+            if value is None:
+                continue
+            if name.endswith("_per_s") and not value > 0:
+                raise ValueError(f"{name} ({value:g}) must be above 0.")
+            if is_time and not 0 <= value < math.inf:
+                raise ValueError(f"{name} ({value:g}) must be 0 or more; use 0 for none.")
+            if name in ("slots", "gpus", "workers") and value < 1:
+                raise ValueError(f"{name} ({value}) must be 1 or more.")
 
 
 @dataclass(frozen=True)
-class DecodeConfig:
+class DecodeConfig(Section):
     """Seconds that an engine takes for one token of each response that it decodes, by how many it decodes together.
 
     Either `points`, between which it goes along straight lines (on along the last one behind them, level before the
@@ -53,12 +64,9 @@ class DecodeConfig:
             raise ValueError(
                 "give either points, such as [[1, 0.012], [64, 0.02]], or both of fixed_s and per_response_s."
             )
-        if is_line:
-            assert self.fixed_s is not None and self.per_response_s is not None
-            _check({"fixed_s": (self.fixed_s, 0.0, "use 0 for none")})
-            _check({"per_response_s": (self.per_response_s, 0.0, "use 0 for none")})
-            if self.fixed_s + self.per_response_s <= 0:
-                raise ValueError("fixed_s and per_response_s are both 0: a token must take some time.")
+        super().__post_init__()
+        if is_line and not (self.fixed_s or self.per_response_s):
+            raise ValueError("fixed_s and per_response_s are both 0: a token must take some time.")
         counts = [count for count, _ in self.points]
         if any(low >= high for low, high in pairwise(counts)) or any(count < 1 for count in counts):
             raise ValueError(f"points must be of growing numbers of responses, from 1 on; these are {counts}.")
@@ -78,35 +86,22 @@ class DecodeConfig:
 
 
 @dataclass(frozen=True)
-class EngineDurations:
+class EngineDurations(Section):
     decode: DecodeConfig
     prefill_tokens_per_s: float = math.inf  # prompt tokens; nothing else of that engine goes on meanwhile
     slots: int | None = None  # responses that it decodes at once; None: as the run sets it
     gpus: int | None = None  # of one engine; None: as the run sets it
 
-    def __post_init__(self) -> None:
-        if not self.prefill_tokens_per_s > 0:
-            raise ValueError(f"prefill_tokens_per_s ({self.prefill_tokens_per_s:g}) must be above 0.")
-        for name, value in (("slots", self.slots), ("gpus", self.gpus)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} ({value}) must be 1 or more.")
-
 
 @dataclass(frozen=True)
-class ScoreDurations:
+class ScoreDurations(Section):
     per_sample_s: float = 0.0
     fixed_s: float = 0.0  # a call, which has all groups that are finished then
     workers: int | None = None  # samples that are scored at once; None: reward.num_workers
 
-    def __post_init__(self) -> None:
-        _check({"per_sample_s": (self.per_sample_s, 0.0, "use 0 for none")})
-        _check({"fixed_s": (self.fixed_s, 0.0, "use 0 for none")})
-        if self.workers is not None and self.workers < 1:
-            raise ValueError(f"workers ({self.workers}) must be 1 or more.")
-
 
 @dataclass(frozen=True)
-class TrainerDurations:
+class TrainerDurations(Section):
     """Rates of the whole pool of `gpus`; `plan.slowdown` scales them to the GPUs of the run."""
 
     update_tokens_per_s: float  # tokens of prompts and responses that an epoch of the update goes through
@@ -121,14 +116,7 @@ class TrainerDurations:
     doubling_efficiency: float = 1.0  # twice the GPUs do so many times twice the tokens a second
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if item.name.endswith("_per_s") and not value > 0:
-                raise ValueError(f"{item.name} ({value:g}) must be above 0.")
-            if item.name.endswith("_s") and not item.name.endswith("_per_s"):
-                _check({item.name: (value, 0.0, "use 0 for none")})
-        if self.gpus is not None and self.gpus < 1:
-            raise ValueError(f"gpus ({self.gpus}) must be 1 or more.")
+        super().__post_init__()
         if not 0.5 <= self.doubling_efficiency <= 1:
             raise ValueError(
                 f"doubling_efficiency ({self.doubling_efficiency:g}) must lie in 0.5 (twice the GPUs gain nothing) .. 1"
@@ -137,15 +125,10 @@ class TrainerDurations:
 
 
 @dataclass(frozen=True)
-class SyncDurations:
+class SyncDurations(Section):
     seconds: float = 0.0  # a weight sync, during which no engine decodes
     turns_s: float | None = None  # a step of rollout.colocated: all changes of hands; None: not simulated
     recomputes: bool = True  # responses that go on over a sync have their keys and values computed anew
-
-    def __post_init__(self) -> None:
-        _check({"seconds": (self.seconds, 0.0, "use 0 for none")})
-        if self.turns_s is not None:
-            _check({"turns_s": (self.turns_s, 0.0, "use 0 for none")})
 
 
 @dataclass(frozen=True)
@@ -185,7 +168,7 @@ def read_durations(path: Path) -> Durations:
         raise ConfigError(error.problems, subject) from None
     if not isinstance(node, MappingNode):
         raise ConfigError([Problem("it has no sections; write lengths, engine and trainer at least.")], subject)
-    known = _keys(Durations, "")
+    known = [join("", leaf.key) for leaf in leaves(Durations)]
     converter = Converter(lambda key: nearest(key, known))
     found = converter.section(Durations, node, "")
     if converter.problems or found is BROKEN:
@@ -194,12 +177,16 @@ def read_durations(path: Path) -> Durations:
     return found
 
 
-def _keys(cls: type, path: str) -> list[str]:
-    return [join(path, leaf.key) for leaf in leaves(cls)]
-
-
 _NORMAL = NormalDist()
 _EDGE = 1e-12  # quantiles are asked for this far from 0 and 1
+_KEYS = {  # kind of lengths -> its keys
+    "constant": ("median",),
+    "lognormal": ("median", "sigma", "within_prompt"),
+    "pareto": ("median", "sigma", "tail_share", "tail_index", "within_prompt"),
+    "values": ("values", "within_prompt"),
+    "cycle": ("values",),
+}
+_EXAMPLES = {"median": "1000", "sigma": "0.8", "values": "[120, 300, 2048]"}  # of keys that must be given
 
 
 @dataclass(frozen=True)
@@ -215,27 +202,14 @@ class LengthsConfig:
     within_prompt: float = 0.0  # 0: a prompt's responses are independent; 1: they are all equally long
 
     def __post_init__(self) -> None:
-        shaped, listed = ("lognormal", "pareto"), ("values", "cycle")
-        if (self.median is None) == (self.kind not in listed):
-            need = "needs a median" if self.kind not in listed else "has no median; remove it"
-            raise ValueError(f"kind ({self.kind}) {need}" + (", such as 1000." if self.kind not in listed else "."))
-        if (self.sigma is None) == (self.kind in shaped):
-            raise ValueError(
-                f"kind ({self.kind}) needs a sigma, such as 0.8."
-                if self.kind in shaped
-                else f"kind ({self.kind}) has no sigma; remove it."
-            )
-        if bool(self.values) != (self.kind in listed):
-            raise ValueError(
-                f"kind ({self.kind}) needs values, such as [120, 300, 2048]."
-                if self.kind in listed
-                else f"kind ({self.kind}) has no values; remove them, or set kind: values."
-            )
-        for name, default in (("tail_share", 0.05), ("tail_index", 1.5)):
-            if self.kind != "pareto" and getattr(self, name) != default:
-                raise ValueError(f"kind ({self.kind}) has no {name}; remove it, or set kind: pareto.")
-        if self.kind in ("constant", "cycle") and self.within_prompt:
-            raise ValueError(f"kind ({self.kind}) has no within_prompt, since it draws nothing; remove it.")
+        own = _KEYS[self.kind]
+        for item in fields(self)[1:]:
+            name, value = item.name, getattr(self, item.name)
+            is_given = value != item.default
+            if name in _EXAMPLES and name in own and not is_given:
+                raise ValueError(f"kind ({self.kind}) needs a {name}, such as {_EXAMPLES[name]}.")
+            if name not in own and is_given:
+                raise ValueError(f"kind ({self.kind}) has no {name}; remove it, or use another kind.")
         for name, value in (("median", self.median), ("tail_index", self.tail_index)):
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} ({value:g}) must be above 0; give a number such as 1.5.")

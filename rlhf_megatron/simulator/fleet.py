@@ -1,13 +1,10 @@
 """The engines of a simulation, and how work is spread over them, as rollout/ does it in a run.
 
-An `Engine` advances all its responses together, as fast as their number allows. A clock counts the tokens that each
-running response got since the beginning; a response of L tokens that starts at clock c ends at c + L, so a heap of
-those ends is all that is kept, and an event costs O(log n).
+A clock counts the tokens that each running response of an engine got since the beginning; a response of L tokens that
+starts at clock c ends at c + L, so a heap of those ends is all that is kept, and an event costs O(log n).
 
-A piece of work goes to the engine with the fewest samples of pieces that are not whole yet, the first of several; where
-that one is full, this piece and those behind it wait. An engine is full with `most_pieces` (of a generate call), or
-with so many samples that its slots stay in use while groups wait for their last ones (of a session).
-"""
+A piece of work goes to the engine with the fewest samples of pieces that are not whole yet; where that one is full,
+this piece and those behind it wait."""
 
 from __future__ import annotations
 
@@ -168,27 +165,6 @@ class RunningGroup:
 class Engine:
     """Told by the simulation what happens, at times that never decrease. `seconds_a_token[n]`: while n run."""
 
-    __slots__ = (
-        "_busy_s",
-        "_cached",
-        "_clock",
-        "_count",
-        "_held_until",
-        "_paused_at",
-        "_seconds_a_prompt_token",
-        "_seconds_a_token",
-        "_slots",
-        "_waiting",
-        "_when",
-        "history",
-        "num_outstanding",
-        "num_running",
-        "number",
-        "running",
-        "stamp",
-        "version",
-    )
-
     def __init__(
         self, number: int, seconds_a_token: Sequence[float], prefill_tokens_per_s: float, has_history: bool = False
     ) -> None:
@@ -207,14 +183,10 @@ class Engine:
         self._paused_at: float | None = None
         self._seconds_a_token = seconds_a_token
         self._seconds_a_prompt_token = 1.0 / prefill_tokens_per_s
-        self._slots = len(seconds_a_token) - 1
+        self.slots = len(seconds_a_token) - 1
         self._count = 0
         self._cached: set[int] = set()  # groups whose prompt it has computed
         self._busy_s = 0.0
-
-    @property
-    def slots(self) -> int:
-        return self._slots
 
     def submit(self, now: float, group: RunningGroup) -> None:
         """All responses of a group."""
@@ -303,7 +275,7 @@ class Engine:
     def _fill(self, now: float) -> None:
         """Give free slots to waiting groups. A prompt is computed once a group; meanwhile nothing is decoded."""
         if self._paused_at is None:
-            waiting, slots = self._waiting, self._slots
+            waiting, slots = self._waiting, self.slots
             while waiting and self.num_running < slots:
                 length, group = waiting.popleft()
                 self._count += 1

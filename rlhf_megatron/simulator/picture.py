@@ -76,7 +76,6 @@ def _legend() -> Iterator[str]:
 
 
 def _panel(panel: Panel, seconds: float, top: float) -> tuple[list[str], float]:
-    """(what is drawn, its height)."""
     scale = (WIDTH - LEFT - RIGHT) / seconds
     blocks = _blocks(len(panel.history.loads))
     rows: list[str | range] = [TRAINER, SCORER, *blocks]
@@ -97,7 +96,6 @@ def _panel(panel: Panel, seconds: float, top: float) -> tuple[list[str], float]:
 
 
 def _blocks(num_engines: int) -> list[range]:
-    """Neighbouring engines that share a row."""
     size = -(-num_engines // MAX_ENGINE_ROWS)
     return [range(start, min(start + size, num_engines)) for start in range(0, num_engines, size)]
 
@@ -145,7 +143,6 @@ def _load(panel: Panel, block: range, seconds: float, scale: float, y: float) ->
 
 
 def _add_load(sums: list[float], load: Sequence[tuple[float, int]], begin_s: float, seconds: float) -> None:
-    """The mean number that ran in each bin."""
     width = seconds / len(sums)
     ends = [*(when for when, _ in load[1:]), begin_s + seconds]
     for (when, count), end in zip(load, ends, strict=False):
@@ -168,7 +165,6 @@ def _versions(panel: Panel, seconds: float, scale: float, first: float, height: 
 
 
 def _axis(seconds: float, scale: float, y: float) -> Iterator[str]:
-    """Ticks at round numbers of seconds or minutes."""
     unit, name = (60.0, "min") if seconds >= 600 else (1.0, "s")
     wanted = seconds / unit / 8
     power = 10.0 ** (len(f"{wanted:.0f}") - 1) if wanted >= 1 else 0.1

@@ -207,6 +207,5 @@ def num_engines(rollout: RolloutConfig) -> int:
 
 
 def _argument(rollout: RolloutConfig, names: Sequence[str], default: int) -> int:
-    """Return an argument of a server, under any spelling that it takes."""
     arguments = {name.replace("-", "_"): value for name, value in rollout.sglang.args.items()}
     return next((int(arguments[name]) for name in names if isinstance(arguments.get(name), int)), default)

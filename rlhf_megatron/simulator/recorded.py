@@ -83,7 +83,6 @@ def _steps(run_dir: Path) -> list[Row]:
 
 
 def _json_lines(path: Path) -> list[Row]:
-    """Raises OSError, and ValueError for a line that is not whole."""
     rows = []
     for number, line in enumerate(path.read_text().split("\n")[:-1], 1):  # the last one is empty, or cut off
         try:
@@ -183,7 +182,6 @@ def _trainer(rows: Sequence[Row], assumed: list[str]) -> TrainerDurations:
 
 
 def _score(num_workers: int, rows: Sequence[Row], assumed: list[str]) -> float:
-    """Return the seconds of a sample in one worker."""
     assumed.append(f"all reward.num_workers ({num_workers}) workers take the same time for the reward of a sample")
     per_sample = [row.get("timing_s/score", 0.0) / row["rollout/num_samples"] for row in rows]
     return median(per_sample) * num_workers

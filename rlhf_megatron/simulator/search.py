@@ -5,8 +5,8 @@ The other functions say what it found, as text for a terminal. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rlhf_megatron.config.rules.schedule import takes_turns
@@ -48,7 +48,7 @@ class Case:
 
     def as_json(self) -> dict[str, Any]:
         found = {"schedule": asdict(self.schedule), "split": asdict(self.split)}
-        return found | {"figures": self.figures.as_json() if self.figures else None, "why_not": self.why_not}
+        return found | {"figures": asdict(self.figures) if self.figures else None, "why_not": self.why_not}
 
 
 def schedule_name(schedule: ScheduleConfig) -> str:
@@ -82,10 +82,6 @@ class Study:
         except Stuck as error:
             return Case(schedule, split, None, str(error))
         return Case(schedule, split, figures(history, split, self.num_warmup))
-
-    def shorter(self, num_steps: int) -> Study:
-        """The same, for a first look."""
-        return replace(self, num_steps=num_steps)
 
     def best_split(self, schedule: ScheduleConfig, gpus: int, most: int) -> list[Case]:
         """A coarse choice of splits, then those around the best of them, at most `most` in all; the best first."""
@@ -140,18 +136,18 @@ def _lost(case: Case) -> float:
     return case.figures.lost if case.figures else 1.0
 
 
-HEADINGS = (
-    "schedule",
-    "trainer + engines",
-    "step s",
-    "tokens/s/GPU",
-    "trainer",
-    "engines",
-    "mean",
-    "max",
-    "lost",
-    "trained",
-)
+COLUMNS: dict[str, Callable[[Case, Figures], str]] = {
+    "schedule": lambda case, _: case.name,
+    "trainer + engines": lambda case, _: str(case.split),
+    "step s": lambda _, found: f"{found.step_s:.1f}",
+    "tokens/s/GPU": lambda _, found: f"{found.tokens_per_s_per_gpu:.0f}",
+    "trainer": lambda _, found: f"{found.trainer_idle:.0%}",
+    "engines": lambda _, found: f"{found.engines_idle:.0%}",
+    "mean": lambda _, found: f"{found.lag_mean:.2f}",
+    "max": lambda _, found: str(found.lag_max),
+    "lost": lambda _, found: f"{found.lost:.1%}",
+    "trained": lambda _, found: f"{found.response_tokens:.0f}",
+}
 _GAP = "  "
 
 
@@ -195,35 +191,18 @@ def lengths_text(lengths: LengthsConfig) -> str:
 def table_lines(cases: Sequence[Case]) -> Iterator[str]:
     """Rows in the order of their step time; `lost`: see `Figures.lost`; `trained`: mean tokens of
     a response that trains, which are fewer where long ones are lost."""
-    rows = [_row(case.name, str(case.split), case.figures) for case in ranked(cases) if case.figures]
-    widths = [max(len(row[i]) for row in [HEADINGS, *rows]) for i in range(len(HEADINGS))]
+    rows = [list(COLUMNS)]
+    rows += [[cell(case, case.figures) for cell in COLUMNS.values()] for case in ranked(cases) if case.figures]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     above = [" " * width for width in widths[:4]]
     above += ["idle".center(widths[4] + widths[5] + len(_GAP)), "lag".center(widths[6] + widths[7] + len(_GAP))]
     yield _GAP.join(above).rstrip()
-    for row in [HEADINGS, *rows]:
-        cells = [
-            cell.ljust(width) if i < 2 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
+    for row in rows:
+        cells = [f"{cell:{'<' if i < 2 else '>'}{widths[i]}}" for i, cell in enumerate(row)]
         yield _GAP.join(cells).rstrip()
     for case in cases:
         if case.figures is None:
             yield f"{case.name}, {case.split}: not simulated: {case.why_not}"
-
-
-def _row(name: str, split: str, found: Figures) -> tuple[str, ...]:
-    return (
-        name,
-        split,
-        f"{found.step_s:.1f}",
-        f"{found.tokens_per_s_per_gpu:.0f}",
-        f"{found.trainer_idle:.0%}",
-        f"{found.engines_idle:.0%}",
-        f"{found.lag_mean:.2f}",
-        str(found.lag_max),
-        f"{found.lost:.1%}",
-        f"{found.response_tokens:.0f}",
-    )
 
 
 def detail_lines(case: Case) -> Iterator[str]:

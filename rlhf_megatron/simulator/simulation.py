@@ -1,9 +1,6 @@
 """A run as discrete events over virtual time: trainer, scorer and engines take their durations; figures follow.
 
-supplies.py decides what happens next, as scheduler/supply/ does in a run. Failures, evaluations, checkpoints, the
-imbalance of replicas and the controller's own time are left out. A `History` is what a simulation leaves; `figures`
-sums it up.
-"""
+supplies.py decides what happens next, as scheduler/supply/ does in a run. docs/simulate.md says what is left out."""
 
 from __future__ import annotations
 
@@ -11,8 +8,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from rlhf_megatron.scheduler.schedules import Schedule
 from rlhf_megatron.scheduler.schedules.base import OnSync
@@ -267,9 +263,6 @@ class Figures:
         """Groups that the schedule drops or begins anew, as a share of those that were begun. Those without signal
         would not train under any."""
         return sum(share for reason, share in self.dropped.items() if reason != NO_SIGNAL) + self.regenerated
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def figures(history: History, split: Split, num_warmup: int) -> Figures:

@@ -143,7 +143,6 @@ class Foreground(Simulation):
         self.sync_if_due()
 
     def _generate(self) -> None:
-        """A batch of prompts."""
         groups = [self.made(number) for number in self.flow.started(self.flow.batch_size)]
         self._num_awaited = len(groups)
         self._num_batches += 1

@@ -1,18 +1,9 @@
-"""`rollout.colocated`: trainer and engines take turns with the same devices. Who holds what, and how it changes hands.
+"""`rollout.colocated`: trainer and engines take turns with the same devices. docs/colocated.md has a
+table of a step.
 
-    trainer's turn   parameters, gradients, optimizer state; the engines hold nothing
-    before_stream    gradients and optimizer state (of the critic: all) go, the engines' weights come
-    after_stream     the parameters go, the engines' key-value caches come
-    engines' turn    the trainer holds nothing: all that it keeps is in host memory
-    to_trainer       the engines' weights and caches go, all of the trainer comes
-
-What an engine has released comes back without contents. So the engines' turn always begins with a stream of weights:
-of a new version, or of the same one again where the policy stayed (after a checkpoint, or a step that trained the
-critic only). A reference takes no part: it is on the device only while it is asked (`reference.param_offload`).
-
-An engine that is started again in the engines' turn needs weights, too: then the caches alone go and come back, and
-the trainer's parameters come and go; what the other engines were generating goes on afterwards.
-"""
+What an engine has released comes back without contents. So the engines' turn always begins with a stream of weights,
+of a new version or of the same one again. An engine that is started again in the engines' turn needs weights, too: then
+the caches alone go and come back, and the trainer's parameters come and go; what others were generating goes on."""
 
 from __future__ import annotations
 
@@ -20,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from typing import Literal, Protocol
+from typing import Literal
 
 from rlhf_megatron import faults
 from rlhf_megatron.rollout.engine import Engine, EngineError
@@ -32,8 +23,9 @@ from rlhf_megatron.workers.offload import TRAINER_PARTS
 Phase = Literal["training", "sync", "generation"]
 
 
-class Turns(Protocol):
-    """Hands the devices over; stages, weight syncs and checkpoints call it first, on the controller's thread."""
+class Turns:
+    """Hands the devices over; stages, weight syncs and checkpoints call it first, on the controller's thread. This one
+    is for a trainer and engines that have devices of their own."""
 
     resend: Callable[[], object]  # the current weights to all engines again, verified; set by WeightSync
 
@@ -51,36 +43,14 @@ class Turns(Protocol):
 
     def take_metrics(self) -> dict[str, float]:
         """Metrics of the turns since the last call."""
-
-
-class NoTurns:
-    """Trainer and engines have devices of their own."""
-
-    resend: Callable[[], object]
-
-    def to_trainer(self) -> None:
-        pass
-
-    def to_engines(self) -> None:
-        pass
-
-    def before_stream(self) -> None:
-        pass
-
-    def after_stream(self) -> None:
-        pass
-
-    def take_metrics(self) -> dict[str, float]:
         return {}
 
 
-class Colocation:
+class Colocation(Turns):
     """Made when it is the engines' turn: see `leave_devices`.
 
     Every step can be made again from wherever an error has left it, so that a run that ends can still save its state.
     """
-
-    resend: Callable[[], object]
 
     def __init__(self, roles: Sequence[TrainedProxy], reference: ReferenceProxy | None, fleet: EngineFleet) -> None:
         """`roles`: those that learn, the actor first."""
@@ -139,7 +109,6 @@ class Colocation:
         self._seconds += time.monotonic() - start
 
     def _measure(self, phase: Phase) -> None:
-        """The most that any rank holds, and any engine."""
         models: list[TrainedProxy | ReferenceProxy] = [*self._roles]
         models += [self._reference] if self._reference is not None else []
         calls = [(model.pool, model.memory_report()) for model in models]

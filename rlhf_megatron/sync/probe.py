@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.algorithms.mismatch import mismatch_statistics, worst_tokens
-from rlhf_megatron.config.schema import CheckConfig, RunConfig
+from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.data.batch import TokenBatch, offsets_from_lengths
 from rlhf_megatron.observe.metrics.mismatch import past_thresholds
 from rlhf_megatron.rollout.engine import Engine, EngineError, GeneratedSample, GenerateRequest, SamplingParams
@@ -21,25 +21,16 @@ _SEED = 20_000  # of the first; the others count up
 class Probe:
     """Callable with an engine that serves. To be called while the hosts hold what the engine was sent."""
 
-    def __init__(
-        self,
-        actor: ActorProxy,
-        prompts: Sequence[tuple[int, ...]],
-        checks: CheckConfig,
-        *,
-        is_exact: bool,
-        temperature: float,
-        token_budget: int,
-        timeout_s: float,
-        num_tokens: int = NUM_TOKENS,
-    ) -> None:
-        """`prompts`: token ids. `is_exact`: trainer and engine both compute in float32. `timeout_s`: of the engine."""
-        params = SamplingParams(num_tokens, temperature)
+    def __init__(self, config: RunConfig, actor: ActorProxy, prompts: Sequence[tuple[int, ...]]) -> None:
+        """The probe of a run, on the first of its `prompts` (token ids)."""
+        rollout, checks = config.rollout, config.checks
+        params = SamplingParams(min(NUM_TOKENS, config.data.max_response_length), rollout.temperature)
         self.actor = actor
         self.checks = checks
-        self.is_exact = is_exact
-        self.token_budget = token_budget
-        self.timeout_s = timeout_s
+        self.is_exact = config.model.dtype == "float32" and rollout.dtype in (None, "float32")
+        self.token_budget = config.actor.ppo_max_token_len_per_gpu
+        self.timeout_s = rollout.request_timeout_s  # of the engine
+        prompts = prompts[: checks.probe_prompts]
         self._requests = [GenerateRequest(ids, (_SEED + i,), params) for i, ids in enumerate(prompts)]
 
     def __call__(self, engine: Engine) -> None:
@@ -81,18 +72,4 @@ def _worst(by_engine: Tensor, by_trainer: Tensor, tokens: TokenBatch) -> str:
     return (
         f"token {int(tokens.token_ids[position])} at place {place} after prompt {prompt}: log-prob"
         f" {by_engine[position]:.5f} by the engine, {by_trainer[position]:.5f} by the trainer"
-    )
-
-
-def make_probe(config: RunConfig, actor: ActorProxy, prompts: Sequence[tuple[int, ...]]) -> Probe:
-    """The probe of a run, on the first of its `prompts`."""
-    return Probe(
-        actor,
-        prompts[: config.checks.probe_prompts],
-        config.checks,
-        is_exact=config.model.dtype == "float32" and config.rollout.dtype in (None, "float32"),
-        temperature=config.rollout.temperature,
-        token_budget=config.actor.ppo_max_token_len_per_gpu,
-        timeout_s=config.rollout.request_timeout_s,
-        num_tokens=min(NUM_TOKENS, config.data.max_response_length),
     )

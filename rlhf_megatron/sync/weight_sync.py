@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypedDict
+from typing import TypedDict
 
 from rlhf_megatron import faults
 from rlhf_megatron.checkpoint.hf_reader import read_hf_config
@@ -17,21 +17,25 @@ from rlhf_megatron.rollout.engine import Engine, EngineAddress, EngineError, Wei
 from rlhf_megatron.rollout.fleet.fleet import EngineFleet
 from rlhf_megatron.rollout.transports.disk import complete_checkpoint, load_directory, remove_versions
 from rlhf_megatron.runtime.proxies import HostProxy
-from rlhf_megatron.sync.colocation import NoTurns, Turns
+from rlhf_megatron.sync.colocation import Turns
 
 NAMES_SHOWN = 5
 
 
-class Sync(Protocol):
-    """The last act of a step, unless the step left the policy as it was."""
+class Sync:
+    """The last act of a step, unless the step left the policy as it was. This one is for a run without engines: the
+    version still counts."""
 
-    version: int  # of the policy: how many times this was called
+    def __init__(self, version: int = 0) -> None:
+        self.version = version  # of the policy: how many times this was called
 
     def __call__(self) -> dict[str, float]:
         """Returns metrics, among them the new version."""
+        self.version += 1
+        return {"policy/version": float(self.version)}
 
 
-class WeightSync:
+class WeightSync(Sync):
     """Callable; owned by the controller. An engine that fails on the way is STALE and set aside; the others go on."""
 
     def __init__(
@@ -56,12 +60,12 @@ class WeightSync:
         self.transfer_dir = transfer_dir
         self.bucket_bytes = bucket_bytes
         self.dtype = dtype
-        self.version = version
+        super().__init__(version)
         self.probe = probe
         self.transport = transport
         self.model_path = model_path
         self._sent: dict[str, str] | None = None  # digests of what `version` is
-        self.turns = turns or NoTurns()
+        self.turns = turns or Turns()
         self.turns.resend = partial(self, full_resync=True)
         fleet.resync = self.resync
 
@@ -202,8 +206,6 @@ class _Stream(TypedDict):
 
 @dataclass(frozen=True)
 class _Sent:
-    """The reports of all senders, added up."""
-
     num_bytes: int
     bytes_moved: int
     bytes_needed: int
@@ -237,14 +239,3 @@ def verify(engine: str, sent: dict[str, str], standing: dict[str, str] | None) -
             f"{engine}: {len(wrong)} of {len(sent)} tensors that stand in it differ from what was exported: {shown}."
             " It is STALE."
         )
-
-
-class NoSync:
-    """Stands for WeightSync where there are no engines: the version still counts."""
-
-    def __init__(self, version: int = 0) -> None:
-        self.version = version
-
-    def __call__(self) -> dict[str, float]:
-        self.version += 1
-        return {"policy/version": float(self.version)}

@@ -92,39 +92,47 @@ def test_every_verb_needs_the_token(servers: EngineServers) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
-        ("/generate", b"not json", "Expecting value"),
-        ("/generate", b"[]", "JSON object"),
-        ("/generate", b'{"requests": [{"prompt_ids": [1]}]}', "a request must be"),
+        ("/generate", b"not json", "JSON is malformed"),
+        ("/generate", b"[]", "Expected `object`, got `array`"),
+        ("/generate", b'{"requests": [{"prompt_ids": [1]}]}', "missing required field `seeds`"),
         (
             "/generate",
             b'{"requests": [{"prompt_ids": [1.5], "seeds": [1], "params": {"max_new_tokens": 1}}]}',
-            "integers",
+            "Expected `int`, got `float` - at `$.requests[0].prompt_ids[0]`",
         ),
         (
             "/generate",
             b'{"requests": [{"prompt_ids": [1], "seeds": [1], "params": {"max_new_tokens": 1, "beams": 2}}]}',
-            "unknown sampling parameters ['beams']",
+            "unknown field `beams`",
         ),
         (
             "/generate",
             b'{"requests": [{"prompt_ids": [1], "seeds": [1], "params": {"max_new_tokens": 1, "top_p": "0.5"}}]}',
-            "params.top_p must be a number, not '0.5'",
+            "Expected `float`, got `str` - at `$.requests[0].params.top_p`",
         ),
         (
             "/generate",
             b'{"requests": [{"prompt_ids": [1], "seeds": [1], "params": {"max_new_tokens": 1, "top_k": 0}}]}',
             "top_k (0) must be at least 1, or -1 (off)",
         ),
-        ("/pause", b'{"mode": "politely"}', "mode must be one of abort, retract, in_place, not 'politely'"),
-        ("/release_memory", b'{"parts": []}', "parts must be a list of one or more of weights, kv_cache, not []"),
-        ("/release_memory", b'{"parts": ["cuda_graph"]}', "parts must be a list of one or more of weights, kv_cache"),
-        ("/resume_memory", b'{"parts": "weights"}', "parts must be a list"),
+        (
+            "/pause",
+            b'{"mode": "politely"}',
+            'the body must be {"mode": "abort", "retract" or "in_place"}: Invalid enum value',
+        ),
+        (
+            "/release_memory",
+            b'{"parts": []}',
+            '{"parts": ["weights", "kv_cache"]}, one or more of these: Expected `array` of length >= 1',
+        ),
+        ("/release_memory", b'{"parts": ["cuda_graph"]}', "Invalid enum value 'cuda_graph'"),
+        ("/resume_memory", b'{"parts": "weights"}', "Expected `array`, got `str` - at `$.parts`"),
         (
             "/generate",
             b'{"requests": [{"prompt_ids": [99], "seeds": [1], "params": {"max_new_tokens": 1}}]}',
             "vocabulary",
         ),
-        ("/begin_weight_update", b'{"version": "7"}', "version must be an integer"),
+        ("/begin_weight_update", b'{"version": "7"}', "Expected `int`, got `str` - at `$.version`"),
         ("/begin_weight_update", b'{"version": 1}', "must be above 1"),
         ("/update_weights", b"{}", "not a bucket manifest"),
         (

@@ -35,7 +35,7 @@ from rlhf_megatron.rollout.transports import process_group
 from rlhf_megatron.rollout.transports.base import Traffic, Transport
 from rlhf_megatron.runtime.inline import InlineGroup
 from rlhf_megatron.runtime.proxies import Workers
-from rlhf_megatron.sync.probe import make_probe
+from rlhf_megatron.sync.probe import Probe
 from rlhf_megatron.sync.weight_sync import WeightSync
 
 pytestmark = pytest.mark.dist
@@ -131,7 +131,7 @@ class Rig:
         change_weights(self.group, seed=self.version)
         address = replace(self.servers.addresses[0], has_loader=has_loader)
         fleet = EngineFleet([connect(address, self.transfer)], 60.0, 0)
-        probe = make_probe(config_of(self.model), Workers(self.group).actor, PROMPTS)
+        probe = Probe(config_of(self.model), Workers(self.group).actor, PROMPTS)
         return WeightSync(
             Workers(self.group).host,
             fleet,

@@ -34,7 +34,7 @@ from rlhf_megatron.recovery.recorder import Recorder
 from rlhf_megatron.runtime.inline import InlineGroup
 from rlhf_megatron.runtime.proxies import Workers
 from rlhf_megatron.scheduler.parts import load_parts
-from rlhf_megatron.sync.weight_sync import NoSync
+from rlhf_megatron.sync.weight_sync import Sync
 
 GROUPS, GROUP_SIZE, PROMPT, NUM_STEPS = 4, 4, 6, 3
 
@@ -104,9 +104,7 @@ def three_steps(world: World, cases: dict[str, tuple[dict[str, Any], str]], dire
 
 
 def _steps(config: RunConfig, group: InlineGroup, recorder: Recorder) -> list[dict[str, Any]]:
-    stages = ReplayStages(
-        config, Workers(group), load_parts(config), recorder, load_tokenizer(MODEL), NoSync(version=1)
-    )
+    stages = ReplayStages(config, Workers(group), load_parts(config), recorder, load_tokenizer(MODEL), Sync(version=1))
     steps = []
     for step in range(1, NUM_STEPS + 1):
         scored = stages.score(step, stages.generate(step, stages.next_prompts(step)))

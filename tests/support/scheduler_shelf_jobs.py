@@ -25,7 +25,7 @@ from rlhf_megatron.runtime.dispatch import join, plan_call
 from rlhf_megatron.runtime.pool import ACTOR
 from rlhf_megatron.runtime.proxies import Workers
 from rlhf_megatron.scheduler.parts import load_parts
-from rlhf_megatron.sync.weight_sync import NoSync
+from rlhf_megatron.sync.weight_sync import Sync
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def train_recorded(world: World, config: RunConfig, record: Path, num_steps: int
     trained = {role: built[role] for role in ("actor", "critic") if role in built}
     before = {role: copies(model) for role, model in trained.items()}
     stages = ReplayStages(
-        config, Workers(group), load_parts(config), Recorder(record), load_tokenizer(MODEL), NoSync(version=1)
+        config, Workers(group), load_parts(config), Recorder(record), load_tokenizer(MODEL), Sync(version=1)
     )
     metrics = []
     for step in range(1, num_steps + 1):

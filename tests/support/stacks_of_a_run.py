@@ -20,7 +20,7 @@ PACKAGE = f"{Path(rlhf_megatron.__file__).parent}{os.sep}"
 LOOP = ("scheduler/loop.py", "run")
 WATCHED = {
     "clip formula": ("algorithms/losses/ppo_clip.py", "ppo_clip"),
-    "bytes of a bucket": ("resharding/gather.py", "write_bucket"),
+    "bytes of a bucket": ("resharding/sender.py", "write_bucket"),
 }
 
 

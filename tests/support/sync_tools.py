@@ -17,7 +17,7 @@ from rlhf_megatron.rollout.engine import Engine, GenerateRequest
 from rlhf_megatron.rollout.fleet.fleet import EngineFleet
 from rlhf_megatron.runtime.inline import InlineGroup
 from rlhf_megatron.runtime.proxies import Workers
-from rlhf_megatron.sync.probe import Probe, make_probe
+from rlhf_megatron.sync.probe import Probe
 from rlhf_megatron.sync.weight_sync import WeightSync
 
 BUCKET_BYTES = 100_000  # several buckets; the parts of an attention block stay in one
@@ -90,7 +90,7 @@ def rig_of(
     model: Path,
 ) -> Rig:
     fleet = EngineFleet([connect()], 60.0, 1)
-    probe = make_probe(config_of(model), Workers(group).actor, PROMPTS)
+    probe = Probe(config_of(model), Workers(group).actor, PROMPTS)
     sync = WeightSync(Workers(group).host, fleet, transfer_dir, BUCKET_BYTES, "float32", probe=probe)
     proxy.faults = (KEEPS_OLD,)
     return Rig(kind, group, proxy, fleet, sync, probe, straight)

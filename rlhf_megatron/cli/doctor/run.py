@@ -166,7 +166,7 @@ def _of_kernels(config: RunConfig, facts: Facts) -> Iterator[Problem]:
 
 def _of_engines(config: RunConfig) -> Iterator[Problem]:
     """Those that the run would start; one that it attaches to is asked when it starts."""
-    from rlhf_megatron.rollout.router.process import check_router
+    from rlhf_megatron.rollout.kinds import balancer_kind
     from rlhf_megatron.rollout.sglang.environment import check_sglang
 
     rollout = config.rollout
@@ -175,11 +175,10 @@ def _of_engines(config: RunConfig) -> Iterator[Problem]:
             check_sglang(rollout.sglang.python, {}, rollout.sglang.env)
         except ValueError as error:
             yield Problem("rollout.engine", "sglang", *_why_and_fix(error))
-    if rollout.router == "sglang":
-        try:
-            check_router(rollout.sglang.python, rollout.sglang.env)
-        except ValueError as error:
-            yield Problem("rollout.router", "sglang", *_why_and_fix(error))
+    try:
+        balancer_kind(rollout.router).check(rollout)
+    except ValueError as error:
+        yield Problem("rollout.router", rollout.router, *_why_and_fix(error))
 
 
 def _of_rewards(config: RunConfig) -> Iterator[Problem]:

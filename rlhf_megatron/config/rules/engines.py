@@ -49,15 +49,17 @@ def engines(loaded: Loaded) -> Findings:
 
 @idle
 def idle_engine_settings(c: RunConfig) -> Iterator[Idle]:
-    is_attached, has_router = bool(c.rollout.endpoints), c.rollout.router == "sglang"
+    is_attached, balancer = bool(c.rollout.endpoints), entry_of("balancer", c.rollout.router)
+    of_balancer = balancer.build.settings if balancer is not None else ()
     keys = ("rollout.sglang.api_key_file", "rollout.sglang.admin_api_key_file")
     yield not is_attached, keys, "rollout.endpoints", "name the servers that want these keys there"
     fix = "start the servers with them"
     yield is_attached, ("rollout.sglang.args",), "rollout.endpoints", fix
-    keys = ("rollout.sglang.python", "rollout.sglang.env")
-    yield is_attached and not has_router, keys, "rollout.endpoints", fix
+    own = tuple(key for key in ("rollout.sglang.python", "rollout.sglang.env") if key not in of_balancer)
+    yield is_attached, own, "rollout.endpoints", fix
+    restarts = "rollout.max_engine_restarts"
     fix = "let the run start the servers"
-    yield is_attached and not has_router, ("rollout.max_engine_restarts",), "rollout.endpoints", fix
+    yield is_attached and restarts not in of_balancer, (restarts,), "rollout.endpoints", fix
 
 
 def _attached(c: RunConfig) -> Findings:
@@ -96,7 +98,7 @@ def _attached(c: RunConfig) -> Findings:
 def _of_router(c: RunConfig) -> Findings:
     balancer = entry_of("balancer", c.rollout.router)
     yield wrong(
-        balancer is not None and "several_engines" in balancer.needs and num_engines(c) == 1,
+        balancer is not None and balancer.build.min_engines > num_engines(c),
         f"rollout.router ({c.rollout.router}) has nothing to choose with one engine; remove it, or set"
         " rollout.num_engines or rollout.endpoints to more.",
         ("rollout.router", "rollout.num_engines", "rollout.endpoints"),
@@ -134,10 +136,10 @@ def _of_some_engines(c: RunConfig) -> Findings:
     if engine is None or balancer is None:
         return
     engines, transport = parts_of("engine"), c.rollout.weight_transport
-    setting = next((need for need in balancer.needs if "." in need), None)
+    setting = balancer.build.engine_setting
     checks: tuple[tuple[str, object, Callable[[Any], bool]], ...] = (
         ("endpoints", list(c.rollout.endpoints), lambda kind: kind.can_attach or not c.rollout.endpoints),
-        ("router", c.rollout.router, lambda kind: setting is None or setting in kind.settings),
+        ("router", c.rollout.router, lambda kind: not setting or setting in kind.settings),
         ("weight_transport", transport, lambda kind: transport in kind.transports),
     )
     for name, value, fits in checks:
@@ -199,11 +201,12 @@ def colocation(loaded: Loaded) -> Findings:
         " trainer and engine are on the same ones; use tensor or disk.",
         ("rollout.weight_transport", COLOCATED),
     )
-    yield wrong(
-        c.rollout.router == "sglang",
-        f"rollout.router (sglang) would take engines for dead that have lent their memory ({COLOCATED}); use balancer.",
-        ("rollout.router", COLOCATED),
-    )
+    balancer = entry_of("balancer", c.rollout.router)
+    if balancer is not None and balancer.build.no_turns:
+        yield Problem(
+            f"rollout.router ({c.rollout.router}) would {balancer.build.no_turns} ({COLOCATED}); use balancer.",
+            ("rollout.router", COLOCATED),
+        )
     yield wrong(
         needs_reference(c) and not c.reference.param_offload,
         f"reference.param_offload (false) must be true with {COLOCATED}: the reference would keep memory that the"

@@ -57,18 +57,13 @@ def write(certificate: Certificate, directory: Path) -> Path:
 def as_json(certificate: Certificate) -> dict[str, Any]:
     """Plain values; a bar or error that is not finite is text."""
     c = certificate
+    as_they_are = ("command", "config", "overrides", "layout", "num_ranks", "has_files", "notes")
     return {
         "verdict": c.verdict,
-        "command": c.command,
-        "config": c.config,
-        "overrides": list(c.overrides),
+        **{name: getattr(c, name) for name in as_they_are},
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": {"cores": os.cpu_count(), "system": platform.platform()},
         "versions": versions(PACKAGES),
-        "layout": c.layout,
-        "num_ranks": c.num_ranks,
-        "has_files": c.has_files,
-        "notes": list(c.notes),
         "memory": {
             "total_bytes": c.memory.total,
             "stages": [asdict(stage) | {"totals": stage.totals} for stage in c.memory.stages],

@@ -1,18 +1,7 @@
 """Two runs on the same rollouts, figure by figure. Pure but for the files that it reads.
 
-    figure                       error                                    bar
-    loss, pg_loss of a step      |x - y|                                  LOSS x largest |advantage| of the step
-    gradient norm of a step      |x / y - 1|                              NORM
-    entropy, KL and other means  |x - y|                                  NATS x max(1, |y|)
-    rollout_corr/*               |x - y|                                  NATS x max(1, |y|)
-    values, returns, advantages  |x - y|                                  VALUES x max(1, |y|), where there is a critic
-    share of clipped tokens      |x - y|                                  two tokens
-    rewards, lengths, rates      |x - y|                                  0: they do not depend on the layout
-    engine against trainer       largest |difference| of log-probs, nats  checks.log_prob_max_abs_diff
-    weights of a tensor          ||x - y|| / ||y - start||                UPDATE
-
-x is the layout, y one unsharded rank, `start` the weights before the first step.
-"""
+docs/check.md has the table of figures, errors and bars. x is the layout, y one unsharded rank, `start` the weights
+before the first step."""
 
 from __future__ import annotations
 

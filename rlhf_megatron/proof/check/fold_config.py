@@ -11,24 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rlhf_megatron.config import schema
 from rlhf_megatron.config.rules.run import has_critic, needs_reference
-from rlhf_megatron.config.schema import (
-    ActorConfig,
-    AlgorithmConfig,
-    CheckConfig,
-    CriticConfig,
-    DataConfig,
-    FilterGroupsConfig,
-    MegatronConfig,
-    ModelConfig,
-    OptimConfig,
-    ReferenceConfig,
-    RewardConfig,
-    RolloutConfig,
-    RunConfig,
-    TrainerConfig,
-    WarmupConfig,
-)
 from rlhf_megatron.models.families.base import family_for
 from rlhf_megatron.proof.check.fold_layout import Folded
 
@@ -66,7 +50,7 @@ CHANGED = (
 """What every folded run changes, whatever the layout."""
 
 
-def fold_config(config: RunConfig, folded: Folded, directory: Path) -> RunConfig:
+def fold_config(config: schema.RunConfig, folded: Folded, directory: Path) -> schema.RunConfig:
     """Return the configuration of a folded run. `directory` holds its models and data.
 
     Two configurations that differ only in `folded` train the same.
@@ -79,13 +63,13 @@ def fold_config(config: RunConfig, folded: Folded, directory: Path) -> RunConfig
         return num_samples // 2 if true_samples > true else num_samples
 
     is_exact = config.model.dtype == "float32" and config.rollout.dtype in (None, "float32")
-    return RunConfig(
-        model=ModelConfig(
+    return schema.RunConfig(
+        model=schema.ModelConfig(
             path=str(directory / "model"),
             dtype="float32",
             init_seed=1 if config.model.init_seed is None else config.model.init_seed,
         ),
-        data=DataConfig(
+        data=schema.DataConfig(
             train_files=(str(directory / "train.jsonl"),),
             val_files=(str(directory / "val.jsonl"),),
             max_prompt_length=MAX_PROMPT,
@@ -95,9 +79,9 @@ def fold_config(config: RunConfig, folded: Folded, directory: Path) -> RunConfig
             seed=config.data.seed,
         ),
         actor=_actor(config.actor, folded.actor.megatron, mini_batch),
-        critic=_critic(config.critic, folded, directory, mini_batch) if has_critic(config) else CriticConfig(),
-        reference=_reference(config.reference, directory) if needs_reference(config) else ReferenceConfig(),
-        rollout=RolloutConfig(
+        critic=_critic(config.critic, folded, directory, mini_batch) if has_critic(config) else schema.CriticConfig(),
+        reference=_reference(config.reference, directory) if needs_reference(config) else schema.ReferenceConfig(),
+        rollout=schema.RolloutConfig(
             engine="local",
             n=min(config.rollout.n, MAX_SAMPLES),
             temperature=config.rollout.temperature,
@@ -106,12 +90,14 @@ def fold_config(config: RunConfig, folded: Folded, directory: Path) -> RunConfig
             max_num_batched_tokens=2 * PROMPTS * MAX_SAMPLES * (MAX_PROMPT + MAX_RESPONSE),
             update_weights_bucket_megabytes=1,
         ),
-        reward=RewardConfig(name="character_share"),
+        reward=schema.RewardConfig(name="character_share"),
         algorithm=_algorithm(config.algorithm, num_samples),
         warmup=_warmup(config.warmup),
         # the run's own bound, where it is one on float32
-        checks=CheckConfig(log_prob_max_abs_diff=config.checks.log_prob_max_abs_diff) if is_exact else CheckConfig(),
-        trainer=TrainerConfig(
+        checks=schema.CheckConfig(log_prob_max_abs_diff=config.checks.log_prob_max_abs_diff)
+        if is_exact
+        else schema.CheckConfig(),
+        trainer=schema.TrainerConfig(
             experiment_name=folded.name,
             default_local_dir=str(directory),
             runtime="torchrun" if num_ranks > 1 else "inline",
@@ -128,7 +114,9 @@ def fold_config(config: RunConfig, folded: Folded, directory: Path) -> RunConfig
     )
 
 
-def _actor(actor: ActorConfig, megatron: MegatronConfig, mini_batch: Callable[[int], int]) -> ActorConfig:
+def _actor(
+    actor: schema.ActorConfig, megatron: schema.MegatronConfig, mini_batch: Callable[[int], int]
+) -> schema.ActorConfig:
     return replace(
         actor,
         megatron=megatron,
@@ -140,13 +128,15 @@ def _actor(actor: ActorConfig, megatron: MegatronConfig, mini_batch: Callable[[i
     )
 
 
-def _critic(critic: CriticConfig, folded: Folded, directory: Path, mini_batch: Callable[[int], int]) -> CriticConfig:
+def _critic(
+    critic: schema.CriticConfig, folded: Folded, directory: Path, mini_batch: Callable[[int], int]
+) -> schema.CriticConfig:
     return replace(
         critic,
         path=None if critic.path is None else str(directory / "critic"),
         value_head_init_std=max(critic.value_head_init_std, VALUE_HEAD_STD),
         num_ranks=0 if folded.critic is None else folded.critic.num_ranks,
-        megatron=MegatronConfig() if folded.critic is None else folded.critic.megatron,
+        megatron=schema.MegatronConfig() if folded.critic is None else folded.critic.megatron,
         optim=_optim(critic.optim),
         mini_batch_size=None if critic.mini_batch_size is None else mini_batch(critic.mini_batch_size),
         ppo_epochs=None if critic.ppo_epochs is None else min(critic.ppo_epochs, 2),
@@ -154,7 +144,7 @@ def _critic(critic: CriticConfig, folded: Folded, directory: Path, mini_batch: C
     )
 
 
-def _reference(reference: ReferenceConfig, directory: Path) -> ReferenceConfig:
+def _reference(reference: schema.ReferenceConfig, directory: Path) -> schema.ReferenceConfig:
     return replace(
         reference,
         path=None if reference.path is None else str(directory / "reference"),
@@ -162,15 +152,15 @@ def _reference(reference: ReferenceConfig, directory: Path) -> ReferenceConfig:
     )
 
 
-def _algorithm(algorithm: AlgorithmConfig, num_samples: int) -> AlgorithmConfig:
+def _algorithm(algorithm: schema.AlgorithmConfig, num_samples: int) -> schema.AlgorithmConfig:
     """The adaptive KL controller needs a horizon far longer than a step. No group is left out: a replay has no engine
     to generate others.
     """
     control = replace(algorithm.kl_ctrl, horizon=max(algorithm.kl_ctrl.horizon, 10 * num_samples))
-    return replace(algorithm, kl_ctrl=control, filter_groups=FilterGroupsConfig())
+    return replace(algorithm, kl_ctrl=control, filter_groups=schema.FilterGroupsConfig())
 
 
-def _optim(optim: OptimConfig) -> OptimConfig:
+def _optim(optim: schema.OptimConfig) -> schema.OptimConfig:
     return replace(
         optim,
         lr=LEARNING_RATE,
@@ -181,14 +171,16 @@ def _optim(optim: OptimConfig) -> OptimConfig:
     )
 
 
-def _warmup(warmup: WarmupConfig) -> WarmupConfig:
+def _warmup(warmup: schema.WarmupConfig) -> schema.WarmupConfig:
     if warmup.max_steps == 0:
-        return WarmupConfig()
-    return WarmupConfig(max_steps=2, batch_size=PROMPTS, test_freq=2, test_samples=PROMPTS, optim=_optim(warmup.optim))
+        return schema.WarmupConfig()
+    return schema.WarmupConfig(
+        max_steps=2, batch_size=PROMPTS, test_freq=2, test_samples=PROMPTS, optim=_optim(warmup.optim)
+    )
 
 
 def fold_model(
-    hf_config: Mapping[str, Any], trues: Sequence[MegatronConfig], folded: Sequence[MegatronConfig]
+    hf_config: Mapping[str, Any], trues: Sequence[schema.MegatronConfig], folded: Sequence[schema.MegatronConfig]
 ) -> dict[str, Any]:
     """Return config.json of a tiny model that fits all layouts `folded`. `trues`: the run's own layouts, one a pool.
 
@@ -219,7 +211,9 @@ def fold_model(
     return {key: value for key, value in {**kept, **small, **SETTINGS}.items() if value is not None}
 
 
-def fold_recompute(folded: MegatronConfig, true: MegatronConfig, num_layers: int) -> MegatronConfig:
+def fold_recompute(
+    folded: schema.MegatronConfig, true: schema.MegatronConfig, num_layers: int
+) -> schema.MegatronConfig:
     """`folded` with a recompute_num_layers that fits the tiny model. `num_layers`: of the true model."""
     count = true.recompute_num_layers
     if true.recompute_granularity != "full" or count is None:
@@ -229,12 +223,12 @@ def fold_recompute(folded: MegatronConfig, true: MegatronConfig, num_layers: int
     return replace(folded, recompute_num_layers=min(few, layers_per_chunk(true, num_layers, num_chunks(folded))))
 
 
-def num_chunks(megatron: MegatronConfig) -> int:
+def num_chunks(megatron: schema.MegatronConfig) -> int:
     """Model chunks of all stages: stages x virtual stages."""
     return megatron.pipeline_model_parallel_size * (megatron.virtual_pipeline_model_parallel_size or 1)
 
 
-def layers_per_chunk(true: MegatronConfig, num_layers: int, small_chunks: int) -> int:
+def layers_per_chunk(true: schema.MegatronConfig, num_layers: int, small_chunks: int) -> int:
     """Layers of a chunk of the tiny model: two where the large one has several and they matter or cost little."""
     are_grouped = true.recompute_granularity == "full" and (true.recompute_num_layers or 1) > 1
     are_cut = true.recompute_granularity == "full" and true.recompute_method == "block"
@@ -242,12 +236,10 @@ def layers_per_chunk(true: MegatronConfig, num_layers: int, small_chunks: int) -
 
 
 def _queries_per_group(true: int) -> int:
-    """Keep a small number; else 2, or 3 for an odd one."""
     return true if true <= MAX_QUERIES_PER_GROUP else 2 + true % 2
 
 
 def _vocab_size(divides: bool, tp: int) -> int:
-    """At least MIN_VOCAB_SIZE; a multiple of `tp`, or not (where tp is not 1)."""
     if divides or tp == 1:
         return _up_to_multiple(MIN_VOCAB_SIZE, tp)
     return _up_to_multiple(MIN_VOCAB_SIZE, tp) + 1

@@ -1,15 +1,6 @@
 """Smaller layouts that keep what a large one is made of, for a machine with few processes. Pure integers.
 
-The first layout keeps the shape of a replica: tp, pp, vpp, cp and all switches are the run's own; two replicas stand
-for any larger number where the processes suffice, else one. Where even one replica has too many ranks its axes are made
-smaller in the order cp, tp, pp: first down to 2, and only when that is not enough down to 1.
-
-Where the first layout has no room for a second replica but the run has several, a second layout has two, with the axes
-made smaller in the same order.
-
-A critic with a pool of its own keeps it. Where both do not fit, the pool with the smaller replica may have half of the
-processes, and the other one has the rest.
-"""
+docs/check.md tells in which order axes are made smaller, and what becomes of a critic's pool."""
 
 from __future__ import annotations
 

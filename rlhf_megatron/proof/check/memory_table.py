@@ -128,9 +128,7 @@ def _cells(model: str, stage: StageMemory, unit: str) -> Sequence[str]:
 def notes(memory: Memory) -> list[str]:
     """Explain the columns."""
     unit = _unit(memory)
-    lines = [
-        f"{unit} on each rank of a pipeline stage. `a rank`: parameters, gradients, main parameters and moments.",
-    ]
+    lines = [f"{unit} on each rank of a pipeline stage. `a rank`: parameters, gradients, main parameters and moments."]
     every = [f"{_range(totals, unit)} {unit} {where}" for where, totals in _by_rank(memory)]
     ranks = sum(stage.num_ranks for stage in (*memory.stages, *(memory.critic if memory.has_critic_pool else ())))
     lines.append(f"{'; '.join(every)}; {_text(memory.total, unit)} {unit} on {ranks} ranks.")

@@ -88,13 +88,7 @@ class Proof:
         return all(layout.is_ok for layout in self.layouts)
 
 
-def prove(
-    config: RunConfig,
-    models: Models,
-    layouts: tuple[Folded, ...],
-    directory: Path,
-    progress: Progress,
-) -> Proof:
+def prove(config: RunConfig, models: Models, layouts: tuple[Folded, ...], directory: Path, progress: Progress) -> Proof:
     """Run every layout below `directory`, which is absolute. `models`: those of the run itself.
 
     A run that fails is a problem of its layout; when the run on one rank fails, the first layout has the problem.
@@ -138,8 +132,6 @@ def fold_models(
 
 
 def _with_recompute(folded: Folded, trues: Sequence[MegatronConfig], models: Models) -> Folded:
-    """Set recompute_num_layers of every pool to what the tiny models allow."""
-
     def fitting(pool: FoldedPool, true: MegatronConfig, model: Mapping[str, Any]) -> FoldedPool:
         return replace(pool, megatron=fold_recompute(pool.megatron, true, int(model["num_hidden_layers"])))
 

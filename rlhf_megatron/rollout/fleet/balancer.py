@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rlhf_megatron.rollout.engine import Engine, EngineError, GeneratedSample, GenerateRequest
+from rlhf_megatron.rollout.engine import Engine, EngineError, GenerateRequest, Groups
 from rlhf_megatron.rollout.fleet.supervisor import Member
 from rlhf_megatron.rollout.sizes import CHUNK_SAMPLES, CHUNKS_IN_FLIGHT, OVERFILL
 
@@ -72,7 +72,6 @@ def unknown_runs(start: int, count: int, known: Container[int]) -> Iterator[rang
             first = index + 1
 
 
-Groups = list[list[GeneratedSample]]
 _MAX_RUNNING = 256  # samples, of an engine that does not say what it decodes at once
 
 

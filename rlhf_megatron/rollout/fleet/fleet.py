@@ -20,22 +20,20 @@ from rlhf_megatron.rollout.engine import (
     EngineRequestError,
     GeneratedSample,
     GenerateRequest,
+    Groups,
     MemoryPart,
-    PauseMode,
 )
 from rlhf_megatron.rollout.fleet.balancer import (
     Balancer,
     Chunk,
-    Groups,
     LeastOutstanding,
     Sent,
     unknown_runs,
     without_known,
 )
 from rlhf_megatron.rollout.fleet.calls import EngineCall, EngineCalls, FairLock
-from rlhf_megatron.rollout.fleet.session import Session
 from rlhf_megatron.rollout.fleet.supervisor import Member, State, Supervision, Supervisor
-from rlhf_megatron.rollout.fleet.work import Call, Generation, Served, closed_problem
+from rlhf_megatron.rollout.fleet.work import Generation, Means, Served, Session
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -46,14 +44,6 @@ _HEALTH_S = 5.0
 _QUESTION_S = 30.0
 _PURPOSE = "generate"
 _VERB_S = 3600.0  # of any verb; the clients have deadlines of their own for each HTTP call in it
-
-
-def _never_stop() -> None:
-    pass
-
-
-def _problem(call: Call, groups: Groups) -> str:
-    return closed_problem(groups, call.version)
 
 
 class EngineFleet:
@@ -72,7 +62,7 @@ class EngineFleet:
         supervision: Supervision | None = None,
         balancer: Balancer | None = None,
         is_closed: bool = False,
-        should_stop: Callable[[], None] = _never_stop,
+        should_stop: Callable[[], None] = lambda: None,
     ) -> None:
         """`balancer`: who spreads the work; None: `LeastOutstanding`. It is closed with the fleet.
 
@@ -82,8 +72,6 @@ class EngineFleet:
         """
         if not engines:
             raise ValueError("a fleet needs at least one engine; set rollout.num_engines.")
-        self.request_timeout_s = request_timeout_s
-        self.request_retries = request_retries
         self.is_closed = is_closed
         self.should_stop = should_stop
         self._calls = EngineCalls()
@@ -92,6 +80,8 @@ class EngineFleet:
         self._lock = FairLock()
         self._session: Session | None = None
         self._balancer = balancer or LeastOutstanding()
+        parts = (self._lock, self._supervisor, self._balancer, self._calls, self._served)
+        self._means = Means(*parts, request_timeout_s, request_retries)
         self._work: Generation | None = None  # of the call of `generate` that is under way
 
     @property
@@ -164,7 +154,7 @@ class EngineFleet:
         return [group for group in results if group is not None]
 
     def open_session(self) -> Session:
-        """Opens generation that goes on over weight syncs; see `session`. One at a time. From now on a sync is made
+        """Opens generation that goes on over weight syncs. One at a time. From now on a sync is made
         with `exclusive`. Asks the engines how much they decode at once."""
         assert self._session is None, "a session is open"
         self._learn_version()
@@ -173,9 +163,11 @@ class EngineFleet:
         )
         for member, count in found.items():
             member.max_running = count
-        limits = (self.request_timeout_s, self.request_retries)
-        parts = (self._lock, self._supervisor, self._balancer, self._calls, self._served, limits)
-        self._session = Session(*parts, others=lambda: self._work.sent if self._work else [], on_close=self._forget)
+
+        def forget() -> None:
+            self._session = None
+
+        self._session = Session(self._means, lambda: self._work.sent if self._work else [], forget)
         return self._session
 
     @contextmanager
@@ -246,17 +238,6 @@ class EngineFleet:
             self.set_aside(member.name, str(error))
         return {member.name: digests for member, digests in found.items()}
 
-    def pause(self, mode: PauseMode = "retract") -> None:
-        self._on_all("pause", lambda engine: engine.pause(mode))
-
-    def resume(self) -> None:
-        self._on_all("resume", lambda engine: engine.resume())
-
-    def abort(self) -> None:
-        if self._work is not None:
-            self._work.is_aborted = True
-        self._on_all("abort", lambda engine: engine.abort())
-
     def release_memory(self, parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
         """On all engines that run, whether they serve or not. Those that are being started are waited for; one that
         does not release its memory is killed, or it would keep it."""
@@ -267,10 +248,6 @@ class EngineFleet:
     def resume_memory(self, parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
         """Undoes `release_memory`."""
         self._on_running(f"resume_memory {' '.join(parts)}", lambda engine: engine.resume_memory(parts))
-
-    def health(self, timeout_s: float = _HEALTH_S) -> None:
-        """Raises EngineError naming the engines that do not answer."""
-        self._on_all("health", lambda engine: engine.health(timeout_s))
 
     def close(self) -> None:
         """Drop all connections. Safe to call twice."""
@@ -288,10 +265,8 @@ class EngineFleet:
 
     @contextmanager
     def _working(self, todo: Sequence[Chunk]) -> Iterator[Generation]:
-        """The work of one call of `generate`. Engines end it when the block fails."""
-        supervisor, limits = self._supervisor, (self.request_timeout_s, self.request_retries)
-        parts = (supervisor, self._balancer, self._calls, _problem, *limits)
-        work = self._work = Generation(todo, *parts, is_named=self._session is not None)
+        supervisor = self._supervisor
+        work = self._work = Generation(self._means, todo, is_named=self._session is not None)
         try:
             with self._lock.taken():
                 supervisor.watch(_PURPOSE)
@@ -321,9 +296,6 @@ class EngineFleet:
             work.take_back()
             return work.harvest(version)
 
-    def _forget(self) -> None:
-        self._session = None
-
     def _assert_mine(self) -> None:
         assert self._session is None or self._lock.is_mine, "a session is open: do this within `exclusive`"
 
@@ -338,7 +310,6 @@ class EngineFleet:
                     self._served.now(version)
 
     def _current(self, known: Mapping[int, list[GeneratedSample]]) -> dict[int, list[GeneratedSample]]:
-        """Known groups whose samples are all of the current version."""
         version = self._served.current
         if version is None:
             return dict(known)
@@ -399,7 +370,6 @@ class EngineFleet:
             self._supervisor.down(member, str(error))
 
     def _on_all(self, what: str, verb: Callable[[Engine], T]) -> dict[str, T]:
-        """Results by engine name. Raises one EngineError with what all said that failed."""
         results, failures = self._each(what, verb, self._live)
         if failures:
             raise EngineError("; ".join(str(error) for error in failures.values()))

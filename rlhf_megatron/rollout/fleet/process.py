@@ -17,9 +17,9 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol
 
+from rlhf_megatron.parallel.environment import without_expandable
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError, EngineTimeoutError
 
 # Reads until this process says that all is well, or has ended and with it the other end of the pipe.
@@ -92,7 +92,7 @@ class ServerProcess:
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **env},
+                env={**without_expandable(os.environ), **env},
                 start_new_session=True,
             )
         self._reaper = Reaper(self._process)
@@ -270,9 +270,7 @@ class EngineServers:
     def __enter__(self) -> EngineServers:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def stop(self) -> None:
@@ -354,8 +352,14 @@ def await_ready(
 def write_token(path: Path) -> str:
     """A fresh random token in a file that only this user can read."""
     token = secrets.token_hex(32)  # letters and digits: one that begins with - would be taken for an option
+    write_private(path, token)
+    return token
+
+
+def write_private(path: Path, text: str) -> Path:
+    """A file that only this user can read."""
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as out:
-        out.write(token)
-    return token
+        out.write(text)
+    return path

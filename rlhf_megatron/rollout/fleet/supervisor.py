@@ -1,9 +1,6 @@
 """Which engines serve. One that is dead, hung or serves other weights is killed, started again, brought to the current
-weights, and only then given work.
-
-Health is watched in threads, and servers start in threads; every state changes in the thread that calls the methods
-here: the controller's, one at a time.
-"""
+weights, and only then given work. Health is watched in threads, and servers start in threads; every state changes in
+the thread that calls the methods here: the controller's, one at a time."""
 
 from __future__ import annotations
 
@@ -76,7 +73,7 @@ class HealthWatch:
                 if time.monotonic() >= deadline:
                     return (
                         f"no good answer to a health check within rollout.health_timeout_s ({self._timeout_s:g} s):"
-                        + (f" {error}")
+                        f" {error}"
                     )
             if self._stopped.wait(_RETRY_S):
                 return None
@@ -160,14 +157,10 @@ class Supervisor:
         return any(self._may_return(member) for member in self.members)
 
     @property
-    def words(self) -> str:
-        """Every engine with what it said."""
-        return "; ".join(f"{member.name} {member.state.value}: {member.reason}" for member in self.members)
-
-    @property
     def nobody(self) -> str:
         """The message when no engine is left."""
-        return f"no engine is left of {len(self.members)}: {self.words}"
+        words = "; ".join(f"{member.name} {member.state.value}: {member.reason}" for member in self.members)
+        return f"no engine is left of {len(self.members)}: {words}"
 
     def ending(self, name: str) -> str | None:
         """How the server of that name ended; None while it runs, or where that is not known."""
@@ -282,7 +275,6 @@ class Supervisor:
             raise
 
     def _conclude(self, member: Member, pending: Future[Any], version: int | None) -> None:
-        """A check or a start has ended."""
         member.pending = None
         try:
             found = pending.result(timeout=0)
@@ -331,7 +323,7 @@ class Supervisor:
         assert self.resync is not None
         try:
             self._calls.record(member.name, "abort", member.engine.abort)  # requests that went to other engines
-            self._calls.record(member.name, f"resync to version {version}", lambda: self._resync(member.engine))
+            self._calls.record(member.name, f"resync to version {version}", partial(self.resync, [member.engine]))
             found = member.engine.version()
             if found != version:
                 raise EngineError(f"it serves version {found} after a sync to version {version}")
@@ -340,10 +332,6 @@ class Supervisor:
             return
         logger.warning("%s has the weights of version %d and serves again", member.name, version)
         self.serves(member)
-
-    def _resync(self, engine: Engine) -> None:
-        assert self.resync is not None
-        self.resync([engine])
 
     def _watch(self, member: Member) -> None:
         if member.watch is not None:

@@ -5,20 +5,30 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 
-from rlhf_megatron.rollout.engine import EngineError, EngineRequestError, EngineStaleError, GeneratedSample, VersionSpan
-from rlhf_megatron.rollout.fleet.balancer import Balancer, Chunk, Groups, Load, Sent
-from rlhf_megatron.rollout.fleet.calls import EngineCalls, call_name
+from rlhf_megatron.rollout.engine import (
+    EngineError,
+    EngineRequestError,
+    EngineStaleError,
+    GeneratedSample,
+    GenerateRequest,
+    Groups,
+    VersionSpan,
+)
+from rlhf_megatron.rollout.fleet.balancer import Balancer, Chunk, Load, Sent
+from rlhf_megatron.rollout.fleet.calls import EngineCalls, FairLock, call_name
 from rlhf_megatron.rollout.fleet.supervisor import Member, State, Supervisor
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
 _ABORT_S = 5.0
+# Clients give up by themselves so much after `request_timeout_s`: weight syncs, which are not counted, end before.
+_ALLOWANCE_S = 86400.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,39 +41,43 @@ class Call:
     clock: float  # at that time
 
 
-Judge = Callable[[Call, Groups], str]  # why these samples are of wrong weights; "": they are good
+@dataclass
+class Served:
+    """Versions of weights that a fleet's engines have served."""
+
+    current: int | None = None  # None: before the first sync
+    past: set[int] = field(default_factory=set)  # the current one too
+
+    def now(self, version: int) -> None:
+        self.current = version
+        self.past.add(version)
+
+
+@dataclass(frozen=True)
+class Means:
+    """What all work of a fleet shares. Only the thread that has the lock may use it."""
+
+    lock: FairLock
+    supervisor: Supervisor
+    balancer: Balancer
+    calls: EngineCalls
+    served: Served
+    request_timeout_s: float
+    request_retries: int
 
 
 class Generation:
     """The thread that has the fleet's lock calls `take_back`, `dispatch`, `harvest`, again and again; `wait` and `add`
     need no lock."""
 
-    def __init__(
-        self,
-        chunks: Iterable[Chunk],
-        supervisor: Supervisor,
-        balancer: Balancer,
-        calls: EngineCalls,
-        judge: Judge,
-        request_timeout_s: float,
-        request_retries: int,
-        *,
-        is_named: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-        allowance_s: float = 0.0,
-    ) -> None:
-        """`is_named`: others work on the engines as well, so that calls are ended one by one. `clock`: for `expire`.
-        `allowance_s`: so much later than `request_timeout_s` the clients give up by themselves."""
-        self.is_aborted = False  # by the caller: samples that end so are good
-        self._supervisor = supervisor
-        self._balancer = balancer
-        self._calls = calls
-        self._judge = judge
-        self._request_timeout_s = request_timeout_s
-        self._request_retries = request_retries
+    def __init__(self, means: Means, chunks: Iterable[Chunk], *, is_named: bool, is_open: bool = False) -> None:
+        """`is_named`: others work on the engines as well, so that calls are ended one by one. `is_open`: it goes on
+        over weight syncs, whose time does not count."""
+        self._means = means
+        self._supervisor = means.supervisor
         self._is_named = is_named
-        self._clock = clock
-        self._client_timeout_s = request_timeout_s + allowance_s
+        self._is_open = is_open
+        self._clock = means.lock.clock if is_open else time.monotonic
         self._todo = list(chunks)
         self._running: dict[Future[Groups], Call] = {}
 
@@ -100,7 +114,7 @@ class Generation:
             return
         load = Load([*self.sent, *others])
         while self._todo:
-            sent = self._balancer.place(self._todo[0], serving, load, version)
+            sent = self._means.balancer.place(self._todo[0], serving, load, version)
             if sent is None:
                 return
             load.add(sent)
@@ -128,16 +142,19 @@ class Generation:
                 if isinstance(error, EngineStaleError) and call.version != version:
                     self._todo.insert(0, sent.chunk)  # it came when the sync had begun, which is over
                     continue
-                if not self._balancer.blames_itself(error):
-                    self._failed(sent, str(error))
+                if not self._means.balancer.blames_itself(error):
+                    self._blame(sent, str(error), self._supervisor.failed)
                 self._again(sent, str(error))
                 continue
-            words = self._judge(call, groups)
+            served = self._means.served
+            words = (
+                open_problem(groups, call.version, served) if self._is_open else closed_problem(groups, call.version)
+            )
             if words:
                 words = f"{sent.name} returned {words}"
-                self._is_stale(sent, words)
+                self._blame(sent, words, self._supervisor.stale)
                 self._again(sent, words)
-            elif not self.is_aborted and any(s.finish_reason == "abort" for g in groups for s in g):
+            elif any(s.finish_reason == "abort" for g in groups for s in g):
                 self._again(sent, f"{sent.name} ended samples before they were complete")
             else:
                 if sent.member is not None:
@@ -159,12 +176,12 @@ class Generation:
 
     def expire(self) -> None:
         """Chunks that have taken longer than `request_timeout_s` of the clock fail."""
-        now = self._clock()
-        late = {f: call for f, call in self._running.items() if now - call.clock > self._request_timeout_s}
+        now, most_s = self._clock(), self._means.request_timeout_s
+        late = {f: call for f, call in self._running.items() if now - call.clock > most_s}
         for future, call in late.items():
             del self._running[future]
-            words = f"{call.sent.name}: no answer within {self._request_timeout_s:g} s (rollout.request_timeout_s)"
-            self._failed(call.sent, words)
+            words = f"{call.sent.name}: no answer within {most_s:g} s (rollout.request_timeout_s)"
+            self._blame(call.sent, words, self._supervisor.failed)
             self._again(call.sent, words)
         self._end(late.values())
 
@@ -175,9 +192,10 @@ class Generation:
     def _send(self, chunk: Chunk, sent: Sent, version: int | None) -> None:
         name = call_name(chunk.num_samples) if self._is_named else ""
         named = {"name": name} if name else {}
-        verb = partial(sent.generate, chunk.requests, self._client_timeout_s, **named)
+        timeout_s = self._means.request_timeout_s + (_ALLOWANCE_S if self._is_open else 0.0)
+        verb = partial(sent.generate, chunk.requests, timeout_s, **named)
         call = Call(sent, name, version, self._clock())
-        self._running[self._calls.start(sent.name, "generate", verb)] = call
+        self._running[self._means.calls.start(sent.name, "generate", verb)] = call
 
     def _end(self, calls: Collection[Call]) -> list[Future[None]]:
         """Make engines end these: all that they do, where nobody else asks them for anything."""
@@ -189,22 +207,15 @@ class Generation:
                     names.setdefault(each, []).append(call.name)
             elif call.sent.is_current:
                 names.setdefault(member, []).append(call.name)
-        return [self._calls.start(member.name, "abort", self._abort(member, found)) for member, found in names.items()]
+        start, is_named = self._means.calls.start, self._is_named
+        ends = {member: partial(member.engine.abort, found if is_named else ()) for member, found in names.items()}
+        return [start(member.name, "abort", end) for member, end in ends.items()]
 
-    def _abort(self, member: Member, names: list[str]) -> Callable[[], None]:
-        return partial(member.engine.abort, names) if self._is_named else member.engine.abort
-
-    def _failed(self, sent: Sent, words: str) -> None:
+    def _blame(self, sent: Sent, words: str, act: Callable[[Member, str], None]) -> None:
         if sent.member is None:
             self._supervisor.suspect(words)
         elif sent.is_current and sent.member.state is State.SERVING:
-            self._supervisor.failed(sent.member, words)
-
-    def _is_stale(self, sent: Sent, words: str) -> None:
-        if sent.member is None:
-            self._supervisor.suspect(words)
-        elif sent.is_current and sent.member.state is State.SERVING:
-            self._supervisor.stale(sent.member, words)
+            act(sent.member, words)
 
     def _again(self, sent: Sent, words: str) -> None:
         """Ask for the chunk again, with the same seeds. Raises EngineError when it has used up its retries."""
@@ -212,25 +223,13 @@ class Generation:
         chunk.failures[sent.name] = words
         chunk.num_failures += 1
         logger.warning("%s failed with %d samples: %s", sent.name, chunk.num_samples, words.splitlines()[0])
-        if chunk.num_failures > self._request_retries:
+        if chunk.num_failures > self._means.request_retries:
             raise EngineError(
                 f"{chunk.num_samples} samples failed {chunk.num_failures} times (rollout.request_retries is"
-                f" {self._request_retries}): {'; '.join(chunk.failures.values())}"
+                f" {self._means.request_retries}): {'; '.join(chunk.failures.values())}"
             )
         self._supervisor.counters["rollout/requests_reissued"] += len(chunk.requests)
         self._todo.insert(0, chunk)
-
-
-@dataclass
-class Served:
-    """Versions of weights that a fleet's engines have served."""
-
-    current: int | None = None  # None: before the first sync
-    past: set[int] = field(default_factory=set)  # the current one too
-
-    def now(self, version: int) -> None:
-        self.current = version
-        self.past.add(version)
 
 
 def spans_of(sample: GeneratedSample) -> tuple[VersionSpan, ...]:
@@ -271,3 +270,129 @@ def open_problem(groups: Groups, sent_at: int | None, served: Served) -> str:
                 f" {current}"
             )
     return ""
+
+
+_PURPOSE = "session"
+
+
+class Session:
+    """Generation that goes on over weight syncs. Made by `EngineFleet.open_session`; a context manager that closes it.
+
+        session.submit(7, requests)             # a key and its requests, which travel together
+        for key, groups in session.poll(): ...  # again and again; each key once
+
+    One thread submits, polls and aborts. Another one may, meanwhile, sync weights (`with fleet.exclusive():`), call
+    `fleet.generate`, and must call `mend` where engines may have died: nothing else gives them weights between syncs.
+    """
+
+    def __init__(self, means: Means, others: Callable[[], Iterable[Sent]], on_close: Callable[[], None]) -> None:
+        """`others`: work of the fleet beside the session's."""
+        self._lock = means.lock
+        self._supervisor = means.supervisor
+        self._served = means.served
+        self._others = others
+        self._on_close = on_close
+        self._chunks: dict[int, Chunk] = {}  # by key, of what runs
+        self._dropped: list[Chunk] = []  # that engines are still to be told of
+        self._is_closed = False
+        self._work = Generation(means, (), is_named=True, is_open=True)
+        with self._lock.taken():
+            self._supervisor.watch(_PURPOSE)
+
+    @property
+    def num_running(self) -> int:
+        """Keys that were submitted and neither came back nor were aborted."""
+        return len(self._chunks)
+
+    @property
+    def sent(self) -> list[Sent]:
+        """Pieces on their way to engines. Only the thread that has the lock may read it."""
+        return self._work.sent
+
+    def submit(self, key: int, requests: Sequence[GenerateRequest]) -> None:
+        """A piece of work: all its requests go to one engine, as soon as one has room. Does not wait.
+
+        `key`: none that is running; one that came back or was aborted may be used again.
+        """
+        assert requests, f"key {key} has no request"
+        assert key not in self._chunks, f"key {key} is running"
+        assert not self._is_closed, "the session is closed"
+        self._chunks[key] = Chunk(key, tuple(requests), is_open=True)
+        self._work.add(self._chunks[key])
+
+    def poll(self) -> list[tuple[int, Groups]]:
+        """Keys that have finished since the last time, with one list of samples a request. Returns at once when there
+        are any, else after at most about 0.1 s; so too while another thread syncs weights.
+
+        Raises EngineError when retries or engines run out, EngineRequestError when a request itself is wrong: the
+        session is to be closed then. Work for engines of which all are STALE waits for a sync or for `mend`.
+        """
+        found = self._look()
+        if found == [] and self._work.wait():
+            found = self._look()
+        return found or []
+
+    def abort(self, keys: Collection[int]) -> None:
+        """They never come back; engines are told to end them, at the next `poll` where another thread syncs weights.
+        Waits for at most about 0.1 s. Keys that do not run are ignored."""
+        self._dropped += [self._chunks.pop(key) for key in keys if key in self._chunks]
+        with self._lock.tried(POLL_S) as is_mine:
+            if is_mine and not self._is_closed:
+                self._drop()
+
+    def mend(self) -> None:
+        """Bring engines that were started again, or are STALE, to the current weights. Called by the thread that syncs,
+        while the hosts are free. Returns at once where there are none, and after `close`: another thread may have
+        closed it because of an error, which is to be heard."""
+        with self._lock.taken():
+            if self._is_closed:
+                return
+            self._supervisor.advance(self._served.current)
+            self._work.take_back()
+            self._supervisor.mend(self._served.current)
+
+    def take_back(self) -> None:
+        """Sends pieces of engines that do not serve to others. Only the thread that has the lock may call it."""
+        self._work.take_back()
+
+    def close(self) -> None:
+        """Engines end what still runs; nothing of it comes back. Safe to call twice."""
+        with self._lock.taken():
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._supervisor.unwatch(_PURPOSE)
+            self._chunks.clear()
+            self._on_close()
+        self._work.abandon()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _look(self) -> list[tuple[int, Groups]] | None:
+        """Sends work and returns what has come. None: another thread has the lock, or the session is closed."""
+        with self._lock.tried(POLL_S) as is_mine:
+            if not is_mine or self._is_closed:
+                return None
+            version = self._served.current
+            self._supervisor.advance(version)
+            self._work.take_back()
+            self._drop()
+            self._work.expire()
+            finished = [(chunk.start, groups) for chunk, groups in self._work.harvest(version)]
+            for key, _ in finished:
+                del self._chunks[key]
+            try:
+                self._work.dispatch(version, self._others())
+            except EngineError:
+                if not finished:  # else it is raised the next time
+                    raise
+            return finished
+
+    def _drop(self) -> None:
+        """Before anything is harvested, so that nothing that was aborted comes back."""
+        dropped, self._dropped = self._dropped, []
+        self._work.drop(dropped)

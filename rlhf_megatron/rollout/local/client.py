@@ -11,8 +11,8 @@ from rlhf_megatron.rollout.engine import (
     EngineAddress,
     EngineError,
     EngineStaleError,
-    GeneratedSample,
     GenerateRequest,
+    Groups,
     MemoryPart,
     PauseMode,
 )
@@ -30,9 +30,7 @@ class LocalEngine:
         self._http = HttpClient(address)
         self._admin_timeout_s = admin_timeout_s
 
-    def generate(
-        self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = ""
-    ) -> list[list[GeneratedSample]]:
+    def generate(self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = "") -> Groups:
         try:
             answer = self._http.post("/generate", wire.requests_to_json(requests, name), timeout_s)
         except EngineError as error:
@@ -41,8 +39,8 @@ class LocalEngine:
             raise
         try:
             groups = wire.samples_from_json(answer)
-        except ValueError as error:
-            raise EngineError(f"{self.address.name}: {error}") from error
+        except (ValueError, KeyError) as error:
+            raise EngineError(f"{self.address.name}: not groups of samples: {error!r}") from error
         if [len(group) for group in groups] != [len(request.seeds) for request in requests]:
             raise EngineError(f"{self.address.name} returned other numbers of samples than were asked for.")
         return groups

@@ -163,7 +163,6 @@ class Generator:
         return finished
 
     def _prefill(self) -> None:
-        """Read the contexts of the next groups in one pass."""
         free = self.max_num_seqs - len(self._rows)
         chosen: list[Group] = []
         longest = num_samples = num_tokens = 0
@@ -185,7 +184,6 @@ class Generator:
         self._prefilled.append(Prefilled(deque(enumerate(chosen)), keys_values, logits))
 
     def _pick(self, batch: Prefilled) -> list[tuple[int, Member]]:
-        """The waiting samples of `batch` that get a row now, in order, with their prefilled row."""
         num_running = len(self._rows)
         columns = int(self._slots.host_limits[:num_running].max()) if num_running else 0
         held = sum(other.num_tokens for other in self._prefilled)
@@ -236,7 +234,6 @@ class Generator:
         self._slots = slots.resized(used, num_rows, num_columns, max(num_stop_ids, slots.num_stop_ids))
 
     def _refresh_sampling(self) -> None:
-        """Read the sampling parameters again after rows came, went or moved."""
         self._sampling = RowSampling.of([member.params for member in self._rows], self.model.device)
 
     def _decode(self) -> list[Member]:

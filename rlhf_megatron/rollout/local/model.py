@@ -96,9 +96,6 @@ def install(model: Any) -> None:
             config._attn_implementation = IMPLEMENTATION
 
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
 class LocalModel:
     """Weights and forward passes. `module` is the transformers model; its parameters are read at every call."""
 
@@ -176,7 +173,7 @@ def load_model(path: Path, dtype: str, device: str, load_weights: bool) -> Local
     if not load_weights:
         config = AutoConfig.from_pretrained(path)
         with no_init_weights(), torch.device(device):
-            module = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], attn_implementation="sdpa")
+            module = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation="sdpa")
         module.tie_weights()
         with torch.no_grad():
             for parameter in module.parameters():  # not zeros: the check of the forward pass needs logits that differ
@@ -185,7 +182,7 @@ def load_model(path: Path, dtype: str, device: str, load_weights: bool) -> Local
     if not list(path.glob("*.safetensors")):
         raise ValueError(f"{path} has no *.safetensors; other weight formats are not read.")
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        path, dtype=DTYPES[dtype], attn_implementation="sdpa", use_safetensors=True, output_loading_info=True
+        path, dtype=getattr(torch, dtype), attn_implementation="sdpa", use_safetensors=True, output_loading_info=True
     )
     module, report = loaded
     wrong = {kind: sorted(map(str, names)) for kind, names in report.items() if names and kind != "unexpected_keys"}

@@ -68,8 +68,6 @@ def start_local_engines(
 
 @dataclass
 class _LocalLaunch:
-    """One bundled server. Its port is one that the kernel gives it."""
-
     name: str
     folder: Path
     arguments: Sequence[str]

@@ -1,15 +1,11 @@
 """Sampling from softmax(logits / temperature) with random numbers that are a pure function of (seed, token position).
 
-One uniform number a token and the inverse of the cumulative distribution: what a sample draws depends on its own seed,
-never on its neighbours in the batch.
+One uniform number a token and the inverse of the cumulative distribution: what a sample draws does not depend on its
+neighbours in the batch. What top-k, top-p and min-p leave out, in which order, and of what distribution the returned
+log-probs are, is as in SGLang's `pytorch` sampling backend (sglang/srt/layers/sampler.py, 0.5.21): log(softmax(logits /
+temperature)) of all tokens, -inf added to stop tokens before min_new_tokens.
 
-What top-k, top-p and min-p leave out, in which order, and of what distribution the returned log-probs are, is as in
-SGLang's `pytorch` sampling backend (sglang/srt/layers/sampler.py, 0.5.21), which returns log(softmax(logits /
-temperature)) of all tokens: the cuts are made on a sorted copy. Its min_new_tokens (sampling/penaltylib) comes before:
-it adds -inf to the logits of stop tokens, so these log-probs are without them.
-
-Legend: N rows, V vocabulary, K blocks, W block width, S stop tokens, T most likely tokens.
-"""
+Legend: N rows, V vocabulary, K blocks, W block width, S stop tokens, T most likely tokens."""
 
 from __future__ import annotations
 

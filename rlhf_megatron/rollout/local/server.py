@@ -18,16 +18,18 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, get_args
 from urllib.parse import urlsplit
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from rlhf_megatron.parallel.device import memory, resident_bytes
 from rlhf_megatron.resharding.manifest import BucketManifest
-from rlhf_megatron.rollout.engine import MEMORY_PARTS, MemoryPart, PauseMode
+from rlhf_megatron.rollout.engine import MEMORY_PARTS, PauseMode
 from rlhf_megatron.rollout.local import wire
 from rlhf_megatron.rollout.local.service import DecodeService, ReleasedError, StaleError
 
@@ -36,6 +38,7 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _MAX_BODY_BYTES = 256 << 20
 _OPEN_PATHS = ("/health",)
 _MAX_ERROR_CHARACTERS = 2000
+_SECONDS_A_LINE = 60.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -53,6 +56,28 @@ def _error(status: int, message: str) -> web.Response:
     return web.json_response({"error": message[:_MAX_ERROR_CHARACTERS]}, status=status)
 
 
+class MalformedRequests(logging.Filter):
+    """Makes a line of aiohttp's traceback of a request that is no HTTP, and of those of a minute one: whoever can
+    connect can send them, and what was sent may hold a key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_dropped = 0
+        self._next_s = 0.0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, HttpProcessingError):
+            return True
+        if time.monotonic() < self._next_s:
+            self._num_dropped += 1
+            return False
+        record.msg, record.args = "refused a request that is no HTTP; %d more before it", (self._num_dropped,)
+        record.exc_info = record.exc_text = None
+        self._num_dropped, self._next_s = 0, time.monotonic() + _SECONDS_A_LINE
+        return True
+
+
 def _is_from_page(request: web.Request, is_loopback: bool) -> bool:
     """Whether a browser may have sent it for a page of another site: one that it names as the origin, or one whose name
     was made to lead to the loopback address."""
@@ -64,14 +89,12 @@ def _is_from_page(request: web.Request, is_loopback: bool) -> bool:
 
 
 def _guard(token: str, is_loopback: bool) -> Any:
-    """Middleware: the token, and exceptions as JSON answers."""
-
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        given, wanted = request.headers.get("Authorization", ""), f"Bearer {token}"
         if _is_from_page(request, is_loopback):
             return _error(403, "web pages are not served; call this server by its loopback address.")
-        if request.path not in _OPEN_PATHS and not hmac.compare_digest(given.encode(errors="replace"), token.encode()):
+        if request.path not in _OPEN_PATHS and not hmac.compare_digest(given.encode(errors="replace"), wanted.encode()):
             return _error(401, "a bearer token is needed (the engine's token file has it).")
         if (request.content_length or 0) > _MAX_BODY_BYTES:
             return _error(413, f"the body has more than {_MAX_BODY_BYTES} bytes; ask for less at once.")
@@ -92,40 +115,6 @@ def _guard(token: str, is_loopback: bool) -> Any:
     return guard
 
 
-def _no_number(text: str) -> Any:
-    raise ValueError(f"{text} is no number of JSON.")
-
-
-async def _body(request: web.Request) -> dict[str, Any]:
-    try:
-        body = json.loads(await request.text() or "{}", parse_constant=_no_number)
-    except RecursionError:
-        raise ValueError("the body is nested too deep.") from None
-    if not isinstance(body, dict):
-        raise ValueError("the body must be a JSON object.")
-    return body
-
-
-def _integer(body: dict[str, Any], key: str) -> int:
-    if type(body.get(key)) is not int:
-        raise ValueError(f"{key} must be an integer, not {body.get(key)!r}.")
-    return body[key]
-
-
-def _pause_mode(body: dict[str, Any]) -> PauseMode:
-    mode = body.get("mode", "retract")
-    if mode not in get_args(PauseMode):
-        raise ValueError(f"mode must be one of {', '.join(get_args(PauseMode))}, not {mode!r}.")
-    return mode
-
-
-def _memory_parts(body: dict[str, Any]) -> tuple[MemoryPart, ...]:
-    parts = body.get("parts", list(MEMORY_PARTS))
-    if not isinstance(parts, list) or not parts or any(part not in MEMORY_PARTS for part in parts):
-        raise ValueError(f"parts must be a list of one or more of {', '.join(MEMORY_PARTS)}, not {parts!r}.")
-    return tuple(parts)
-
-
 class Handlers:
     """One method a verb."""
 
@@ -135,24 +124,28 @@ class Handlers:
 
     def routes(self) -> list[web.RouteDef]:
         service = self.service
-        plain = {"resume": service.resume, "weight_digests": service.weights.digests}
+        verbs: dict[str, tuple[type[wire.Body], Callable[[Any], Any]]] = {
+            "abort": (wire.Abort, lambda body: service.abort(body.names)),
+            "begin_weight_update": (wire.Begin, lambda body: service.begin_update(body.version, body.full_resync)),
+            "commit_weight_update": (wire.Commit, lambda body: service.commit_update(body.version)),
+            "pause": (wire.Pause, lambda body: service.pause(body.mode)),
+            "resume": (wire.Body, lambda body: service.resume()),
+            "weight_digests": (wire.Body, lambda body: service.weights.digests()),
+            "release_memory": (wire.Memory, lambda body: service.release_memory(body.parts)),
+            "resume_memory": (wire.Memory, lambda body: service.resume_memory(body.parts)),
+        }
         return [
             web.get("/health", self.health),
             web.get("/info", self.info),
             web.post("/generate", self.generate),
-            web.post("/abort", self.abort),
-            web.post("/begin_weight_update", self.begin),
             web.post("/update_weights", self.update),
-            web.post("/commit_weight_update", self.commit),
-            web.post("/pause", self.pause),
-            web.post("/release_memory", self.release),
-            web.post("/resume_memory", self.resume_memory),
-            *(web.post(f"/{verb}", self._plain(function)) for verb, function in plain.items()),
+            *(web.post(f"/{name}", self._verb(*of_verb)) for name, of_verb in verbs.items()),
         ]
 
-    def _plain(self, function: Callable[[], Any]) -> Handler:
+    def _verb(self, kind: type[wire.Body], act: Callable[[Any], Any]) -> Handler:
         async def handler(request: web.Request) -> web.Response:
-            return await self._call(function)
+            body = wire.read(await request.read(), kind)
+            return await self._call(lambda: act(body))
 
         return handler
 
@@ -161,8 +154,8 @@ class Handlers:
         return web.json_response({"ok": True} if result is None else result)
 
     async def generate(self, request: web.Request) -> web.Response:
-        body = await _body(request)
-        job, admitted = self.service.generate(wire.requests_from_json(body), wire.name_from_json(body))
+        body = wire.read(await request.read(), wire.Generate)
+        job, admitted = self.service.generate(body.read(), body.name)
         try:
             await asyncio.wrap_future(admitted)
             groups = await asyncio.shield(asyncio.wrap_future(job.future))
@@ -170,37 +163,12 @@ class Handlers:
             self.service.call(lambda: self.service.drop(job))
             raise
         logger.info("generated %d samples of %d prompts", sum(map(len, groups)), len(groups))
-        text = await asyncio.to_thread(json.dumps, wire.samples_to_json(groups))
-        return web.Response(text=text, content_type="application/json")
-
-    async def abort(self, request: web.Request) -> web.Response:
-        names = wire.names_from_json(await _body(request))
-        return await self._call(lambda: self.service.abort(names))
-
-    async def begin(self, request: web.Request) -> web.Response:
-        body = await _body(request)
-        version, full_resync = _integer(body, "version"), body.get("full_resync") is True
-        return await self._call(lambda: self.service.begin_update(version, full_resync))
+        data = await asyncio.to_thread(wire.samples_to_json, groups)
+        return web.Response(body=data, content_type="application/json")
 
     async def update(self, request: web.Request) -> web.Response:
         manifest = BucketManifest.from_json(await request.text())
         return await self._call(lambda: self.service.update_weights(manifest))
-
-    async def commit(self, request: web.Request) -> web.Response:
-        version = _integer(await _body(request), "version")
-        return await self._call(lambda: self.service.commit_update(version))
-
-    async def pause(self, request: web.Request) -> web.Response:
-        mode = _pause_mode(await _body(request))
-        return await self._call(lambda: self.service.pause(mode))
-
-    async def release(self, request: web.Request) -> web.Response:
-        parts = _memory_parts(await _body(request))
-        return await self._call(lambda: self.service.release_memory(parts))
-
-    async def resume_memory(self, request: web.Request) -> web.Response:
-        parts = _memory_parts(await _body(request))
-        return await self._call(lambda: self.service.resume_memory(parts))
 
     async def health(self, request: web.Request) -> web.Response:
         return await self._call(lambda: None)
@@ -302,6 +270,7 @@ def _build(args: argparse.Namespace) -> tuple[DecodeService, dict[str, Any]]:
 async def _serve(args: argparse.Namespace, token: str, service: DecodeService, description: dict[str, Any]) -> None:
     app = web.Application(middlewares=[_guard(token, args.host in _LOOPBACK)], client_max_size=_MAX_BODY_BYTES)
     app.add_routes(Handlers(service, description).routes())
+    logging.getLogger("aiohttp.server").addFilter(MalformedRequests())
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.2)
     await runner.setup()
     site = web.TCPSite(runner, args.host, args.port)

@@ -1,17 +1,16 @@
 """The decode loop in its own thread. HTTP handlers hand it requests and calls and get futures back.
 
-Closed: the requests of one generate call are decoded together and with nothing else, one call after the other in the
-order in which they came, in a cache that holds no trace of earlier ones. What a call returns then depends on its
-requests, the weights and the settings alone, to the bit.
-"""
+Closed: the requests of one generate call are decoded together and with nothing else, in a cache that holds no trace of
+earlier ones. What a call returns then depends on its requests, the weights and the settings alone, to the bit."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 from rlhf_megatron.resharding.manifest import BucketManifest
@@ -33,8 +32,6 @@ class ReleasedError(RuntimeError):
 
 
 class _Job:
-    """The groups of one generate call."""
-
     def __init__(self, requests: Sequence[GenerateRequest], name: str) -> None:
         self.requests = requests
         self.name = name
@@ -172,15 +169,27 @@ class DecodeService:
         self._leave_cache()
 
     def update_weights(self, manifest: BucketManifest) -> None:
-        with _FailsWaiting(self):
+        with self._fails_waiting():
             self.weights.load(manifest)
 
     def commit_update(self, version: int) -> None:
         is_first = self.weights.is_open  # not one whose answer was lost
-        with _FailsWaiting(self):
+        with self._fails_waiting():
             self.weights.commit(version)
         if is_first:
             self.generator.set_version(version)
+
+    @contextmanager
+    def _fails_waiting(self) -> Iterator[None]:
+        """When the open sync fails in the block, requests that wait for its end fail with the reason. An error of a
+        bucket or commit that belongs to no open sync is its caller's alone."""
+        was_open = self.weights.is_open
+        try:
+            yield
+        except BaseException as error:
+            if was_open and not self.weights.is_open:
+                self._fail_all(StaleError(self.weights.stale_reason or str(error)))
+            raise
 
     def release_memory(self, parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
         """Frees memory; what runs waits until the cache is back and a full sync has brought weights."""
@@ -260,19 +269,3 @@ class DecodeService:
     def _can_decode(self) -> bool:
         is_fit = self.weights.stale_reason is None and not self.generator.is_released
         return is_fit and self.pause_mode is None and (self.generator.has_work or bool(self._queue))
-
-
-class _FailsWaiting:
-    """When the open sync fails in the block, requests that wait for its end fail with the reason. An error of a bucket
-    or commit that belongs to no open sync is its caller's alone."""
-
-    def __init__(self, service: DecodeService) -> None:
-        self.service = service
-        self.was_open = service.weights.is_open
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None and self.was_open and not self.service.weights.is_open:
-            self.service._fail_all(StaleError(self.service.weights.stale_reason or str(error)))

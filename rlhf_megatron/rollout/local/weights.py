@@ -16,8 +16,6 @@ from rlhf_megatron.resharding.digest import as_hex, digest
 from rlhf_megatron.resharding.manifest import DTYPE_BYTES, BucketManifest, TensorEntry
 from rlhf_megatron.rollout.local.model import storage_bytes
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 class WeightReceiver:
     """Parameters by Hugging Face tensor name (a tied head is the embedding's, once) and their version.
@@ -79,17 +77,14 @@ class WeightReceiver:
         parameter = self._parameters.get(entry.name)
         if parameter is None:
             raise ValueError(f"{where}: the engine's model has no parameter of that name (a tied head is not sent).")
-        if entry.shape != self._shapes[entry.name] or _DTYPES[entry.dtype] != parameter.dtype:
+        if entry.shape != self._shapes[entry.name] or getattr(torch, entry.dtype) != parameter.dtype:
             raise ValueError(
                 f"{where}: sent as {entry.dtype} {entry.shape}, but the engine holds"
                 f" {str(parameter.dtype).removeprefix('torch.')} {self._shapes[entry.name]}."
             )
         if entry.offset % DTYPE_BYTES[entry.dtype]:
             raise ValueError(f"{where}: offset {entry.offset} is not a multiple of {DTYPE_BYTES[entry.dtype]} bytes.")
-        part = bucket[entry.offset : entry.offset + entry.num_bytes]
-        if part.storage_offset() % DTYPE_BYTES[entry.dtype]:
-            part = part.clone()  # its place in the file is no multiple of its elements' size, as a view needs
-        part = part.view(parameter.dtype).view(entry.shape)
+        part = entry.view(bucket)
         found = as_hex(digest(part))
         if found != entry.digest:
             raise ValueError(f"{where}: digest {found} of the bytes received, {entry.digest} in the manifest.")

@@ -1,16 +1,91 @@
-"""Requests and samples as JSON, on both ends of the local engine's HTTP interface."""
+"""Requests and samples as JSON, on both ends of the local engine's HTTP interface. The docstring of a body is its form
+in words, for messages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, fields
-from typing import Any
+from dataclasses import MISSING, asdict, fields
+from typing import Annotated, Any, TypeVar, cast, get_type_hints
 
-from rlhf_megatron.rollout.engine import GeneratedSample, GenerateRequest, SamplingParams, VersionSpan
+import msgspec
+
+from rlhf_megatron.rollout.engine import (
+    MEMORY_PARTS,
+    GeneratedSample,
+    GenerateRequest,
+    MemoryPart,
+    PauseMode,
+    SamplingParams,
+)
 
 STALE = " answered 503: STALE"  # part of what a client says where the server refuses for its weights
-_FLOATS = ("temperature", "top_p", "min_p")
-_INTS = ("max_new_tokens", "top_k", "min_new_tokens")
+T = TypeVar("T")
+
+
+def _strict(kind: type, **types: Any) -> Any:
+    """A dataclass as a form that refuses unknown fields. `types`: of fields that have such a form themselves."""
+    hints = get_type_hints(kind) | types
+    members = [(f.name, hints[f.name], *(() if f.default is MISSING else (f.default,))) for f in fields(kind)]
+    return msgspec.defstruct(kind.__name__, members, forbid_unknown_fields=True)
+
+
+_Request = _strict(GenerateRequest, params=_strict(SamplingParams))
+
+
+class Body(msgspec.Struct, forbid_unknown_fields=True):
+    """{}"""
+
+
+class Generate(Body):
+    """{"requests": [{"prompt_ids": [...], "seeds": [...], "params": {"max_new_tokens": N, ...}}], "name": "..."}"""
+
+    requests: list[_Request]  # type: ignore[valid-type]
+    name: str = ""
+
+    def read(self) -> list[GenerateRequest]:
+        """The requests as what they are."""
+        as_dict, given = msgspec.structs.asdict, cast("list[Any]", self.requests)
+        return [GenerateRequest(r.prompt_ids, r.seeds, SamplingParams(**as_dict(r.params))) for r in given]
+
+
+class Abort(Body):
+    """{"names": ["..."]}, without names of all calls"""
+
+    names: tuple[Annotated[str, msgspec.Meta(min_length=1)], ...] = ()
+
+
+class Commit(Body):
+    """{"version": N}"""
+
+    version: int
+
+
+class Begin(Commit):
+    """{"version": N, "full_resync": true or false}"""
+
+    full_resync: bool = False
+
+
+class Pause(Body):
+    """{"mode": "abort", "retract" or "in_place"}"""
+
+    mode: PauseMode = "retract"
+
+
+class Memory(Body):
+    """{"parts": ["weights", "kv_cache"]}, one or more of these"""
+
+    parts: Annotated[tuple[MemoryPart, ...], msgspec.Meta(min_length=1)] = MEMORY_PARTS
+
+
+def read(data: bytes, kind: type[T]) -> T:
+    """Raises ValueError naming the field, what stands there, and the form."""
+    try:
+        return msgspec.json.decode(data or b"{}", type=kind)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"the body must be {kind.__doc__}: {error}.") from None
+    except RecursionError:
+        raise ValueError("the body is nested too deep.") from None
 
 
 def requests_to_json(requests: Sequence[GenerateRequest], name: str = "") -> dict[str, Any]:
@@ -18,72 +93,10 @@ def requests_to_json(requests: Sequence[GenerateRequest], name: str = "") -> dic
     return {"requests": [asdict(request) for request in requests]} | ({"name": name} if name else {})
 
 
-def _ints(value: Any, name: str) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(item) is int for item in value):
-        raise ValueError(f"{name} must be a list of integers.")
-    return tuple(value)
-
-
-def _request(raw: Any) -> GenerateRequest:
-    if (
-        not isinstance(raw, dict)
-        or set(raw) != {"prompt_ids", "seeds", "params"}
-        or not isinstance(raw["params"], dict)
-    ):
-        raise ValueError('a request must be {"prompt_ids": [...], "seeds": [...], "params": {...}}.')
-    params = dict(raw["params"])
-    unknown = set(params) - {f.name for f in fields(SamplingParams)}
-    if unknown:
-        raise ValueError(f"unknown sampling parameters {sorted(unknown)}.")
-    if "max_new_tokens" not in params:
-        raise ValueError("params need max_new_tokens (an integer).")
-    for name, value in params.items():
-        if name in _FLOATS and type(value) not in (int, float):
-            raise ValueError(f"params.{name} must be a number, not {value!r}.")
-        if name in _INTS and type(value) is not int:
-            raise ValueError(f"params.{name} must be an integer, not {value!r}.")
-    params |= {name: float(params[name]) for name in _FLOATS if name in params}
-    params["stop_token_ids"] = _ints(params.get("stop_token_ids", []), "stop_token_ids")
-    sampling = SamplingParams(**params)
-    return GenerateRequest(_ints(raw["prompt_ids"], "prompt_ids"), _ints(raw["seeds"], "seeds"), sampling)
-
-
-def requests_from_json(body: Any) -> list[GenerateRequest]:
-    """Raises ValueError naming what is wrong."""
-    if not isinstance(body, dict) or not isinstance(body.get("requests"), list):
-        raise ValueError('the body must be {"requests": [...]}.')
-    return [_request(raw) for raw in body["requests"]]
-
-
-def name_from_json(body: dict[str, Any]) -> str:
-    """Reads the name of the call; "": none was given. Raises ValueError."""
-    name = body.get("name", "")
-    if not isinstance(name, str):
-        raise ValueError(f"name must be a string, not {name!r}.")
-    return name
-
-
-def names_from_json(body: dict[str, Any]) -> tuple[str, ...]:
-    """Reads the names of the calls to abort; (): all. Raises ValueError."""
-    names = body.get("names", [])
-    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-        raise ValueError("names must be a list of strings.")
-    return tuple(names)
-
-
-def samples_to_json(groups: Sequence[Sequence[GeneratedSample]]) -> dict[str, Any]:
-    return {"groups": [[asdict(sample) for sample in group] for group in groups]}
+def samples_to_json(groups: Sequence[Sequence[GeneratedSample]]) -> bytes:
+    return msgspec.json.encode({"groups": groups})
 
 
 def samples_from_json(body: Any) -> list[list[GeneratedSample]]:
-    """Raises ValueError when the body is not what `samples_to_json` makes."""
-    try:
-        return [[_sample(raw) for raw in group] for group in body["groups"]]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"not a list of groups of samples: {error!r}") from error
-
-
-def _sample(raw: dict[str, Any]) -> GeneratedSample:
-    spans = tuple(VersionSpan(**span) for span in raw["version_spans"])
-    lists = {"token_ids": tuple(raw["token_ids"]), "log_probs": tuple(raw["log_probs"]), "version_spans": spans}
-    return GeneratedSample(**{**raw, **lists})
+    """Raises ValueError or KeyError when the body is not what `samples_to_json` makes."""
+    return msgspec.convert(body, dict[str, list[list[GeneratedSample]]])["groups"]

@@ -24,6 +24,7 @@ from rlhf_megatron.rollout.engine import (
     EngineTimeoutError,
     GeneratedSample,
     GenerateRequest,
+    Groups,
 )
 from rlhf_megatron.rollout.fleet.balancer import Chunk, Load, Sent, samples_in_flight
 from rlhf_megatron.rollout.fleet.calls import EngineCalls, sample_names
@@ -62,12 +63,12 @@ class RouterClient:
         self.max_connections = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
         self._admin = HttpClient(address)
         self._serving = HttpClient(address, address.api_key)
-        self._running: set[Future[list[list[GeneratedSample]]]] = set()
+        self._running: set[Future[Groups]] = set()
         self._is_closed = False
 
     def generate(
         self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = "", *, version: int | None
-    ) -> list[list[GeneratedSample]]:
+    ) -> Groups:
         """Generates as `Engine.generate` does: all samples or an EngineError. `version`: that the engines serve."""
         where = f"router ({self.address.url}/generate)"
         if self._is_closed:
@@ -107,7 +108,7 @@ class RouterClient:
 
     async def _groups(
         self, requests: Sequence[GenerateRequest], timeout_s: float, version: int | None, name: str
-    ) -> list[list[GeneratedSample]]:
+    ) -> Groups:
         """All samples at once. When one fails the others are given up: the group is asked for again as a whole."""
         tasks = []
         names = iter(sample_names(name) if name else [])
@@ -157,11 +158,7 @@ class SGLangRouter:
     """A `Balancer` that owns the router's process, and starts it again when it ends or hangs."""
 
     def __init__(
-        self,
-        process: RouterProcess,
-        max_restarts: int,
-        health_interval_s: float = 10.0,
-        health_timeout_s: float = 30.0,
+        self, process: RouterProcess, max_restarts: int, health_interval_s: float = 10.0, health_timeout_s: float = 30.0
     ) -> None:
         """Starts it. Raises EngineError."""
         self.process = process
@@ -286,7 +283,10 @@ class SGLangRouter:
         while (missing := wanted.keys() - client.workers().keys()) and self._wanted == wanted:
             self._check(deadline, f"has not taken {', '.join(sorted(missing))}")
         if not missing:
-            self._limits = self._limits or _limits_of(*next(iter(wanted.items())))
+            if self._limits is None:  # one of them is asked itself
+                url, key = next(iter(wanted.items()))
+                http = HttpClient(EngineAddress("a worker of the router", "sglang", url, key))
+                self._limits = limits_of(http, _CHANGE_S)
             self._looked = time.monotonic()
             self._workers = dict(wanted)
 
@@ -294,11 +294,6 @@ class SGLangRouter:
         if time.monotonic() > deadline:
             raise EngineError(f"the router {problem} within {_CHANGE_S:g} s.")
         time.sleep(_POLL_S)
-
-
-def _limits_of(url: str, key: str) -> Limits:
-    """The engine is asked itself. Raises EngineError."""
-    return limits_of(HttpClient(EngineAddress("a worker of the router", "sglang", url, key)), _CHANGE_S)
 
 
 def _wanted(serving: Sequence[Member]) -> dict[str, str]:

@@ -6,20 +6,19 @@ import logging
 import os
 import re
 import secrets
-import socket
 import subprocess
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from packaging.version import Version
 
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError
-from rlhf_megatron.rollout.fleet.process import ServerProcess, await_ready, keep_log, write_token
+from rlhf_megatron.rollout.fleet.process import ServerProcess, await_ready, keep_log, write_private, write_token
 from rlhf_megatron.rollout.http import HttpClient
 from rlhf_megatron.rollout.sglang.environment import absolute_env, find_python
-from rlhf_megatron.rollout.sglang.process import PACKAGE_ROOT, PORT_ATTEMPTS, write_private
+from rlhf_megatron.rollout.sglang.process import PACKAGE_ROOT, PORT_ATTEMPTS, Ports
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +39,7 @@ class RouterProcess:
     env: dict[str, str]
     folder: Path  # log, key and arguments
     startup_timeout_s: float
+    ports: Ports = field(default_factory=Ports)
     process: ServerProcess | None = None
     address: EngineAddress | None = None
 
@@ -93,7 +93,7 @@ class RouterProcess:
 
     def _launch(self, log: Path) -> ServerProcess:
         token, api_key = write_token(self.folder / "router.token"), secrets.token_hex(32)
-        port, metrics_port = free_ports(2)
+        port, metrics_port = self.ports.take(), self.ports.take()
         self.address = EngineAddress("router", "sglang", f"http://127.0.0.1:{port}", token, api_key=api_key)
         path = write_private(self.folder / "router.args", "\n".join(arguments(port, metrics_port, token, api_key)))
         search_path = [self.env.get("PYTHONPATH", ""), str(PACKAGE_ROOT)]
@@ -168,15 +168,3 @@ def check_router(python: str | None, env: Mapping[str, str]) -> None:
             f"sglang-router in {python} is {version}, which must be {OLDEST} or newer and below {TOO_NEW}; install such"
             f" a one there, {_OTHERWISE}"
         )
-
-
-def free_ports(count: int) -> list[int]:
-    """Returns different free ports of 127.0.0.1."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()

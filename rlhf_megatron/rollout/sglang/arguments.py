@@ -10,7 +10,9 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+
+import msgspec
 
 DETERMINISTIC = "enable-deterministic-inference"
 OWN_ARGUMENTS = {  # what the run itself must know or set, and what to do instead
@@ -91,24 +93,11 @@ class Option:
 
 def options_from(text: str) -> list[Option]:
     """Reads what `QUERY` prints, or `as_text` wrote. Raises ValueError."""
-    try:
-        return [
-            Option(
-                tuple(entry["names"]),
-                entry["field"],
-                entry["action"],
-                entry["nargs"],
-                entry["type"],
-                None if entry["choices"] is None else tuple(entry["choices"]),
-            )
-            for entry in json.loads(text)
-        ]
-    except (TypeError, KeyError) as error:
-        raise ValueError(f"not a list of arguments: {error}") from error
+    return msgspec.json.decode(text, type=list[Option])
 
 
 def as_text(options: Sequence[Option]) -> str:
-    return json.dumps([asdict(option) for option in options])
+    return msgspec.json.encode(options).decode()
 
 
 @dataclass(frozen=True)
@@ -166,7 +155,6 @@ def _words(option: Option, value: object) -> list[str]:
 
 
 def _check_value(key: str, value: object, option: Option, version: str) -> object:
-    """The value. Raises ValueError."""
     if option.is_flag:
         if not isinstance(value, bool):
             raise ValueError(f"{key} ({value!r}) must be true or false for sglang {version}; it takes no value.")

@@ -1,152 +1,240 @@
-"""Running SGLang servers that a run uses and does not own (`rollout.endpoints`): looked at, taken for this run alone,
-given back as they can go on serving.
+"""Running SGLang servers that a run uses and does not own (`rollout.endpoints`): looked at, taken, given back as they
+can go on serving. They are never killed nor started again.
 
-They are never killed nor started again. What a killed run has left behind in one, an open weight update and a pause,
-is put right by the next run that takes it. The lease is needed: without it two runs could load weights into one server
-within one sync, and each would take the other's samples for its own.
-"""
+A server is for one run at a time. Nothing keeps another one away, but samples of weights that another run has brought
+are told by the name of their version (`samples.version_name`), and a weight update that is open is not joined."""
 
 from __future__ import annotations
 
-import contextlib
+import json
 import logging
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
-from rlhf_megatron.rollout.engine import (
-    EngineAddress,
-    EngineError,
-    EngineRequestError,
-    GeneratedSample,
-    GenerateRequest,
-)
-from rlhf_megatron.rollout.fleet.process import Progress, ServerProcess
+from rlhf_megatron.config.rules.engines import is_this_machine
+from rlhf_megatron.config.secrets import read_key
+from rlhf_megatron.rollout.engine import EngineAddress, EngineError, EngineRequestError, EngineTimeoutError
+from rlhf_megatron.rollout.fleet.process import ServerProcess
 from rlhf_megatron.rollout.http import HttpClient
-from rlhf_megatron.rollout.sglang.attached_server import (
-    Expected,
-    Found,
-    compare_model,
-    dtype_problem,
-    look,
-    vocabulary_problem,
-)
 from rlhf_megatron.rollout.sglang.client import SGLangEngine
+from rlhf_megatron.rollout.sglang.environment import check_version, unfit
 from rlhf_megatron.rollout.sglang.samples import limits_of
+from rlhf_megatron.rollout.sglang.server.loader import LOAD_FORMAT
 from rlhf_megatron.rollout.sglang.weights import SGLangVerbs
 
-LEASE_S = 60.0
-SLOTS = ("rlhf_megatron-lease-a", "rlhf_megatron-lease-b")
-_CALL_S = 120.0  # a server that loads weights answers late
-_VERDICT_S = 30.0
-_RETRY_S = 1.0
-
-
-class Lease:
-    """Held from `acquire` to `release`, renewed by a thread. `epoch` counts the times that it was held anew: another
-    run can have used the server between two of them."""
-
-    def __init__(self, http: HttpClient, seconds: float = LEASE_S) -> None:
-        """`http`: with the key of verbs that take no admin key."""
-        self.epoch = 0
-        self._http = http
-        self._seconds = seconds
-        self._renewed = 0.0  # when the last session that was opened was asked for
-        self._changed = threading.Condition()
-        self._stopped = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def acquire(self, deadline: float, waiting: Callable[[], None] = lambda: None) -> None:
-        """Wait until nobody else holds it; `waiting` is called every moment. `deadline`: of time.monotonic().
-
-        Raises EngineError: at the deadline, or where the server fails.
-        """
-        while True:
-            sent = _now()
-            if self._open(SLOTS[0]):
-                if self._open(SLOTS[1]):
-                    break
-                self._close(SLOTS[0])
-            if time.monotonic() > deadline:
-                raise EngineError(
-                    f"{self._http.address.url} is in use by another run; stop that run, or give this one servers of its"
-                    f" own (a run that was killed is forgotten after {self._seconds:g} s)."
-                )
-            waiting()
-            time.sleep(_RETRY_S)
-        self.epoch, self._renewed = self.epoch + 1, sent
-        self._thread = threading.Thread(target=self._keep, name=f"lease-{self._http.address.name}", daemon=True)
-        self._thread.start()
-
-    def current(self) -> int:
-        """The epoch. Where the last renewal is too long ago, e.g. after this process was stopped, waits for the next
-        one. Raises EngineError where the lease is lost."""
-        with self._changed:
-            if self._changed.wait_for(lambda: _now() - self._renewed < self._seconds, _VERDICT_S):
-                return self.epoch
-        raise EngineError(
-            f"{self._http.address.name} ({self._http.address.url}): this run has lost its lease of the server, which"
-            " another run may use now."
-        )
-
-    def release(self) -> None:
-        """Safe to call twice. Does not raise where the server is gone."""
-        self._stopped.set()
-        if self._thread is None:
-            return
-        self._thread.join(_RETRY_S)
-        self._thread = None
-        for slot in SLOTS:
-            with contextlib.suppress(EngineError):
-                self._close(slot, _VERDICT_S)
-
-    def _keep(self) -> None:
-        """Renews the lease, in its thread. A session that was asked for within `seconds` of the other one came while
-        that one stood, or before whoever asked later: no other run had both, also where the server answers late."""
-        turn, pause = 0, self._seconds / 6
-        while not self._stopped.wait(pause):
-            sent, is_renewed = 0.0, False
-            with contextlib.suppress(EngineError):
-                self._close(SLOTS[turn])
-                sent = _now()
-                is_renewed = self._open(SLOTS[turn])
-            pause = self._seconds / 6 if is_renewed else _RETRY_S
-            if is_renewed:
-                turn = 1 - turn  # never before: while this session is not there again, the other one is the lease
-                with self._changed:
-                    self.epoch += sent - self._renewed >= self._seconds
-                    self._renewed = sent
-                    self._changed.notify_all()
-
-    def _open(self, slot: str) -> bool:
-        body = {"session_id": slot, "capacity_of_str_len": 0, "timeout": self._seconds}
-        try:
-            return bool(self._http.post("/open_session", body, _CALL_S) == slot)
-        except EngineRequestError as error:
-            if "Failed to open the session" in str(error):
-                return False
-            raise
-
-    def _close(self, slot: str, timeout_s: float = _CALL_S) -> None:
-        self._http.post("/close_session", {"session_id": slot}, timeout_s)
-
-
-def _now() -> float:
-    """Goes on while the machine sleeps."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
-
+if TYPE_CHECKING:
+    from rlhf_megatron.rollout.fleet.start import EngineSetup
 
 logger = logging.getLogger(__name__)
 
+LOOK_TIMEOUT_S = 60.0
+ALIASES = {"half": "float16", "float": "float32"}  # of weight types
+NOT_OF_THE_MODEL = (  # what may differ between the config.json of server and run
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "id2label",
+    "label2id",
+    "quantization_config",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The model and settings of the run, which its servers must fit."""
+
+    model_path: Path
+    tokenizer_path: Path
+    dtype: str  # of the engine's weights
+    is_deterministic: bool = False  # trainer.deterministic
+    num_tokens: int = 0  # of the longest sample
+
+
+@dataclass(frozen=True)
+class Found:
+    """A server's description of itself."""
+
+    tp_size: int
+    lists_loader: bool  # it was started with the run's weight loader
+    dtype: str | None  # None: it does not say
+    warnings: tuple[str, ...] = ()
+    problems: tuple[str, ...] = field(default=())
+
+
+def look(address: EngineAddress, expected: Expected) -> Found:
+    """Ask the server and compare. Raises EngineError where it is none, or does not let the run in; what does not fit is
+    in `problems`."""
+    http = HttpClient(address, address.api_key or address.token)
+    info, model = _info(http, "/server_info", "tp_size"), _info(http, "/model_info", "model_path")
+    problems: list[str] = []
+    warnings: list[str] = []
+    try:
+        warning = check_version(str(info.get("version")), "the server")
+        warnings += [warning] if warning is not None else []
+    except ValueError as error:
+        problems.append(str(error).rstrip("."))
+    problems += [f"its {name} is {value!r}: {why}; {fix}" for name, value, why, fix in unfit(info)]
+    dtype = _dtype(info)
+    problems += [*_of_model(model, expected), *_of_tokenizer(info, expected), *_of_settings(info, expected)]
+    if dtype is not None and dtype != expected.dtype:
+        problems.append(dtype_problem(dtype, expected))
+    if info.get("enable_deterministic_inference") is not True and not expected.is_deterministic:
+        warnings.append(
+            "it ignores the seed of a sample, since it was started without --enable-deterministic-inference: samples of"
+            " a group differ, but a run does not repeat."
+        )
+    if (
+        address.url.startswith("http:")
+        and not is_this_machine(urlsplit(address.url).hostname or "")
+        and (address.token or address.api_key)
+    ):
+        warnings.append("its keys go over the network in clear, since the address begins with http; use https.")
+    loaders = info.get("custom_weight_loader") or []
+    return Found(
+        tp_size=int(info["tp_size"]),
+        lists_loader=LOAD_FORMAT in loaders,
+        dtype=dtype,
+        warnings=tuple(warnings),
+        problems=tuple(problems),
+    )
+
+
+def dtype_problem(dtype: str, expected: Expected) -> str:
+    return (
+        f"its weights are {dtype}, but rollout.dtype (or model.dtype) is {expected.dtype}; start it with --dtype"
+        f" {expected.dtype}, or set rollout.dtype"
+    )
+
+
+def compare_model(found: Mapping[str, Any], expected: Expected) -> Iterator[str]:
+    """Yields the problem where `found`, by the names of config.json, is another model than the run's."""
+    ours = read_json(expected.model_path / "config.json")
+    names = [name for name in found if name in ours and name not in NOT_OF_THE_MODEL]
+    different = [name for name in names if None not in (found[name], ours[name]) and found[name] != ours[name]]
+    if different:
+        parts = ", ".join(f"{name} {_short(found[name])} instead of {_short(ours[name])}" for name in different)
+        yield f"it serves another model than model.path ({expected.model_path}): {parts}; start it with that model"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """{} for what cannot be read."""
+    try:
+        parsed = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return parsed if isinstance(parsed, dict) else {}
+
+
+def _info(http: HttpClient, path: str, must_have: str) -> dict[str, Any]:
+    url = http.address.url
+    try:
+        answer = http.get(path, LOOK_TIMEOUT_S)
+    except EngineRequestError as error:
+        if " answered 401" in str(error) or " answered 403" in str(error):
+            fix = (
+                "put its --api-key into the file" if http.address.api_key else "name a file that holds its --api-key in"
+            )
+            raise EngineError(
+                f"{url} refuses the key; {fix} rollout.sglang.api_key_file (readable by you alone)."
+            ) from error
+        raise EngineError(f"{url} is not an SGLang server ({error}); correct the address.") from error
+    except EngineTimeoutError as error:
+        raise EngineError(f"{error} Is it stuck? Start it again, or correct the address.") from error
+    except EngineError as error:
+        if "no connection" in str(error):
+            raise EngineError(f"{error} Start the server first, or correct the address.") from error
+        raise EngineError(f"{url} is not an SGLang server ({error}); correct the address.") from error
+    if not isinstance(answer, dict) or must_have not in answer:
+        raise EngineError(
+            f"{url} is not an SGLang server: its {path} says {_short(answer)}; correct the address (a router is not a"
+            " server either: name the servers behind it)."
+        )
+    return answer
+
+
+def _dtype(info: Mapping[str, Any]) -> str | None:
+    name = str(info.get("dtype"))
+    return None if name == "auto" else ALIASES.get(name, name)
+
+
+def _of_model(model: Mapping[str, Any], expected: Expected) -> Iterator[str]:
+    """Compares what the server tells, and its own config.json where that can be read here."""
+    ours = read_json(expected.model_path / "config.json")
+    theirs, wanted = model.get("architectures"), ours.get("architectures")
+    if theirs and wanted and set(theirs).isdisjoint(wanted):
+        names = f"{', '.join(theirs)} instead of {', '.join(wanted)}"
+        yield f"it serves another model than model.path ({expected.model_path}): {names}; start it with that model"
+        return
+    readable = read_json(Path(str(model["model_path"])) / "config.json")
+    yield from compare_model({**readable, "model_type": model.get("model_type")}, expected)
+
+
+def _of_tokenizer(info: Mapping[str, Any], expected: Expected) -> Iterator[str]:
+    """A server that was started with --skip-tokenizer-init has none; else its end-of-sequence tokens end samples."""
+    if info.get("skip_tokenizer_init"):
+        return
+    path = Path(str(info.get("tokenizer_path")))
+    theirs, ours = (read_json(place / "tokenizer.json") for place in (path, expected.tokenizer_path))
+    if theirs and ours and theirs.get("model") != ours.get("model"):
+        yield (
+            f"it has another tokenizer ({path}) than the run ({expected.tokenizer_path}); start it with"
+            f" --tokenizer-path {expected.tokenizer_path}, or with --skip-tokenizer-init"
+        )
+
+
+def _of_settings(info: Mapping[str, Any], expected: Expected) -> Iterator[str]:
+    if expected.is_deterministic:
+        if info.get("device") == "cpu":
+            yield (
+                "trainer.deterministic needs batch-invariant kernels, which SGLang has not on a CPU; set"
+                " trainer.deterministic: false"
+            )
+        elif info.get("enable_deterministic_inference") is not True:
+            yield "trainer.deterministic is set; start it with --enable-deterministic-inference"
+    room = info.get("max_total_num_tokens")
+    if isinstance(room, int) and room < expected.num_tokens:
+        yield (
+            f"its key-value cache has room for {room} tokens, the longest sample has {expected.num_tokens}"
+            " (data.max_prompt_length + max_response_length); start it with more (--mem-fraction-static,"
+            " --max-total-tokens), or lower them"
+        )
+    longest = info.get("context_length")
+    if isinstance(longest, int) and longest < expected.num_tokens:
+        yield (
+            f"its --context-length is {longest}, the longest sample has {expected.num_tokens} tokens"
+            " (data.max_prompt_length + max_response_length); start it with more, or lower them"
+        )
+
+
+def _short(value: object) -> str:
+    text = repr(value) if not isinstance(value, str) else value
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 UNFINISHED = "unfinished"  # weight version of a server that was left in the middle of a weight update
-_TAKE_S = LEASE_S + 30.0  # so long may the lease of a run that was killed stand
+_TAKE_S = 90.0  # so long may a weight update be open that another run has begun
 _VERB_S = 60.0
 _GIVE_BACK_S = 30.0
+_RETRY_S = 1.0
+
+
+def endpoints_of(setup: EngineSetup) -> tuple[list[EngineAddress], Expected]:
+    """The running servers of a run, and what they must fit. Raises ValueError for a key file that will not do."""
+    sglang, model = setup.rollout.sglang, setup.model
+    api_key = read_key(sglang.api_key_file, "rollout.sglang.api_key_file")
+    admin_key = read_key(sglang.admin_api_key_file, "rollout.sglang.admin_api_key_file")
+    tokenizer_path = Path(model.tokenizer_path or model.path)
+    is_deterministic = setup.trainer.deterministic
+    expected = Expected(Path(model.path), tokenizer_path, setup.dtype, is_deterministic, setup.num_tokens)
+    return addresses_of(setup.rollout.endpoints, api_key, admin_key), expected
 
 
 def addresses_of(endpoints: Sequence[str], api_key: str, admin_key: str) -> list[EngineAddress]:
@@ -176,131 +264,53 @@ def look_at_all(addresses: Sequence[EngineAddress], expected: Expected) -> list[
     return found
 
 
-class AttachedEngine(SGLangEngine):
-    """A client that trusts a server only as far as this run has had it all the time since the last weight sync."""
-
-    def __init__(self, address: EngineAddress, transfer_dir: Path, lease: Lease | None) -> None:
-        super().__init__(address, transfer_dir)
-        self._lease = lease
-        self._epoch = -1  # of the lease at the last sync
-
-    def generate(
-        self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = ""
-    ) -> list[list[GeneratedSample]]:
-        groups = super().generate(requests, timeout_s, name)
-        if not self._is_held():
-            raise EngineError(f"{self.address.name}: another run may have used {self.address.url} meanwhile.")
-        return groups
-
-    def commit_update(self, version: int) -> None:
-        """Digests and receipts have told what stands in it: from here on nobody else may have had it."""
-        super().commit_update(version)
-        if self._lease is not None:
-            self._epoch = self._lease.current()
-
-    def version(self) -> int | None:
-        return super().version() if self._is_held() else None
-
-    def _is_held(self) -> bool:
-        return self._lease is None or self._lease.current() == self._epoch or super().version() is None
-
-
 class AttachedEngines:
     """A context manager: all servers are given back when it ends. See `fleet.process.EngineServers`."""
 
-    def __init__(
-        self,
-        addresses: Sequence[EngineAddress],
-        expected: Expected,
-        transfer_dir: Path,
-        progress: Progress | None = None,
-    ) -> None:
-        """Takes all servers, waiting for the lease of a run that was killed. Raises EngineError; none is held then."""
-        self._transfer_dir = transfer_dir
-        self._progress = progress
-        self._taken: list[_Taken] = []
+    processes: tuple[ServerProcess, ...] = ()  # the servers are not this run's
+
+    def __init__(self, addresses: Sequence[EngineAddress], expected: Expected, transfer_dir: Path) -> None:
+        """Takes all servers. Raises EngineError; all are given back then."""
+        self.addresses: tuple[EngineAddress, ...] = ()
         found = look_at_all(addresses, expected)
         try:
             for address, facts in zip(addresses, found, strict=True):
-                self._take(address, facts, expected)
+                self.addresses += (address,)
+                self.addresses = (*self.addresses[:-1], _take(address, facts, expected, transfer_dir))
         except BaseException:
             self.stop()
             raise
 
-    @property
-    def addresses(self) -> tuple[EngineAddress, ...]:
-        return tuple(taken.address for taken in self._taken)
-
-    @property
-    def processes(self) -> tuple[ServerProcess, ...]:
-        """Empty: the servers are not this run's processes."""
-        return ()
-
-    def connect(self, address: EngineAddress) -> AttachedEngine:
-        """The controller's client of one of them."""
-        lease = next(taken.lease for taken in self._taken if taken.address.name == address.name)
-        return AttachedEngine(address, self._transfer_dir, lease)
-
     def stop(self) -> None:
         """Give all back. Safe to call twice; does not raise where a server is gone."""
-        while self._taken:
-            _give_back(self._taken.pop())
+        addresses, self.addresses = self.addresses, ()
+        for address in addresses:
+            _give_back(address)
 
     def __enter__(self) -> AttachedEngines:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _take(self, address: EngineAddress, facts: Found, expected: Expected) -> None:
-        for warning in facts.warnings:
-            logger.warning("%s", _say(address, warning))
-        lease = None
-        if facts.has_sessions:
-            lease = self._lease(address)
-        else:
-            logger.warning("%s", _say(address, "it has no /open_session: nothing keeps another run from using it."))
-        self._taken.append(_Taken(address, lease))
-        address = replace(address, tp_size=facts.tp_size)
-        _recover(address)
-        SGLangEngine(address, self._transfer_dir).probe()
-        model = _ask_loader(address, self._transfer_dir) if facts.lists_loader else None
-        vocab_size = limits_of(HttpClient(address, address.api_key or address.token), _VERB_S).vocab_size
-        problems = list(compare_model(model or {}, expected)) + list(vocabulary_problem(vocab_size, expected))
-        if model is not None and model["dtype"] != expected.dtype and facts.dtype is None:
-            problems.append(dtype_problem(model["dtype"], expected))
-        if problems:
-            raise EngineError("\n".join(_say(address, problem) for problem in problems))
-        if model is None:
-            logger.warning("%s", _say(address, _without_loader(facts, self._transfer_dir)))
-        self._taken[-1] = _Taken(replace(address, has_loader=model is not None), lease)
 
-    def _lease(self, address: EngineAddress) -> Lease:
-        http = HttpClient(address, address.api_key or address.token)
-        lease, start = Lease(http), time.monotonic()
-        words = f"another run has it, or had it when it was killed a moment ago; waiting {_TAKE_S:g} s for it"
-        told: list[str] = []
-
-        def waiting() -> None:
-            if not told:
-                told.append(words)
-                logger.warning("%s", _say(address, words))
-            if self._progress is not None:
-                self._progress(address.name, time.monotonic() - start, words)
-
-        try:
-            lease.acquire(start + _TAKE_S, waiting)
-        except EngineError as error:
-            raise EngineError(f"rollout.endpoints: {error}") from error
-        return lease
-
-
-@dataclass(frozen=True)
-class _Taken:
-    address: EngineAddress
-    lease: Lease | None
+def _take(address: EngineAddress, facts: Found, expected: Expected, transfer_dir: Path) -> EngineAddress:
+    for warning in facts.warnings:
+        logger.warning("%s", _say(address, warning))
+    address = replace(address, tp_size=facts.tp_size, is_attached=True)
+    _recover(address)
+    SGLangEngine(address, transfer_dir).probe()
+    model = _ask_loader(address, transfer_dir) if facts.lists_loader else None
+    vocab_size = limits_of(HttpClient(address, address.api_key or address.token), _VERB_S).vocab_size
+    known = [model or {}, {} if vocab_size is None else {"vocab_size": vocab_size}]
+    problems = [problem for found in known for problem in compare_model(found, expected)]
+    if model is not None and model["dtype"] != expected.dtype and facts.dtype is None:
+        problems.append(dtype_problem(model["dtype"], expected))
+    if problems:
+        raise EngineError("\n".join(_say(address, problem) for problem in problems))
+    if model is None:
+        logger.warning("%s", _say(address, _without_loader(facts, transfer_dir)))
+    return replace(address, has_loader=model is not None)
 
 
 def _say(address: EngineAddress, problem: str) -> str:
@@ -325,6 +335,11 @@ def _recover(address: EngineAddress) -> None:
     http = HttpClient(address)
     try:
         http.post("/abort_request", {"abort_all": True}, _VERB_S)
+        if not _could_begin(http):
+            logger.warning("%s", _say(address, f"a weight update is open in it; waiting {_TAKE_S:g} s for its end"))
+            deadline = time.monotonic() + _TAKE_S
+            while time.monotonic() < deadline and not _could_begin(http):
+                time.sleep(_RETRY_S)
         _end_update(http, _VERB_S)
         http.post("/continue_generation", {}, _VERB_S)
     except EngineRequestError as error:
@@ -334,6 +349,17 @@ def _recover(address: EngineAddress) -> None:
             f"rollout.endpoints: {address.url} refuses the admin key; name a file that holds its --admin-api-key in"
             " rollout.sglang.admin_api_key_file (readable by you alone)."
         ) from error
+
+
+def _could_begin(http: HttpClient) -> bool:
+    """False: a weight update is open, by a run that works or one that was killed. True: none was, but one is now."""
+    try:
+        http.post("/begin_weight_update", {}, _VERB_S)
+    except EngineRequestError as error:
+        if " answered 400" not in str(error):
+            raise
+        return False
+    return True
 
 
 def _end_update(http: HttpClient, timeout_s: float) -> None:
@@ -361,15 +387,11 @@ def _ask_loader(address: EngineAddress, transfer_dir: Path) -> dict[str, Any] | 
     return dict(receipts[0]["model"])
 
 
-def _give_back(taken: _Taken) -> None:
-    """It goes on serving, with the weights that it has."""
-    http = HttpClient(taken.address)
+def _give_back(address: EngineAddress) -> None:
+    http = HttpClient(address)
     try:
         http.post("/abort_request", {"abort_all": True}, _GIVE_BACK_S)
         _end_update(http, _GIVE_BACK_S)
         http.post("/continue_generation", {}, _GIVE_BACK_S)
     except EngineError as error:
-        logger.warning("%s could not be given back: %s", taken.address.url, error)
-    finally:
-        if taken.lease is not None:
-            taken.lease.release()
+        logger.warning("%s could not be given back: %s", address.url, error)

@@ -24,11 +24,19 @@ from rlhf_megatron.rollout.engine import (
     EngineTimeoutError,
     GeneratedSample,
     GenerateRequest,
+    Groups,
     MemoryPart,
     PauseMode,
 )
 from rlhf_megatron.rollout.http import HttpClient
-from rlhf_megatron.rollout.sglang.samples import Limits, generate_body, groups_of, limits_of, max_running_of
+from rlhf_megatron.rollout.sglang.samples import (
+    Limits,
+    generate_body,
+    groups_of,
+    limits_of,
+    max_running_of,
+    version_name,
+)
 from rlhf_megatron.rollout.sglang.weights import SGLangVerbs, read_all, standing_of
 
 
@@ -85,6 +93,7 @@ logger = logging.getLogger(__name__)
 ADMIN_TIMEOUT_S = 600.0
 ABORT_TIMEOUT_S = 120.0
 _ABORT_AGAIN_S = 0.5
+_TAGS: dict[MemoryPart, tuple[str, ...]] = {"weights": ("weights",), "kv_cache": ("kv_cache", "cuda_graph")}
 NEEDED = (
     "/generate",
     "/abort_request",
@@ -113,6 +122,7 @@ class SGLangEngine:
         self._version: int | None = None  # that is served
         self._last_version: int | None = None  # of the last commit
         self._pending: int | None = None  # of the open sync
+        self._has_session = False  # the server's, of a sync that was begun here and not committed
         self._stale_reason: str | None = None
         self._released: set[MemoryPart] = set()
         self._digests: dict[str, str] | None = {}  # of the last commit
@@ -134,9 +144,7 @@ class SGLangEngine:
                 f"{self.address.name} ({self.address.url}) has no {', '.join(missing)}; use sglang 0.5.21 or newer."
             )
 
-    def generate(
-        self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = ""
-    ) -> list[list[GeneratedSample]]:
+    def generate(self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = "") -> Groups:
         self._require_fit()
         if not any(request.seeds for request in requests):
             return [[] for _ in requests]
@@ -198,17 +206,18 @@ class SGLangEngine:
         self._flush()
         try:
             self._http.post("/begin_weight_update", {}, ADMIN_TIMEOUT_S)
-        except EngineRequestError:  # the session of a failed sync is open
+        except EngineRequestError as error:  # the session of a failed sync is open
+            if self.address.is_attached and not self._has_session:
+                words = f"{error} Another run syncs weights with it; give each run servers of its own."
+                raise EngineError(words) from error
             self._http.post("/end_weight_update", {}, ADMIN_TIMEOUT_S)
             self._http.post("/begin_weight_update", {}, ADMIN_TIMEOUT_S)
+        self._has_session = True
         self._remove_receipts()
 
     def update_weights(self, manifest: BucketManifest) -> None:
-        try:
+        with self._loading():
             self._verbs.load(manifest)
-        except EngineError as error:
-            self._has_failed(error)
-            raise
 
     def commit_update(self, version: int) -> None:
         if version == self._version:
@@ -217,10 +226,12 @@ class SGLangEngine:
             reason = "" if self._stale_reason is None else f" ({self._stale_reason})"
             raise EngineError(f"{self.address.name}: no sync to version {version} is open{reason}.")
         if self.address.has_loader:
-            self._order({"receipts": self._verbs.receipt_prefix}, f"commit of version {version}")
+            with self._loading():
+                self._verbs.order({"receipts": self._verbs.receipt_prefix}, f"commit of version {version}")
         self._digests = self._read_digests()
         self._http.post("/end_weight_update", {}, ADMIN_TIMEOUT_S)
-        body = {"new_version": str(version), "abort_all_requests": False}
+        self._has_session = False
+        body = {"new_version": version_name(version), "abort_all_requests": False}
         self._http.post("/update_weight_version", body, ADMIN_TIMEOUT_S)
         self._flush()
         self._remove_receipts()
@@ -238,17 +249,18 @@ class SGLangEngine:
         if "weights" in parts:
             self._version, self._pending = None, None
             self._stale_reason = "its memory is released"
-        tags = [part for part in parts if part not in self._released]
+        tags = [tag for part in parts if part not in self._released for tag in _TAGS[part]]
         if tags:
             self._http.post("/release_memory_occupation", {"tags": tags}, ADMIN_TIMEOUT_S)
-        self._released.update(tags)
+        self._released.update(parts)
 
     def resume_memory(self, parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
-        tags = [part for part in parts if part in self._released]  # the server ends itself when asked for others
-        if tags:
+        gone = [part for part in parts if part in self._released]  # the server ends itself when asked for others
+        if gone:
+            tags = [tag for part in gone for tag in _TAGS[part]]
             self._http.post("/resume_memory_occupation", {"tags": tags}, ADMIN_TIMEOUT_S)
-        self._released.difference_update(tags)
-        if "weights" in tags:
+        self._released.difference_update(gone)
+        if "weights" in gone:
             self._stale_reason = "its memory was released and the weights have not been sent again"
         self._settle()
 
@@ -292,7 +304,6 @@ class SGLangEngine:
         self._http.post("/abort_request", {"abort_all": True}, ADMIN_TIMEOUT_S)
 
     def _await_ends(self) -> None:
-        """Waits for the ends of all calls after an abort. Raises EngineTimeoutError."""
         deadline = time.monotonic() + ABORT_TIMEOUT_S
         while not self._gate.wait_until_empty(_ABORT_AGAIN_S):
             if time.monotonic() > deadline:
@@ -309,24 +320,21 @@ class SGLangEngine:
                 raise
 
     def _settle(self) -> None:
-        """Decode again, where nothing speaks against it any more."""
         if self._paused is None and self._stale_reason is None and not self._released:
             self._http.post("/continue_generation", {}, ADMIN_TIMEOUT_S)
             self._halted = None
             self._gate.open()
 
-    def _order(self, order: dict[str, str], what: str) -> None:
-        """Have the loader in every rank of the server carry out an order. Raises EngineError with what it said."""
+    @contextmanager
+    def _loading(self) -> Iterator[None]:
+        """The sync has failed where this fails; out of a session nothing was loaded."""
         try:
-            self._verbs.order(order, what)
+            yield
         except EngineError as error:
-            self._has_failed(error)
+            if self._pending is not None:
+                self._stale_reason = f"the weight sync failed ({str(error).rstrip('.')})"
+                self._version, self._pending = None, None
             raise
-
-    def _has_failed(self, error: EngineError) -> None:
-        if self._pending is not None:  # else it was out of a session, and nothing was loaded
-            self._stale_reason = f"the weight sync failed ({str(error).rstrip('.')})"
-            self._version, self._pending = None, None
 
     def _read_digests(self) -> dict[str, str] | None:
         if not self.address.has_loader:

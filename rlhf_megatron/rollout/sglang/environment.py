@@ -21,6 +21,7 @@ from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
+from rlhf_megatron.parallel.environment import ALLOCATOR_SETTINGS
 from rlhf_megatron.rollout.sglang.arguments import (
     DETERMINISTIC,
     QUERY,
@@ -152,6 +153,7 @@ CACHE = Path(".cache")  # the list of arguments takes the server's interpreter s
 _INSTALL = "install it there (`make sglang-cpu` on a machine without a GPU, else pip install 'rlhf-megatron[sglang]')"
 _TIMEOUT_S = 300.0
 MEMORY_SAVER = "enable-memory-saver"
+GRAPHS_RELEASED = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"  # or CUDA graphs keep their memory when the rest is given back
 _VERSION_CODE = "import importlib.metadata as m; print(m.version('sglang'))"
 _NCCL_CODE = (  # "none": a torch without CUDA, whose groups are gloo's
     "import torch; cuda = torch.version.cuda and torch.distributed.is_nccl_available();"
@@ -199,7 +201,8 @@ def check_sglang(
     if deterministic:
         added |= deterministic_arguments(of_user.values, env)
     if machine.is_shared and not on_cpu(of_user.values, env):
-        added |= shared_arguments(of_user.values)
+        added |= shared_arguments(of_user.values, {**os.environ, **env})
+        full_env = {GRAPHS_RELEASED: "true", **full_env}
     complete = Arguments(
         {**of_user.values, **added},
         {**of_user.settings, **{name: value for name, value in added.items() if name not in of_user.values}},
@@ -272,9 +275,15 @@ def deterministic_arguments(arguments: Mapping[str, object], env: Mapping[str, s
     return {DETERMINISTIC: True}
 
 
-def shared_arguments(arguments: Mapping[str, object]) -> dict[str, object]:
-    """Arguments by which servers can give their memory to the trainer. `arguments`: canonical. Raises ValueError
-    where the user has switched it off."""
+def shared_arguments(arguments: Mapping[str, object], env: Mapping[str, str]) -> dict[str, object]:
+    """Arguments by which servers can give their memory to the trainer. `arguments`: canonical; `env`: of the run, and
+    over it what the user gives servers. Raises ValueError where one of them stands against it."""
+    for name in ALLOCATOR_SETTINGS:
+        if "expandable_segments:true" in env.get(name, "").lower():
+            raise ValueError(
+                f"{name} ({env[name]}) must not have expandable_segments with rollout.colocated: engines can neither"
+                " open the trainer's memory then nor give theirs back; take it out, or set rollout.colocated: false."
+            )
     if arguments.get(MEMORY_SAVER, True) is not True:
         raise ValueError(
             "rollout.colocated needs rollout.sglang.args.enable_memory_saver, which is set to"
@@ -299,7 +308,6 @@ def _known_options(python: str, version: str, env: Mapping[str, str], cache: Pat
 
 
 def _run(python: str, code: str, env: Mapping[str, str], problem: str) -> str:
-    """Returns what `code` prints. Raises ValueError with `problem` and the last line of the error."""
     try:
         done = subprocess.run(
             [python, "-c", code], env={**os.environ, **env}, capture_output=True, text=True, timeout=_TIMEOUT_S

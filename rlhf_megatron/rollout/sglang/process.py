@@ -28,16 +28,13 @@ from rlhf_megatron.rollout.fleet.process import (
     ServerProcess,
     await_ready,
     here,
+    write_private,
     write_token,
 )
 from rlhf_megatron.rollout.http import HttpClient
 from rlhf_megatron.rollout.sglang.arguments import DETERMINISTIC
 from rlhf_megatron.rollout.sglang.client import SGLangEngine
-from rlhf_megatron.rollout.sglang.environment import (
-    Machine,
-    SGLangEnvironment,
-    check_sglang,
-)
+from rlhf_megatron.rollout.sglang.environment import Machine, SGLangEnvironment, check_sglang
 from rlhf_megatron.rollout.sglang.server.loader import LOAD_FORMAT, TRANSFER_DIR
 
 _ERROR_LINE = re.compile(r"^(\[[^]]*\] *)*([\w.]+: error: |([\w.]+\.)?\w*(Error|Exception): ).*\S", re.MULTILINE)
@@ -223,8 +220,6 @@ def search_path(env: Mapping[str, str]) -> str:
 
 @dataclass
 class _Launch:
-    """One server on its way up."""
-
     name: str
     folder: Path
     installed: SGLangEnvironment
@@ -301,30 +296,17 @@ class _Launch:
         lost = _BIND_FAILED.search(self._said())
         if lost is not None:
             raise EngineError(f"{self.name}: {lost.group(0)}: the port of {self.address.url} is already in use.")
-        return _answers(self.address)
+        client = HttpClient(self.address)
+        try:
+            client.get("/health", POLL_TIMEOUT_S)
+            client.get("/model_info", POLL_TIMEOUT_S)  # takes the key of this run: not another server on the port
+        except EngineError:
+            return False
+        return True
 
     def _said(self) -> str:
         assert self.process is not None
         return self.process.text(self.log_start)
-
-
-def write_private(path: Path, text: str) -> Path:
-    """A file that only this user can read."""
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as out:
-        out.write(text)
-    return path
-
-
-def _answers(address: EngineAddress) -> bool:
-    client = HttpClient(address)
-    try:
-        client.get("/health", POLL_TIMEOUT_S)
-        client.get("/model_info", POLL_TIMEOUT_S)  # takes the key of this run: not another server on the port
-    except EngineError:
-        return False
-    return True
 
 
 KEY_FILE = "engine.key"
@@ -351,7 +333,7 @@ def shell_command(
             f" > {KEY_FILE}",
             f' printf "api-key: %s\\nadmin-api-key: %s\\n" "$(cat {KEY_FILE})" "$(cat {KEY_FILE})" > {SETTINGS_FILE})',
             f'{INIT_METHOD}="file://$(mktemp -u)" \\',
-            *(f"{line} \\" for line in _assignments(variables)),
+            *(f"{name}={shlex.quote(value)} \\" for name, value in variables.items()),
             shlex.join([*words, *installed.arguments.words]),
         ]
     )
@@ -362,7 +344,3 @@ def _words(name: str, value: object) -> list[str]:
         return [f"--{name}"] if value else []
     items = value if isinstance(value, list) else [value]
     return [f"--{name}", *(item if isinstance(item, str) else json.dumps(item) for item in items)]
-
-
-def _assignments(variables: Mapping[str, str]) -> list[str]:
-    return [f"{name}={shlex.quote(value)}" for name, value in variables.items()]

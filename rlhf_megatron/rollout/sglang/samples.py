@@ -1,17 +1,18 @@
-"""Requests to a stock SGLang server and its answers, in the words of `rollout.engine`.
-
-Refuses what would end the server, or bring other log-probs than asked for.
-
-What an answer must have is checked here, field by field: an engine that answers nonsense is told from our mistakes.
-"""
+"""Requests to a stock SGLang server and its answers, in the words of `rollout.engine`. Refused is what would end the
+server, or bring other log-probs than asked for; an answer is checked field by field."""
 
 from __future__ import annotations
 
 import math
+import os
 import re
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Annotated, Any
+
+import msgspec
 
 from rlhf_megatron.rollout.engine import (
     UNSYNCED,
@@ -75,90 +76,106 @@ def groups_of(answers: Any, requests: Sequence[GenerateRequest]) -> list[list[Ge
     return [[next(rest) for _ in request.seeds] for request in requests]
 
 
-def _sample(answer: Any) -> GeneratedSample:
-    if not isinstance(answer, dict):
-        raise ValueError(f"must be an object, not {repr(answer)[:200]}.")
-    meta = _field(answer, "meta_info", dict)
-    reason = _field(meta, "finish_reason", dict, "meta_info.").get("type")
-    if reason not in ("stop", "length", "abort"):
-        raise ValueError(f"meta_info.finish_reason.type is {reason!r}, not stop, length or abort.")
-    if meta["finish_reason"].get("matched") == _NOT_A_NUMBER:
+class _Reason(msgspec.Struct):
+    type: FinishReason
+    matched: Any = None
+
+
+class _Token(msgspec.Struct, array_like=True):
+    log_prob: float
+    token_id: int
+
+
+class _Span(msgspec.Struct):
+    start: int
+    end: int
+    version: str | int = ""
+
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Meta(msgspec.Struct):
+    """Some answers to aborted requests lack the counts, and the list of tokens where there is none."""
+
+    finish_reason: _Reason
+    output_token_logprobs: list[_Token] | None = None
+    completion_tokens: int | None = None
+    cached_tokens: _Count = 0
+    num_retractions: _Count = 0
+    weight_version: str | int = ""
+    weight_versions: list[_Span] | None = None
+
+
+class _Answer(msgspec.Struct):
+    meta_info: _Meta
+    output_ids: list[int] | None = None
+
+
+def _sample(raw: Any) -> GeneratedSample:
+    answer = msgspec.convert(raw, _Answer)
+    meta = answer.meta_info
+    reason = meta.finish_reason.type
+    if meta.finish_reason.matched == _NOT_A_NUMBER:
         raise ValueError(f"meta_info.finish_reason.matched is {_NOT_A_NUMBER!r}: the model's output is not a number.")
-    token_ids, log_probs = _tokens(meta, reason)
-    sent = answer.get("output_ids")
-    if isinstance(sent, list) and tuple(sent[: len(token_ids)]) != token_ids:
+    tokens = meta.output_token_logprobs or []
+    if meta.output_token_logprobs is None and reason != "abort":
+        raise ValueError("meta_info.output_token_logprobs is missing.")
+    for index, token in enumerate(tokens):
+        if not math.isfinite(token.log_prob):
+            raise ValueError(
+                f"meta_info.output_token_logprobs[{index}]: the log-prob of token {token.token_id} is"
+                f" {token.log_prob!r}, not a finite number."
+            )
+    if reason != "abort" and meta.completion_tokens != len(tokens):
+        raise ValueError(
+            f"meta_info.output_token_logprobs has {len(tokens)} entries, completion_tokens is"
+            f" {meta.completion_tokens!r}."
+        )
+    token_ids = tuple(token.token_id for token in tokens)
+    if answer.output_ids is not None and tuple(answer.output_ids[: len(tokens)]) != token_ids:
         raise ValueError("output_ids and meta_info.output_token_logprobs name different tokens.")
-    spans = _spans(meta, len(token_ids))
+    spans = _spans(meta.weight_versions or [], len(tokens))
     return GeneratedSample(
         token_ids=token_ids,
-        log_probs=log_probs,
+        log_probs=tuple(token.log_prob for token in tokens),
         finish_reason=reason,
-        policy_version=spans[0].version if spans else _version(meta.get("weight_version", "")),
+        policy_version=spans[0].version if spans else _version(meta.weight_version),
         version_spans=spans,
-        num_cached_tokens=_count(meta, "cached_tokens"),
-        num_retractions=_count(meta, "num_retractions"),
+        num_cached_tokens=meta.cached_tokens,
+        num_retractions=meta.num_retractions,
     )
 
 
-def _field(answer: dict[str, Any], name: str, kind: type, place: str = "") -> Any:
-    if name not in answer:
-        raise ValueError(f"{place}{name} is missing.")
-    if not isinstance(answer[name], kind):
-        raise ValueError(f"{place}{name} is {repr(answer[name])[:200]}.")
-    return answer[name]
+def version_name(version: int) -> str:
+    """The name under which this process tells a server the version of its weights: no other process says the same, so
+    that samples of weights which another run has brought are not taken for those of this one."""
+    return f"{_own_prefix(os.getpid())}{version}"
 
 
-def _count(meta: dict[str, Any], name: str) -> int:
-    """0 where the server does not say: some answers to aborted requests lack it."""
-    value = meta.get(name, 0)
-    if type(value) is not int or value < 0:
-        raise ValueError(f"meta_info.{name} is {value!r}.")
-    return value
-
-
-def _tokens(meta: dict[str, Any], reason: FinishReason) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Reads token ids and log-probs. SGLang sends no list for a sample that was aborted before its first token."""
-    entries = meta.get("output_token_logprobs", [] if reason == "abort" else None)
-    if not isinstance(entries, list):
-        raise ValueError("meta_info.output_token_logprobs is missing.")
-    ids: list[int] = []
-    log_probs: list[float] = []
-    for index, entry in enumerate(entries):
-        place = f"meta_info.output_token_logprobs[{index}]"
-        if not isinstance(entry, list) or len(entry) < 2 or type(entry[1]) is not int:
-            raise ValueError(f"{place} is {repr(entry)[:200]}, not [log-prob, token id, ...].")
-        if type(entry[0]) not in (int, float) or not math.isfinite(entry[0]):
-            raise ValueError(f"{place}: the log-prob of token {entry[1]} is {entry[0]!r}, not a finite number.")
-        log_probs.append(float(entry[0]))
-        ids.append(entry[1])
-    said = meta.get("completion_tokens")
-    if reason != "abort" and said != len(ids):
-        raise ValueError(f"meta_info.output_token_logprobs has {len(ids)} entries, completion_tokens is {said!r}.")
-    return tuple(ids), tuple(log_probs)
+@lru_cache(1)
+def _own_prefix(process: int) -> str:
+    return f"{secrets.token_hex(4)}-{process}-"
 
 
 def _version(text: Any) -> int:
-    """Versions are numbers from the first sync on."""
-    return int(text) if str(text).isdigit() else UNSYNCED
+    """UNSYNCED for weights that this process has not brought."""
+    prefix, number = _own_prefix(os.getpid()), str(text)
+    return int(number[len(prefix) :]) if number.startswith(prefix) else UNSYNCED
 
 
-def _spans(meta: dict[str, Any], num_tokens: int) -> tuple[VersionSpan, ...]:
-    """Reads spans. SGLang can say more tokens of aborted samples than it sends: the last span is cut. (): servers that
-    do not say, or no tokens."""
-    raw = meta.get("weight_versions") or []
-    if not isinstance(raw, list):
-        raise ValueError(f"meta_info.weight_versions is {repr(raw)[:200]}.")
+def _spans(raw: Sequence[_Span], num_tokens: int) -> tuple[VersionSpan, ...]:
+    """SGLang can say more tokens of aborted samples than it sends: the last span is cut. (): servers that do not say,
+    or no tokens."""
     spans: list[VersionSpan] = []
     end = 0
-    for index, entry in enumerate(raw):
-        if not isinstance(entry, dict) or any(type(entry.get(name)) is not int for name in ("start", "end")):
-            raise ValueError(f"meta_info.weight_versions[{index}] is {repr(entry)[:200]}.")
-        start, cut = entry["start"], min(entry["end"], num_tokens)
-        if start != end:
-            raise ValueError(f"meta_info.weight_versions is {repr(raw)[:200]}: token {start} does not follow on.")
-        if cut > start:
-            spans.append(VersionSpan(_version(entry.get("version")), start, cut))
-        end = entry["end"]
+    for span in raw:
+        cut = min(span.end, num_tokens)
+        if span.start != end:
+            raise ValueError(f"meta_info.weight_versions is {raw}: token {span.start} does not follow on.")
+        if cut > span.start:
+            spans.append(VersionSpan(_version(span.version), span.start, cut))
+        end = span.end
     if spans and spans[-1].end != num_tokens:
         raise ValueError(f"meta_info.weight_versions ends at token {spans[-1].end} of {num_tokens}.")
     return tuple(spans)

@@ -202,7 +202,6 @@ def _other_type(receipts: Sequence[Receipt], name: str) -> str:
 
 
 def _ranks_that_differ(compare: Callable[[], Sequence[Receipt]] | None) -> dict[str, list[int]]:
-    """Returns by tensor the ranks whose part is not what the bucket has."""
     if compare is None:
         return {}
     try:
@@ -269,7 +268,7 @@ class SGLangVerbs:
 
     def load_by_value(self, manifest: BucketManifest, bucket: Tensor) -> None:
         """A bucket inside the request, for servers without the run's loader."""
-        pairs = [(entry.name, _part(bucket, entry).cpu().clone()) for entry in manifest.tensors]
+        pairs = [(entry.name, entry.view(bucket).cpu().clone()) for entry in manifest.tensors]
         payload = base64.b64encode(pickle.dumps(pairs)).decode()
         body = {"serialized_named_tensors": [payload] * self.address.tp_size, "flush_cache": False}
         self._post(_TENSOR, body, manifest.place)
@@ -321,8 +320,3 @@ class SGLangVerbs:
         if receipt["error"]:
             raise EngineError(f"{self.address.name} tp rank {rank}, {what}: {receipt['error']} The engine is STALE.")
         return receipt
-
-
-def _part(bucket: Tensor, entry: Any) -> Tensor:
-    raw = bucket[entry.offset : entry.offset + entry.num_bytes]
-    return raw.view(getattr(torch, entry.dtype)).view(entry.shape)

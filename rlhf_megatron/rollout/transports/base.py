@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from torch import Tensor
 
@@ -26,7 +26,7 @@ class Traffic:
         return Traffic(self.moved + other.moved, self.needed + other.needed)
 
 
-class Transport(Protocol):
+class Transport:
     """Used by one thread at a time. Every call has a deadline and raises EngineError."""
 
     name: str  # of the engine
@@ -37,11 +37,7 @@ class Transport(Protocol):
 
     def deliver(self, manifest: BucketManifest, bucket: Tensor) -> Traffic:
         """Returns when the engine has loaded the bucket, whose bytes may be overwritten then."""
-
-
-def tensor_bytes(manifest: BucketManifest) -> int:
-    """Bytes of the bucket's tensors, gaps left out."""
-    return sum(entry.num_bytes for entry in manifest.tensors)
+        raise NotImplementedError
 
 
 def traffic_of(receipts: Sequence[Receipt]) -> Traffic:
@@ -52,4 +48,4 @@ def traffic_of(receipts: Sequence[Receipt]) -> Traffic:
 
 def unseen_traffic(manifest: BucketManifest, num_ranks: int) -> Traffic:
     """The traffic to ranks that write no receipts: all of it goes to each, and stands in them once at least."""
-    return Traffic(tensor_bytes(manifest) * num_ranks, tensor_bytes(manifest))
+    return Traffic(manifest.tensor_bytes * num_ranks, manifest.tensor_bytes)

@@ -25,7 +25,7 @@ from rlhf_megatron.resharding.buffers import Buffers, Deliver, num_buffers
 from rlhf_megatron.resharding.manifest import BucketManifest, TensorEntry
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError
 from rlhf_megatron.rollout.sglang.weights import SGLangVerbs
-from rlhf_megatron.rollout.transports.base import BucketMemory, Traffic, traffic_of, unseen_traffic
+from rlhf_megatron.rollout.transports.base import BucketMemory, Traffic, Transport, traffic_of, unseen_traffic
 from rlhf_megatron.rollout.transports.tensor import NO_ROOM
 
 _FORMAT_NAMES = {name: code for code, name in DTYPES.items()}
@@ -58,7 +58,7 @@ class FileBuffers(Buffers):
         return f"{self._stem}-{bucket:05d}.safetensors"
 
 
-class SGLangDiskTransport:
+class SGLangDiskTransport(Transport):
     """Has stock SGLang read each file. An engine without the run's loader gets all at the end (`load_directory`)."""
 
     memory: BucketMemory = "files"
@@ -67,9 +67,6 @@ class SGLangDiskTransport:
         self.name = address.name
         self._address = address
         self._verbs = SGLangVerbs(address, transfer_dir)
-
-    def open(self) -> None:
-        pass
 
     def deliver(self, manifest: BucketManifest, bucket: Tensor) -> Traffic:
         if not self._address.has_loader:
@@ -111,11 +108,7 @@ def safetensors_header(entries: Collection[TensorEntry]) -> bytes:
 
 
 def complete_checkpoint(
-    directory: Path,
-    version: int,
-    names: Collection[str],
-    hf_config: Mapping[str, Any],
-    companions_from: Path | None,
+    directory: Path, version: int, names: Collection[str], hf_config: Mapping[str, Any], companions_from: Path | None
 ) -> Path:
     """Move the files of all senders into a model directory of their own inside `directory`. Call when all have ended.
 
@@ -181,7 +174,6 @@ def _write_file(path: Path, header: bytes, raw: Tensor) -> None:
 
 
 def _with_room(path: Path, write: Callable[[], None]) -> None:
-    """Raises ValueError where the disk is full."""
     try:
         write()
     except OSError as error:

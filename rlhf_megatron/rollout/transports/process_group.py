@@ -1,14 +1,9 @@
 """rollout.weight_transport process_group: buckets as broadcasts, in a torch process group of one sender (rank 0) and
-the ranks of one engine.
+the ranks of one engine. It is made as stock SGLang's `init_custom_process_group` makes the other side, and is no part
+of torch's default world.
 
-The group is made as stock SGLang's `init_custom_process_group` makes the other side: the same prefixes before the keys
-of the rendezvous store. It is no part of torch's default world, so it can be made, broken and left at any time.
-
-Two senders that give two engines their weights at once cannot block one another. An engine works on one request at a
-time, in the order in which they came; the sender of a request is broadcasting all the while, in a thread of its own
-that waits for nothing but this engine. So the request that an engine works on always ends, and the next one begins.
-A request that would have to wait on this side, for one of the few broadcasts that run at once, is not made before.
-"""
+Two senders cannot block one another: an engine works on one request at a time, whose sender broadcasts all the while in
+a thread that waits for nothing but this engine."""
 
 from __future__ import annotations
 
@@ -19,7 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -34,8 +29,9 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 from rlhf_megatron.parallel.bound_store import listen
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError, EngineTimeoutError
+from rlhf_megatron.rollout.fleet.calls import EngineCalls
 from rlhf_megatron.rollout.sglang.weights import TIMEOUT_S, SGLangVerbs
-from rlhf_megatron.rollout.transports.base import BucketMemory, Traffic, traffic_of, unseen_traffic
+from rlhf_megatron.rollout.transports.base import BucketMemory, Traffic, Transport, traffic_of, unseen_traffic
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +181,7 @@ class Groups:
             group.close()
 
 
-class ProcessGroupTransport:
+class ProcessGroupTransport(Transport):
     """Broadcasts to stock SGLang, with or without the run's loader (receipts come with it only). The group stays for
     the next sync."""
 
@@ -246,7 +242,8 @@ class ProcessGroupTransport:
     def _together(self, what: str, request: Callable[[], None], here: Callable[[], None], timeout_s: float) -> None:
         """Ask the engine and do this side's part at once. Raises EngineError when one fails or the deadline passes; the
         group is given up then, on both sides, so that neither waits for the other."""
-        asked, done = _start(f"{self.name}-request", request), _start(f"{self.name}-group", here)
+        calls = EngineCalls()
+        asked, done = calls.start(self.name, "request", request), calls.start(self.name, "group", here)
         finished, running = wait((asked, done), timeout_s, FIRST_EXCEPTION)
         if not running and all(future.exception() is None for future in finished):
             return
@@ -274,19 +271,3 @@ def _leave(address: EngineAddress, name: str) -> None:
     """Have the server end its part of a group. One that is gone already, or hangs, does not matter."""
     with suppress(EngineError):
         SGLangVerbs(address, Path(), _LEAVE_S).leave(name, _LEAVE_S)
-
-
-def _start(name: str, work: Callable[[], None]) -> Future[None]:
-    """Run in a daemon thread: one that is stuck keeps nothing alive."""
-    future: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:  # goes to who reads the future
-            future.set_exception(error)
-        else:
-            future.set_result(None)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return future

@@ -16,7 +16,13 @@ from rlhf_megatron.resharding.buffers import Buffers, Deliver, num_buffers
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.rollout.engine import Engine, EngineAddress
 from rlhf_megatron.rollout.sglang.weights import SGLangVerbs
-from rlhf_megatron.rollout.transports.base import BucketMemory, Traffic, tensor_bytes, traffic_of, unseen_traffic
+from rlhf_megatron.rollout.transports.base import (
+    BucketMemory,
+    Traffic,
+    Transport,
+    traffic_of,
+    unseen_traffic,
+)
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
 
@@ -47,7 +53,7 @@ class SharedMemoryBuffers(Buffers):
             path.unlink(missing_ok=True)
 
 
-class FileTransport:
+class FileTransport(Transport):
     """Has an engine read each bucket from its file."""
 
     def __init__(self, engine: Engine, memory: BucketMemory) -> None:
@@ -56,21 +62,18 @@ class FileTransport:
         self.memory = memory
         self._engine = engine
 
-    def open(self) -> None:
-        pass
-
     def deliver(self, manifest: BucketManifest, bucket: Tensor) -> Traffic:
         self._engine.update_weights(manifest)
-        return Traffic(tensor_bytes(manifest), tensor_bytes(manifest))
+        return Traffic(manifest.tensor_bytes, manifest.tensor_bytes)
 
 
-class SGLangTensorTransport:
+class SGLangTensorTransport(Transport):
     """Gives stock SGLang each bucket as device memory, as a file to read, or inside the request."""
 
     def __init__(self, address: EngineAddress, transfer_dir: Path, device: torch.device) -> None:
         """`device`: of the sender."""
         self.name = address.name
-        self.memory: BucketMemory = "shared_memory" if address.has_loader else "device_memory"
+        self.memory = "shared_memory" if address.has_loader else "device_memory"
         self._address = address
         self._device = device
         self._verbs = SGLangVerbs(address, transfer_dir)

@@ -17,8 +17,7 @@ import pytest
 from rlhf_megatron.checkpoint.hf_reader import HFReader
 from rlhf_megatron.observe.run_dir import LOCK, open_run_dir, take_lock
 from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
-from rlhf_megatron.rollout.fleet.process import HIDDEN, ServerProcess, write_token
-from rlhf_megatron.rollout.sglang.process import write_private
+from rlhf_megatron.rollout.fleet.process import HIDDEN, ServerProcess, write_private, write_token
 
 STRANGER = 12345  # an id that nobody has
 

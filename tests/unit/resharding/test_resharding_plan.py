@@ -12,13 +12,10 @@ from rlhf_megatron.models.table import HFTensor, Rule, rules_of_stage
 from rlhf_megatron.resharding.plan import (
     ALIGNMENT,
     Bucket,
-    EngineTraffic,
-    describe,
     fingerprint,
     oversized,
     plan_buckets,
     stage_traffic,
-    traffic_of_plan,
 )
 
 QWEN3 = {
@@ -128,22 +125,6 @@ def test_traffic_of_a_stage() -> None:
     assert first.sent == 2 * (101 * 32 + 2 * (layer + norms))
     assert last.sent == 2 * (32 + 101 * 32 + 2 * (layer + norms))
     assert stage_traffic(table_for(QWEN3), 1, 2, "bfloat16", 1 << 30)[0].gathered == 0
-    text = describe(table_for(QWEN3, 2), 2, 2, "bfloat16", 8192, num_engines=3, engine_tp=2, transport="process_group")
-    assert text.startswith("weight sync from tp2 pp2 to 3 engines of tp2, bfloat16") and len(text.splitlines()) == 5
-
-
-@pytest.mark.parametrize("trainer_tp", [1, 2])
-def test_traffic_to_an_engine_by_plan(trainer_tp: int) -> None:
-    """Two bytes a number; norms (2 x 32 + 2 x 8 a layer, 32 at the end) stand whole in every rank."""
-    layer = 64 * 32 + 32 * 32 + 128 * 32 + 32 * 64
-    norms = 4 * (2 * 32 + 2 * 8) + 32
-    split = 2 * 101 * 32 + 4 * layer
-    table = table_for(QWEN3, trainer_tp)
-    for transport in ("tensor", "disk"):
-        assert traffic_of_plan(table, transport, 1, "bfloat16") == EngineTraffic(*[2 * (split + norms)] * 2)
-        assert traffic_of_plan(table, transport, 4, "bfloat16") == EngineTraffic(*[2 * (split + 4 * norms)] * 2)
-    found = traffic_of_plan(table, "process_group", 4, "bfloat16")
-    assert found == EngineTraffic(moved=2 * 4 * (split + norms), needed=2 * (split + 4 * norms))
 
 
 def test_bad_arguments() -> None:

@@ -32,6 +32,7 @@ from rlhf_megatron.rollout.fleet.supervisor import Supervision
 from rlhf_megatron.rollout.router.balancer import SGLangRouter
 from rlhf_megatron.rollout.router.process import prepare_router
 from rlhf_megatron.rollout.sglang.client import SGLangEngine
+from rlhf_megatron.rollout.sglang.samples import version_name
 
 VOCABULARY = 32
 VERSION = 3
@@ -144,8 +145,8 @@ def answer_of(prompt: list[int], params: dict[str, Any], version: int) -> dict[s
         "output_token_logprobs": [[-0.5, token, None] for token in tokens],
         "completion_tokens": count,
         "cached_tokens": 0,
-        "weight_version": str(version),
-        "weight_versions": [{"version": str(version), "start": 0, "end": count}],
+        "weight_version": version_name(version),
+        "weight_versions": [{"version": version_name(version), "start": 0, "end": count}],
     }
     return {"output_ids": tokens, "meta_info": meta}
 

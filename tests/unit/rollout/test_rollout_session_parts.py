@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 import time
@@ -163,13 +164,17 @@ def test_generate_and_a_session_do_not_take_each_others_places() -> None:
 def test_a_call_has_a_name_and_its_samples_have_theirs() -> None:
     name = call_name(3)
     assert name != call_name(3) and sample_names(name) == [f"{name}-0", f"{name}-1", f"{name}-2"]
-    body = wire.requests_to_json([request((1,), (1, 2, 3), 4)], name)
-    assert wire.name_from_json(body) == name and wire.name_from_json({}) == ""
-    assert wire.names_from_json({"names": [name]}) == (name,) and wire.names_from_json({}) == ()
-    with pytest.raises(ValueError, match="names must be a list of strings"):
-        wire.names_from_json({"names": [""]})
-    with pytest.raises(ValueError, match="name must be a string, not 3"):
-        wire.name_from_json({"name": 3})
+    asked = [request((1,), (1, 2, 3), 4)]
+    body = wire.read(json.dumps(wire.requests_to_json(asked, name)).encode(), wire.Generate)
+    assert body.name == name and body.read() == asked
+    assert wire.read(json.dumps({"names": [name]}).encode(), wire.Abort).names == (name,)
+    assert wire.read(b"", wire.Abort).names == ()
+    with pytest.raises(
+        ValueError, match=r'the body must be {"names": \["..."\]}.*: .*length >= 1 - at `\$.names\[0\]`'
+    ):
+        wire.read(b'{"names": [""]}', wire.Abort)
+    with pytest.raises(ValueError, match=r"Expected `str`, got `int` - at `\$.name`"):
+        wire.read(b'{"requests": [], "name": 3}', wire.Generate)
 
 
 class Refusing:

@@ -1,11 +1,10 @@
-"""Running servers that a run attaches to: what is looked at, the lease, keys. Small servers say what SGLang says."""
+"""Running servers that a run attaches to: what is looked at, keys. Small servers say what SGLang says."""
 
 from __future__ import annotations
 
 import json
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,9 +17,8 @@ import pytest
 from rlhf_megatron.config.rules.engines import endpoint_place, is_this_machine
 from rlhf_megatron.config.secrets import read_key
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError
-from rlhf_megatron.rollout.http import HttpClient
-from rlhf_megatron.rollout.sglang.attach import SLOTS, Lease, addresses_of, look_at_all
-from rlhf_megatron.rollout.sglang.attached_server import Expected, look
+from rlhf_megatron.rollout.sglang.attach import Expected, addresses_of, look, look_at_all
+from rlhf_megatron.rollout.sglang.client import SGLangEngine
 from rlhf_megatron.rollout.sglang.server.loader import LOAD_FORMAT
 
 CONFIG = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 32, "hidden_size": 64}
@@ -38,7 +36,6 @@ INFO: dict[str, Any] = {
     "pp_size": 1,
 }
 MODEL: dict[str, Any] = {"model_path": "/nowhere", "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
-PATHS: dict[str, Any] = {"paths": {"/open_session": {}, "/close_session": {}}}
 Answer = Callable[[str, str, Any, str], tuple[int, Any]]
 
 
@@ -74,7 +71,7 @@ def served(answer: Answer) -> Iterator[str]:
 
 
 def sglang(info: Mapping[str, Any], model: Mapping[str, Any], key: str = "") -> Answer:
-    answers = {"/server_info": info, "/model_info": model, "/openapi.json": PATHS}
+    answers = {"/server_info": info, "/model_info": model}
 
     def answer(method: str, path: str, body: Any, given: str) -> tuple[int, Any]:
         return (200, answers[path]) if given == key else (401, {"error": "Unauthorized"})
@@ -98,7 +95,7 @@ def test_a_server_that_fits(expected: Expected) -> None:
     with served(sglang(INFO, MODEL)) as url:
         found = look(at(url), expected)
     assert (found.problems, found.warnings) == ((), ())
-    assert (found.tp_size, found.lists_loader, found.has_sessions, found.dtype) == (2, True, True, "float32")
+    assert (found.tp_size, found.lists_loader, found.dtype) == (2, True, "float32")
 
 
 @pytest.mark.parametrize(
@@ -221,7 +218,7 @@ def test_where_an_endpoint_is() -> None:
 
 
 def test_keys_over_the_network_are_warned_of(expected: Expected, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_megatron.rollout.sglang.attached_server.is_this_machine", lambda host: False)
+    monkeypatch.setattr("rlhf_megatron.rollout.sglang.attach.is_this_machine", lambda host: False)
     with served(sglang(INFO, MODEL, key="right")) as url:
         assert look(at(url, "right"), expected).warnings == (
             "its keys go over the network in clear, since the address begins with http; use https.",
@@ -248,72 +245,29 @@ def test_a_key_lies_in_a_private_file(tmp_path: Path) -> None:
         read_key(str(tmp_path / "gone"), "setting")
 
 
-class Sessions:
-    """Opens sessions as SGLang does: once a name, for a time."""
+def test_a_weight_update_of_another_run_is_not_joined(tmp_path: Path) -> None:
+    """What an own sync that failed has left open is begun anew; what another run has open is not."""
+    opened: list[str] = ["by somebody else"]
+    num_ended = 0
 
-    def __init__(self) -> None:
-        self.open: dict[str, float] = {}
-        self._lock = threading.Lock()
+    def answer(method: str, path: str, body: Any, key: str) -> tuple[int, Any]:
+        nonlocal num_ended
+        if path == "/begin_weight_update":
+            if opened:
+                return 400, {"error": {"message": "a session is open"}}
+            opened.append("here")
+        elif path == "/end_weight_update":
+            opened.clear()
+            num_ended += 1
+        return 200, {"success": True}
 
-    def __call__(self, method: str, path: str, body: Any, key: str) -> tuple[int, Any]:
-        with self._lock:
-            self.open = {name: end for name, end in self.open.items() if end > time.monotonic()}
-            name = body["session_id"]
-            if path == "/close_session":
-                self.open.pop(name, None)
-                return 200, None
-            if name in self.open:
-                words = "Failed to open the session. Check if a session with the same id is still open."
-                return 400, {"error": {"message": words}}
-            self.open[name] = time.monotonic() + body["timeout"]
-            return 200, name
-
-
-def lease_of(url: str, seconds: float) -> Lease:
-    return Lease(HttpClient(at(url)), seconds)
-
-
-def test_two_runs_do_not_share_a_server() -> None:
-    sessions = Sessions()
-    with served(sessions) as url:
-        first, second = lease_of(url, 0.9), lease_of(url, 0.9)
-        first.acquire(time.monotonic())
-        waits: list[float] = []
-        with pytest.raises(EngineError, match=rf"{url} is in use by another run; stop that run, or give this one"):
-            second.acquire(time.monotonic() + 1.5, lambda: waits.append(time.monotonic()))
-        assert len(waits) >= 2, "it waited for longer than the lease lasts, which was renewed"
-        assert first.current() == 1
-        first.release()
-        assert not sessions.open
-        second.acquire(time.monotonic())
-        assert sessions.open.keys() == set(SLOTS)
-        second.release()
-        second.release()
-
-
-def test_a_lease_of_a_run_that_was_killed_ends_by_itself() -> None:
-    sessions = Sessions()
-    with served(sessions) as url:
-        killed = lease_of(url, 1.0)
-        killed.acquire(time.monotonic())
-        killed._stopped.set()  # nobody renews it any more
-        start = time.monotonic()
-        heir = lease_of(url, 1.0)
-        heir.acquire(start + 20.0)
-        assert 0.5 < time.monotonic() - start < 10.0
-        heir.release()
-
-
-def test_who_was_away_for_too_long_has_a_new_lease() -> None:
-    """As after SIGSTOP: another run can have been there."""
-    sessions = Sessions()
-    with served(sessions) as url:
-        lease = lease_of(url, 3.0)
-        lease.acquire(time.monotonic())
-        assert lease.current() == 1
-        with sessions._lock:
-            time.sleep(1.0)  # the server answers late
-        assert lease.current() == 1
-        lease._renewed -= 5.0  # the last session was asked for long ago
-        assert lease.current() == 2
-        lease.release()
+    with served(answer) as url:
+        other = SGLangEngine(replace(at(url), is_attached=True), tmp_path)
+        with pytest.raises(EngineError, match="a session is open Another run syncs weights with it; give each run"):
+            other.begin_update(1)
+        assert num_ended == 0
+        opened.clear()
+        own = SGLangEngine(replace(at(url), is_attached=True), tmp_path)
+        own.begin_update(1)
+        own.begin_update(1)
+        assert num_ended == 1

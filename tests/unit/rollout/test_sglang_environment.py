@@ -13,6 +13,7 @@ import pytest
 from places import ROOT
 from sglang_tools import CPU_ARGUMENTS, CPU_ENV, needs_sglang, sglang_python
 
+from rlhf_megatron.parallel.environment import without_expandable
 from rlhf_megatron.rollout.sglang.environment import (
     OLDEST,
     TESTED,
@@ -184,9 +185,21 @@ def test_what_no_server_of_a_run_may_do(tmp_path: Path) -> None:
 
 
 def test_what_a_colocated_run_asks_of_the_servers() -> None:
-    assert shared_arguments({}) == {"enable-memory-saver": True}
+    assert shared_arguments({}, {}) == {"enable-memory-saver": True}
     with pytest.raises(ValueError, match=r"needs rollout.sglang.args.enable_memory_saver, which is set to False"):
-        shared_arguments({"enable-memory-saver": False})
+        shared_arguments({"enable-memory-saver": False}, {})
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        with pytest.raises(ValueError, match=rf"{name} \(expandable_segments:True\) must not have"):
+            shared_arguments({}, {name: "expandable_segments:True"})
+        shared_arguments({}, {name: "expandable_segments:False"})
+
+
+def test_engines_do_not_inherit_expandable_segments() -> None:
+    kept = {"HOME": "/root", "PYTORCH_ALLOC_CONF": "max_split_size_mb:128,roundup_power2_divisions:[256:1,512:2]"}
+    given = {**kept, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    given["PYTORCH_ALLOC_CONF"] = f"expandable_segments:True,{kept['PYTORCH_ALLOC_CONF']}"
+    assert without_expandable(given) == kept
+    assert without_expandable(kept) == kept
 
 
 def test_the_supported_versions_are_those_of_the_installation() -> None:

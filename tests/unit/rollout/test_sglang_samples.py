@@ -23,7 +23,7 @@ from rlhf_megatron.rollout.engine import (
     VersionSpan,
 )
 from rlhf_megatron.rollout.sglang.client import Gate, SGLangEngine
-from rlhf_megatron.rollout.sglang.samples import Limits, generate_body, groups_of
+from rlhf_megatron.rollout.sglang.samples import Limits, generate_body, groups_of, version_name
 
 PROMPT = (1, 2)
 ANSWER: dict[str, Any] = {  # as SGLang 0.5.21 sent it
@@ -32,12 +32,12 @@ ANSWER: dict[str, Any] = {  # as SGLang 0.5.21 sent it
         "id": "3686d784",
         "finish_reason": {"type": "stop", "matched": 7},
         "prompt_tokens": 2,
-        "weight_version": "6",
+        "weight_version": version_name(6),
         "num_retractions": 1,
         "output_token_logprobs": [[-1.5, 4, None], [-0.25, 13, None], [-0.5, 7, None]],
         "completion_tokens": 3,
         "cached_tokens": 1,
-        "weight_versions": [{"version": "5", "start": 0, "end": 2}, {"version": "6", "start": 2, "end": 3}],
+        "weight_versions": [{"version": version_name(v), "start": s, "end": e} for v, s, e in ((5, 0, 2), (6, 2, 3))],
     },
 }
 
@@ -59,8 +59,9 @@ def test_a_sample_keeps_what_the_server_tells() -> None:
     )
     plain = sample_of(weight_versions=None, cached_tokens=None, num_retractions=None)
     assert plain == GeneratedSample((4, 13, 7), (-1.5, -0.25, -0.5), "stop", 6)
-    unsynced = sample_of(weight_versions=[{"version": "default", "start": 0, "end": 3}])
-    assert (unsynced.policy_version, unsynced.version_spans) == (UNSYNCED, (VersionSpan(UNSYNCED, 0, 3),))
+    for name in ("default", "7", "0a1b2c3d-17-7"):  # before a sync, and weights that another run has brought
+        unsynced = sample_of(weight_versions=[{"version": name, "start": 0, "end": 3}])
+        assert (unsynced.policy_version, unsynced.version_spans) == (UNSYNCED, (VersionSpan(UNSYNCED, 0, 3),))
 
 
 def test_an_aborted_sample_has_the_tokens_that_came() -> None:
@@ -74,22 +75,31 @@ def test_an_aborted_sample_has_the_tokens_that_came() -> None:
 
 LOG_PROBS = "output_token_logprobs"
 MALFORMED: list[tuple[dict[str, Any], str]] = [
-    ({"finish_reason": None}, r"meta_info\.finish_reason is missing"),
-    ({"finish_reason": "stop"}, r"meta_info\.finish_reason is 'stop'"),
-    ({"finish_reason": {"type": "tired"}}, r"finish_reason\.type is 'tired', not stop, length or abort"),
+    ({"finish_reason": None}, "missing required field `finish_reason` - at `\\$.meta_info`"),
+    ({"finish_reason": "stop"}, r"Expected `object`, got `str` - at `\$.meta_info.finish_reason`"),
+    ({"finish_reason": {"type": "tired"}}, r"'tired' - at `\$.meta_info.finish_reason.type`"),
     ({"finish_reason": {"type": "stop", "matched": "NaN happened"}}, "not a number"),
     ({LOG_PROBS: None}, r"meta_info\.output_token_logprobs is missing"),
     ({LOG_PROBS: ANSWER["meta_info"][LOG_PROBS][:2]}, "2 entries, completion_tokens is 3"),
-    ({LOG_PROBS: [[-1.5, 4, None], [None, 13, None], [-0.5, 7, None]]}, r"logprobs\[1\]: .* token 13 is None"),
+    (
+        {LOG_PROBS: [[-1.5, 4, None], [None, 13, None], [-0.5, 7, None]]},
+        r"Expected `float`, got `null` - at `\$.meta_info.output_token_logprobs\[1\]\[0\]`",
+    ),
     ({LOG_PROBS: [[float("nan"), 4, None]] * 3}, r"\[0\]: the log-prob of token 4 is nan"),
-    ({LOG_PROBS: [[-1.5, "4", None]] * 3}, r"output_token_logprobs\[0\] is \[-1\.5, '4', None\]"),
+    (
+        {LOG_PROBS: [[-1.5, "4", None]] * 3},
+        r"Expected `int`, got `str` - at `\$.meta_info.output_token_logprobs\[0\]\[1\]`",
+    ),
     ({LOG_PROBS: [[-1.5, 4, None], [-0.25, 14, None], [-0.5, 7, None]]}, "name different tokens"),
     ({"completion_tokens": None}, "completion_tokens is None"),
-    ({"cached_tokens": -1}, r"meta_info\.cached_tokens is -1"),
-    ({"num_retractions": "1"}, r"meta_info\.num_retractions is '1'"),
+    ({"cached_tokens": -1}, r"Expected `int` >= 0 - at `\$.meta_info.cached_tokens`"),
+    ({"num_retractions": "1"}, r"got `str` - at `\$.meta_info.num_retractions`"),
     ({"weight_versions": [{"version": "5", "start": 1, "end": 3}]}, "token 1 does not follow on"),
     ({"weight_versions": [{"version": "5", "start": 0, "end": 2}]}, "ends at token 2 of 3"),
-    ({"weight_versions": [{"version": "5", "start": 0}]}, r"weight_versions\[0\] is"),
+    (
+        {"weight_versions": [{"version": "5", "start": 0}]},
+        r"missing required field `end` - at `\$.meta_info.weight_versions\[0\]`",
+    ),
 ]
 
 
@@ -106,7 +116,7 @@ def test_numbers_of_samples() -> None:
         groups_of([ANSWER] * 2, asked)
     with pytest.raises(ValueError, match="'no' for 3 asked for"):
         groups_of("no", asked)
-    with pytest.raises(ValueError, match=r"sample 1 of 3: meta_info is missing"):
+    with pytest.raises(ValueError, match=r"sample 1 of 3: .*missing required field `meta_info`"):
         groups_of([ANSWER, {"output_ids": []}, ANSWER], asked)
 
 
@@ -197,6 +207,18 @@ def test_each_verb_takes_its_key(recorder: tuple[str, dict[str, str]], tmp_path:
     assert {path: key for path, key in keys.items() if path in of_api} == dict.fromkeys(of_api, "Bearer api")
     of_admin = {"/pause_generation", "/release_memory_occupation"}
     assert {path: key for path, key in keys.items() if path not in of_api} == dict.fromkeys(of_admin, "Bearer admin")
+
+
+def test_graphs_are_released_with_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = SGLangEngine(EngineAddress("engine0", "sglang", "http://127.0.0.1:9", "admin"), tmp_path)
+    sent: list[Any] = []
+    monkeypatch.setattr(engine._http, "post", lambda path, body, timeout_s: sent.append(body.get("tags")))
+    engine.release_memory()
+    engine.release_memory(["kv_cache"])
+    engine.resume_memory(["weights"])
+    engine.resume_memory()
+    tags = [["weights", "kv_cache", "cuda_graph"], ["weights"], ["kv_cache", "cuda_graph"]]
+    assert [found for found in sent if found] == tags
 
 
 @pytest.mark.parametrize(("token", "expected"), [("admin", "Bearer admin"), ("", "")])

@@ -23,7 +23,7 @@ from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
 from rlhf_megatron.rollout.engine import GeneratedSample, GenerateRequest
 from rlhf_megatron.scheduler.parts import load_parts
 from rlhf_megatron.scheduler.stages import RunData, Stages
-from rlhf_megatron.sync.weight_sync import NoSync
+from rlhf_megatron.sync.weight_sync import Sync
 
 # By the token of the prompt: 2 samples are right and wrong (M), both right (R), both wrong (W).
 KINDS = "RMWWRMMRWMRRWWMM"
@@ -90,7 +90,7 @@ def stages_of(fleet: Fleet, journal: Journal | None = None, estimator: str = "rl
         fleet,
         data,
         load_parts(config),
-        NoSync(1),
+        Sync(1),
         None,
         reward,
         journal,  # type: ignore[arg-type]

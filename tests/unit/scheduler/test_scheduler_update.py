@@ -26,7 +26,7 @@ from rlhf_megatron.runtime.proxies import ActorProxy, CriticProxy, Workers
 from rlhf_megatron.scheduler.advantages import AdvantageStage
 from rlhf_megatron.scheduler.parts import Parts
 from rlhf_megatron.scheduler.update import RoleUpdate, UpdateSettings, annotate, run_updates
-from rlhf_megatron.sync.weight_sync import NoSync
+from rlhf_megatron.sync.weight_sync import Sync
 from rlhf_megatron.workers.contract import UpdateResult
 from rlhf_megatron.workers.findings import BadTensor, Findings
 
@@ -126,7 +126,7 @@ def numbered(worker: ActorProxy | CriticProxy, count: int) -> RoleUpdate:
 
 
 def stages_of(config: RunConfig, group: FakeGroup) -> ReplayStages:
-    return ReplayStages(config, Workers(group), parts_of("gae"), None, load_tokenizer(MODEL), NoSync(version=4))
+    return ReplayStages(config, Workers(group), parts_of("gae"), None, load_tokenizer(MODEL), Sync(version=4))
 
 
 def test_roles_take_turns_and_two_calls_of_each_are_under_way() -> None:

@@ -40,14 +40,7 @@ def views_of_tensor(bucket: Tensor, manifest: BucketManifest) -> dict[str, Tenso
         raise ValueError(
             f"{manifest.place}: the memory given has {bucket.numel()} bytes, the manifest says {manifest.num_bytes}."
         )
-    views = {}
-    for entry in manifest.tensors:
-        raw = bucket[entry.offset : entry.offset + entry.num_bytes]
-        dtype = getattr(torch, entry.dtype)
-        if (raw.storage_offset() * raw.element_size()) % dtype.itemsize:
-            raw = raw.clone()  # an odd place; senders do not choose such
-        views[entry.name] = raw.view(dtype).view(entry.shape)
-    return views
+    return {entry.name: entry.view(bucket) for entry in manifest.tensors}
 
 
 logger = logging.getLogger(__name__)
@@ -103,7 +96,7 @@ def _carry_out(
         return {"error": incomplete(model, _received(directory, order["receipts"], rank))}
     if "digest" in order:
         manifest = BucketManifest.from_json(order["digest"])
-        return standing(model, manifest, num_bytes_read=sum(entry.num_bytes for entry in manifest.tensors))
+        return standing(model, manifest, num_bytes_read=manifest.tensor_bytes)
     manifest = BucketManifest.from_json(order["manifest" if "manifest" in order else "compare"])
     path = directory / manifest.file
     views = views_of_tensor(map_bucket(path, manifest) if bucket is None else bucket, manifest)
@@ -209,7 +202,6 @@ def incomplete(model: Any, received: set[str]) -> str | None:
 
 
 def _received(directory: Path, prefix: str, rank: int) -> set[str]:
-    """Names that this rank's receipts of the running sync list. Raises ValueError with the error of a failed bucket."""
     names: set[str] = set()
     for path in directory.glob(f"{prefix}*.{rank}"):
         receipt = json.loads(path.read_text())
