@@ -52,19 +52,26 @@ def current_path(key: str) -> str:
     return key
 
 
+_ALIKE = (
+    *((f"critic.{section}", f"actor.{section}") for section in ("megatron.", "optim.", "fsdp_config.", "profiler.")),
+    ("critic.ulysses_", "actor.ulysses_"),
+    ("critic.model.fsdp_config.", "actor.fsdp_config."),
+    ("critic.model.", "model."),
+    ("reference.entropy_", "actor.entropy_"),
+)
+
+
 def entry_of(key: str) -> VerlName | None:
-    """The entry of a key of verl in today's layout. What is true of the actor's engine is true of the critic's."""
+    """The entry of a key of verl in today's layout; of one that is alike where it has none of its own."""
     for entry in VERL_NAMES:
         stem = entry.name.removesuffix(".*")
         if key == stem or (entry.name.endswith(".*") and key.startswith(stem + ".")):
             return entry
-    section = ".".join(key.split(".")[:2])
-    if section in ("critic.megatron", "critic.optim", "critic.fsdp_config", "critic.profiler"):
-        entry_of_actor = entry_of("actor" + key.removeprefix("critic"))
-        if entry_of_actor is not None:
-            target = entry_of_actor.target
-            is_own = target is not None and target.startswith(("actor.megatron", "actor.optim"))
-            return replace(entry_of_actor, target="critic" + str(target)[5:] if is_own else target)
+    for section, alike in _ALIKE:
+        if key.startswith(section) and (other := entry_of(alike + key.removeprefix(section))) is not None:
+            target = other.target or ""
+            is_own = section.startswith("critic.") and target.startswith(("actor.megatron", "actor.optim"))
+            return replace(other, target="critic" + target[5:] if is_own else other.target)
     return None
 
 

@@ -15,6 +15,7 @@ from rlhf_megatron.config.rules.parts import entry_of
 from rlhf_megatron.config.schema import ActorConfig, AlgorithmConfig, RunConfig
 from rlhf_megatron.registry import Registry, parts_of
 from rlhf_megatron.verl.draft import Draft
+from rlhf_megatron.verl.given import Given
 
 LOSSES = {"vanilla": "ppo_clip"}
 KL_TYPES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
@@ -22,7 +23,7 @@ LOSS_SECTIONS = ("actor.policy_loss", "actor")
 LOSS_KEYS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg")
 ESTIMATOR_KEYS = ("gamma", "lam", "norm_adv_by_std_in_grpo", "gdpo_reward_keys", "gdpo_reward_weights")
 
-OF_THE_REWARD = ("acc", "score", "seq_reward", "seq_final_reward")
+OF_THE_REWARD, OF_THE_SCORER = ("seq_reward", "seq_final_reward"), ("acc", "score")
 NO_LIMIT = 1000  # batches that a step may generate, where verl has none
 
 
@@ -63,14 +64,26 @@ def resampling(draft: Draft) -> None:
 
 
 def group_filter(draft: Draft) -> None:
-    """verl names what a reward function returns; ours are the reward and its terms. Its 0 generates without end."""
-    section = "algorithm.filter_groups"
-    metric, batches = f"{section}.metric", f"{section}.max_num_gen_batches"
-    if draft.given.look(metric) in OF_THE_REWARD:
-        draft.put(metric, "reward", (metric,), f"{draft.given.get(metric)} there")
-    if draft.given.look(batches) in (0, "0"):
-        draft.given.ignore(batches)
+    """verl names what a reward function returns; ours are the reward and its parts. Its 0 generates without end."""
+    g, section = draft.given, "algorithm.filter_groups"
+    metric, batches, generated = f"{section}.metric", f"{section}.max_num_gen_batches", "data.gen_batch_size"
+    name = g.look(metric)
+    if name in OF_THE_REWARD:
+        draft.put(metric, "reward", (metric,), f"{name} there")
+    elif name in OF_THE_SCORER:
+        part = draft.told.reward or ("function" if g.look("reward.custom_reward_function.path") else "")
+        note = f"{name} there: what the scorer says, without the penalty for length; the name of reward.name"
+        value = f"function/{name}" if part == "function" and name == "acc" else part or "exact_match"
+        draft.put(metric, value, (metric,), note)
+    wanted, at_once, limit = g.look("data.train_batch_size"), g.look(generated), g.look(batches)
+    is_filtered = g.is_on(f"{section}.enable")
+    if limit in (0, "0"):
         draft.put(batches, NO_LIMIT, (batches,), "0, no limit, there; every wait has a limit here")
+    elif is_filtered and isinstance(at_once, int) and isinstance(wanted, int) and isinstance(limit, int):
+        note = f"batches of {wanted} prompts (data.train_batch_size) here, of {at_once} (gen_batch_size) there"
+        draft.put(batches, -(-limit * at_once // wanted), (batches, generated), note if at_once != wanted else "")
+    if is_filtered:
+        g.ignore(generated)
 
 
 def kl_in_reward(draft: Draft) -> None:
@@ -101,7 +114,9 @@ def policy_loss(draft: Draft) -> None:
     name = LOSSES.get(written, written)
     for one in ("actor.entropy_coeff", "actor.kl_loss_coef"):
         draft.copy(one, value=g.number(one))
-    draft.copy("actor.use_kl_loss", value=g.flag("actor.use_kl_loss"))
+    is_used, is_weightless = g.flag("actor.use_kl_loss"), g.look("actor.kl_loss_coef") == 0
+    note = "its weight kl_loss_coef is 0: without the reference, whose KL would only be shown"
+    draft.copy("actor.use_kl_loss", value=is_used and not is_weightless, note=note if is_used and is_weightless else "")
     _choice(draft, "actor.kl_loss_type", KL_TYPES, ActorConfig, "kl_loss_type")
     _aggregation(draft, name)
     if name not in draft.parts.losses:
@@ -140,12 +155,15 @@ def _clip_ratio(draft: Draft, known: list[str]) -> None:
 def _aggregation(draft: Draft, loss: str) -> None:
     source, key = "actor.loss_agg_mode", "actor.loss_agg_mode"
     own = entry.aggregation if (entry := entry_of("policy loss", str(loss))) is not None else None
-    if own is not None:
+    if own is not None and loss != "gspo":
         note = f"{loss} averages in this way, in verl whatever loss_agg_mode says"
         draft.put(key, own, (source, "actor.policy_loss.loss_mode"), note)
         return
     choices = list(parts_of("aggregation"))
-    if draft.given.look(source) in choices:
+    if own is not None and draft.given.look(source) in choices:
+        note = f"as verl 0.9.1 reads it; until 0.9.0 {loss} averaged by {own} whatever it said"
+        draft.put(key, draft.given.look(source), (source,), note)
+    elif draft.given.look(source) in choices:
         draft.copy(source)
     else:
         draft.leave(source, f"not there; there are {', '.join(choices)}", learns=True)
@@ -187,8 +205,11 @@ def _parameter(draft: Draft, kind: type | None, name: str, section: str, sources
     value = draft.given.get(source)
     draft.given.ignore(*sources)
     ours: Any = getattr(kind, name, None) if has_default(kind, name) else None
+    note = ""
+    if name == "clip_ratio_low" and isinstance(value, int | float) and value > 1:
+        value, note = 1.0, f"{value} there: no bound, as with 1, since a ratio is never below 0"
     if value is not None and (draft.given.has(source) or value != ours):
-        draft.put(f"{section}.{name}", value, (source,))
+        draft.put(f"{section}.{name}", value, (source,), note)
 
 
 def _unknown(registry: Registry[Any], name: Any) -> str:
@@ -198,6 +219,47 @@ def _unknown(registry: Registry[Any], name: Any) -> str:
 
 
 SECTION = "algorithm.rollout_correction"
+LEVELS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}  # of rollout_rs until 0.7.0
+
+
+def older_corrections(given: Given) -> None:
+    """Brings rollout correction of verl 0.5 to 0.7.0 under the names of 0.7.1 and later; what cannot be stays."""
+    cap, former = "actor.tis_imp_ratio_cap", "algorithm.rollout_is"
+    if given.has(cap) and (bound := given.number(cap)) is not None and bound > 0:
+        _assume(given, cap, rollout_is="token", rollout_is_threshold=bound)
+    upper = given.number(f"{former}_threshold") if given.has(f"{former}_threshold") else None  # of 0.6.0
+    level, lower = given.look(f"{former}_level") or "token", given.look(f"{former}_threshold_lower")
+    is_mask = given.look(f"{former}_mode") == "mask"
+    if upper and given.has(former) and given.flag(former) and (is_mask or level != "geometric"):
+        bounds = f"{lower or 1 / upper:g}_{upper:g}"
+        if level == "geometric":  # its weights differ from 1 by no more than the bounds do
+            _assume(given, f"{former}_threshold", rollout_rs=LEVELS[level], rollout_rs_threshold=bounds)
+        else:
+            _assume(given, f"{former}_threshold", rollout_is=level, rollout_is_threshold=bounds if is_mask else upper)
+        veto = f"{former}_veto_threshold"
+        _assume(given, veto, rollout_token_veto_threshold=given.get(veto) if given.has(veto) else 1e-4)
+        given.ignore(*(f"{former}{rest}" for rest in ("_level", "_threshold_lower", "_mode")))
+    elif not (upper and given.has(former) and given.flag(former)):  # only metrics
+        given.ignore(former, *(f"{former}_{rest}" for rest in ("level", "threshold_lower", "mode", "veto_threshold")))
+    kind, bound_key = f"{SECTION}.rollout_rs", f"{SECTION}.rollout_rs_threshold"
+    if given.look(kind) in LEVELS:  # 0.6.1 to 0.7.0
+        high = given.number(bound_key) if given.look(bound_key) is not None else None
+        high = high or given.number(f"{SECTION}.rollout_is_threshold") or 2.0
+        low = given.look(f"{bound_key}_lower") or 1 / high
+        _assume(given, kind, rollout_rs=LEVELS[given.look(kind)])
+        given.assume(bound_key, f"{low:g}_{high:g}", bound_key if given.has(bound_key) else kind)
+    given.ignore(f"{bound_key}_lower")
+    gradient = f"{SECTION}.use_policy_gradient"
+    if given.has(gradient) and not given.has(f"{SECTION}.loss_type"):
+        _assume(given, gradient, loss_type="reinforce" if given.flag(gradient) else "ppo_clip")
+
+
+def _assume(given: Given, source: str, **values: object) -> None:
+    given.ignore(source)
+    for name, value in values.items():
+        given.assume(f"{SECTION}.{name}", value, source)
+
+
 NAMES = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs", "rollout_rs_threshold")
 DIAGNOSIS = f"{SECTION}.debug_rollout_actor_probs"
 
@@ -213,6 +275,11 @@ def correction(draft: Draft) -> None:
         g.ignore(*keys)
         draft.num_off += len(keys)
         return
+    if is_bypass and "rollout_is" in wanted and g.look(f"{SECTION}.loss_type") in (None, "ppo_clip"):
+        wanted.remove("rollout_is")
+        g.notes.append(
+            "rollout_is weighs nothing in bypass mode with ppo_clip, in verl either: the ratio is that already."
+        )
     note = "bypass_mode there"
     draft.put(f"{SECTION}.mode", "bypass" if is_bypass else "decoupled", (f"{SECTION}.bypass_mode",), note)
     g.ignore(f"{SECTION}.loss_type", *(f"{SECTION}.{name}" for name in NAMES))

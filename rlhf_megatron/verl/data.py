@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+from rlhf_megatron.models.families import FAMILIES
 from rlhf_megatron.verl.draft import Draft
+from rlhf_megatron.verl.given import BUFFER
 
 
 def data(draft: Draft) -> None:
@@ -17,8 +20,17 @@ def data(draft: Draft) -> None:
     draft.put("data.apply_chat_template", True, (), "verl puts every prompt into the tokenizer's chat template")
     for name in ("max_prompt_length", "max_response_length", "train_batch_size", "shuffle"):
         draft.copy(f"data.{name}")
-    if g.look("data.gen_batch_size") in (None, g.look("data.train_batch_size")):
-        g.ignore("data.gen_batch_size")
+    generated, is_filtered = "data.gen_batch_size", g.is_on("algorithm.filter_groups.enable")
+    if g.look(generated) is not None and not is_filtered and not g.has_below("async_training"):
+        note = "what is generated is what is trained: nothing is filtered"
+        draft.put("data.train_batch_size", g.whole(generated), (generated, "data.train_batch_size"), note)
+    if g.look("data.truncation") in ("left", "right", "middle"):
+        side = g.get("data.truncation")
+        if g.is_on("data.filter_overlong_prompts"):
+            draft.num_off += 1
+        else:
+            note = f"truncation {side} there cuts the chat's control tokens, too; here such prompts are left out"
+            draft.put("data.filter_overlong_prompts", True, ("data.filter_overlong_prompts", "data.truncation"), note)
 
 
 def _listed(value: Any) -> list[Any]:
@@ -31,8 +43,33 @@ def at_home(draft: Draft, path: Any) -> Any:
     return draft.told.home + path[1:] if is_short and draft.told.home else path
 
 
+IMAGES = re.compile(r"(?i)[-_]vl\b|[-_]vl[-_]|\bvl\d|\dv[-_.]|minicpm-?[ov]|-omni|llava")
+FAMILIES_BY_NAME = (
+    ("qwen3_moe", r"qwen3.*-a\d+b"),
+    ("qwen2_moe", r"qwen.*(moe|-a\d+b)"),
+    ("deepseek_v3", r"deepseek-?(v3|r1(?!-distill))|671b|moonlight|kimi"),
+    ("deepseek_v2", r"deepseek-?v2"),
+    ("mixtral", r"mixtral"),
+    ("mistral", r"mistral|mathstral"),
+    ("gpt_oss", r"gpt-?oss"),
+    ("seed_oss", r"seed-?oss"),
+    ("gemma", r"gemma"),
+    ("glm", r"glm"),
+    ("mimo", r"mimo-"),
+    ("internlm", r"internlm"),
+    ("phi", r"\bphi-?\d"),
+)
+
+
 def model(draft: Draft) -> None:
     path = draft.given.look("model.path")
+    name = str(path).rstrip("/").rpartition("/")[2].lower()
+    family = next((family for family, pattern in FAMILIES_BY_NAME if re.search(pattern, name)), None)
+    if IMAGES.search(name):
+        draft.leave("model.path", "it is a job with images: prompts are text here", learns=True)
+    elif family is not None and family not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        draft.leave("model.path", f"by its name a model of {family}, which is not supported; there are {known}", True)
     is_hub_name = isinstance(path, str) and path.count("/") == 1 and not path.startswith((".", "/", "~"))
     note = "must be a directory: fetch the model first" if is_hub_name else ""
     draft.take("model.path", as_ours=lambda value: at_home(draft, value), note=note)
@@ -47,13 +84,13 @@ def dtype(value: Any) -> Any:
 
 FUNCTION, MANAGER, KWARGS = "reward.custom_reward_function", "reward.reward_manager", "reward.reward_kwargs"
 PLAIN = ("naive", "dapo", "batch", "prime", "gdpo", "remote", "rate_limited")
-BUFFER = f"{KWARGS}.overlong_buffer_cfg"
+RIGHT_OR_WRONG = ("exact_match", "math_verify")
 
 
 def reward(draft: Draft) -> None:
-    g = draft.given
+    g, chosen = draft.given, draft.told.reward
     path = g.get(f"{FUNCTION}.path")
-    if path:
+    if path and chosen in ("", "function"):
         _function(draft, str(at_home(draft, path)))
     else:
         g.ignore(f"{FUNCTION}.*")
@@ -61,7 +98,17 @@ def reward(draft: Draft) -> None:
             "reward.name: verl chooses a scorer by each row's data_source, which the file does not say; choose one with"
             f" --set reward.name=NAME ({', '.join(draft.parts.rewards)}), for some sources with reward.by_source."
         )
+    for replaced in ("reward.reward_model.enable", "reward.sandbox_fusion.url"):
+        if chosen and g.has(replaced) and g.get(replaced):
+            draft.leave(replaced, f"not supported yet: reward.name {chosen}, given with --set, is in its place")
+            g.ignore(f"{replaced.rpartition('.')[0]}.*")
     manager = g.get(f"{MANAGER}.name")
+    if manager == "dapo" and not path:
+        scale = "math_dapo, which verl chooses for data of the sources math* and aime*, scores 1 and -1"
+        if chosen in RIGHT_OR_WRONG:
+            draft.put("reward.params.wrong_score", -1.0, (f"{MANAGER}.name",), scale)
+        else:
+            g.notes.append(f"{scale}: reward.params.wrong_score -1 of {' and '.join(RIGHT_OR_WRONG)} gives that.")
     if (manager is not None and manager not in PLAIN) or g.look(f"{MANAGER}.source") == "importlib":
         draft.leave(f"{MANAGER}.name", "a reward is a function of one sample: reward.name function", learns=True)
     g.ignore(f"{MANAGER}.*")

@@ -33,6 +33,7 @@ class Told:
     train_rows: int | None = None  # of the training files: epochs into steps
     response_length: int | None = None  # usual tokens of a response: nats a token into nats a response
     home: str = ""  # directory that ~ stands for
+    reward: str = ""  # our reward's name, where it is given
 
 
 @dataclass(frozen=True)

@@ -161,9 +161,12 @@ def _absolute(name: str, path: str) -> str:
     return ".".join([*parts, path[num_points:]])
 
 
+BUFFER = "reward.reward_kwargs.overlong_buffer_cfg"
 ALIASES = (
     ("actor_rollout_ref.hybrid_engine", "hybrid_engine"),
     ("actor_rollout_ref.nccl_timeout", "nccl_timeout"),
+    ("custom_reward_function.overlong_buffer", BUFFER),
+    ("reward_model.overlong_buffer", BUFFER),
     ("custom_reward_function", "reward.custom_reward_function"),
     ("reward_manager", "reward.reward_manager"),
     ("reward_model.reward_manager", "reward.reward_manager.name"),
@@ -225,6 +228,10 @@ class Given:
     def look(self, key: str) -> Any:
         """The value, or verl's default, or None; not marked as dealt with."""
         return self._settings[key].value if key in self._settings else DEFAULTS.get(key)
+
+    def is_on(self, key: str) -> bool:
+        """Whether it is true; not marked as dealt with."""
+        return str(self.look(key)).lower() in ("true", "yes", "on")
 
     def get(self, key: str) -> Any:
         self._used.add(key)

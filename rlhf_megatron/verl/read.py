@@ -9,6 +9,7 @@ from typing import Any
 
 from rlhf_megatron.config.errors import ConfigError, Problem
 from rlhf_megatron.config.source import MAX_CHARACTERS, MappingNode, Node, parse, plain
+from rlhf_megatron.config.verl_names import current_path, entry_of
 from rlhf_megatron.verl.shell import UNKNOWN, Script, Word
 
 
@@ -46,6 +47,15 @@ COMMAND_LINE = "command line"
 _OVERRIDE = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w-]*(?:[./@][A-Za-z_0-9][\w-]*)*)(?:=(.*))?\Z", re.DOTALL)
 _PROGRAM = re.compile(r"(?:^|[./])main_\w+(?:\.py)?\Z|(?:^|[/.])verl\.trainer\.\w+\Z")
 _NOT_OURS = ("hydra", "defaults")
+_JOBS = {"sft": "supervised fine-tuning", "generation": "generation", "eval": "evaluation", "merger": "conversion"}
+_OF_JOBS = {
+    "model.partial_pretrain": "sft",
+    "data.multiturn.enable": "sft",
+    "data.pad_mode": "sft",
+    "data.output_path": "generation",
+    "data.response_key": "sft",
+}
+_NAMES_ONLY = ("trainer.experiment_name", "trainer.project_name", "trainer.default_local_dir")
 
 
 def read(text: str, source: str, environment: Mapping[str, str]) -> Written:
@@ -62,7 +72,15 @@ def read(text: str, source: str, environment: Mapping[str, str]) -> Written:
     if not written.settings:
         what = "it holds no setting of verl; name a YAML file, or a script or list with overrides (section.key=value)."
         raise ConfigError([Problem(what, where=source)])
+    for name, job in _OF_JOBS.items():
+        if name in written.settings:
+            _refuse_job(job, f"{name} is a setting of it", source)
     return written
+
+
+def _refuse_job(job: str, why: str, source: str) -> None:
+    text = f"it is a job of {_JOBS[job]} ({why}): only verl's RL jobs (main_ppo) are translated."
+    raise ConfigError([Problem(text, where=source)])
 
 
 def add_overrides(written: Written, overrides: Sequence[str]) -> None:
@@ -146,9 +164,19 @@ def _overrides(script: Script, source: str, written: Written) -> Iterator[tuple[
             yield from ((text, line) for text, line in _joined(command) if _looks_like_override(text))
         return
     command, index = starts[0]
+    program = command[index].text
+    for job in _JOBS:
+        if job in program.rpartition(".")[2] or f"main_{job}" in program:
+            _refuse_job(job, f"it starts {program}", source)
+    for later in script.commands[script.commands.index(command) + 1 :]:
+        if later and _looks_like_override(later[0].text):
+            text = f"the command that starts verl ends before {later[0].text} (line {later[0].line}): a backslash"
+            raise ConfigError([Problem(f"{text} continues a line only as its last character.", where=source)])
     for word in command[index + 1 :]:
         if re.match(r"--?config[-_](name|path|dir)", word.text):
             name = word.text.partition("=")[2]
+            if "multiturn" in name:  # a file that is not read, but that much is known
+                yield "actor_rollout_ref.rollout.multi_turn.enable=true", word.line
             if name and not word.text.startswith("--config-path"):
                 written.notes.append(
                     f"{word.text} is not read: what the command does not set stands here at verl's defaults"
@@ -189,10 +217,14 @@ def _add(written: Written, override: str, where: str) -> None:
     elif text is not None and UNKNOWN in text:
         written.remove(name)
         shown = text.replace(UNKNOWN, "...")
-        written.problems.append(
-            f"{name}={shown}: its value depends on what only the shell can tell (a command, a branch, an argument of"
-            f" the script); give {name}=value on the command line. [{where}]"
-        )
+        unknown = f"{name}={shown}: its value depends on what only the shell can tell (a command, a branch, an argument"
+        entry = entry_of(current_path(name))
+        if name in _NAMES_ONLY:
+            written.notes.append(f"{unknown} of the script); it is left out.")
+        elif entry is not None and entry.target is None:
+            written.add(Setting(name, shown, where))  # whatever it is: there is no place for it
+        else:
+            written.problems.append(f"{unknown} of the script); give {name}=value on the command line. [{where}]")
     else:
         value = hydra_value(text or "", where)
         if isinstance(value, Mapping) and value:

@@ -3,8 +3,8 @@
 bashlex refuses 36 of 160 scripts of verl: it knows neither arrays nor `$((...))`.
 
 What is understood: comments, continued lines, quotes, assignments (also of arrays), $name, ${name}, ${name:-default},
-"${name[@]}" and $((sums of whole numbers)). What depends on a command, on a branch or on an argument of the script is
-marked with UNKNOWN.
+"${name[@]}", $((sums of whole numbers)), $(pwd) and `if` with a comparison of what is known. What depends on any other
+command or branch, or on an argument of the script, is marked with UNKNOWN.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ UNKNOWN = "\x00"  # stands in a word for what only a shell could tell; no script
 MAX_WORD = 100_000  # characters after variables are filled in: they may double each other
 MAX_WORDS = 20_000
 _ASSIGNMENT = re.compile(r"(?:export\s+|local\s+|readonly\s+|declare\s+(?:-\w+\s+)*)?([A-Za-z_]\w*)(\+?)=", re.DOTALL)
-_OPENERS, _CLOSERS = ("if", "for", "while", "until", "case"), ("fi", "done", "esac")
-_INNER = ("then", "else", "elif", "do")  # a command may follow
+_OPENERS, _CLOSERS = ("for", "while", "until", "case", "{"), ("fi", "done", "esac", "}")
+_INNER = ("then", "else", "do", "{", "}", "!", "time", "nohup", "exec")  # a command may follow
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
 _WITH_DEFAULT = re.compile(r"([A-Za-z_]\w*|\d)(:?[-=])(.*)\Z", re.DOTALL)
 
@@ -41,28 +41,54 @@ class Script:
     commands: list[list[Word]] = field(default_factory=list)
     from_environment: dict[str, str] = field(default_factory=dict)  # variables that the script took from there
     defaulted: dict[str, str] = field(default_factory=dict)  # those that it would take, and the defaults used instead
-    _depth: int = 0
+    # Of each open block: whether the part at hand is run, and whether that or a part before was. None: perhaps.
+    _blocks: list[tuple[bool | None, bool | None]] = field(default_factory=list)
 
     def read(self, text: str) -> None:
         """Raises ValueError for quotes that do not end, and for what grows beyond all measure."""
-        for words in split(text):
-            while words and words[0].text in (*_INNER, "{", "}", "!", "time", "nohup", "exec"):
-                self._block(words[0].text)
+        commands = split(text)
+        for words, following in zip(commands, [*commands[1:], []], strict=True):
+            is_alone = bool(following) and following[0].text == "then"  # no && or || behind a condition
+            while words and words[0].text in _INNER:
+                self._block(words, is_alone)
                 words = words[1:]
             if not words:
                 continue
-            self._block(words[0].text)
-            if words[0].text in (*_OPENERS, *_CLOSERS) or words[0].text.endswith("()"):
+            self._block(words, is_alone)
+            if words[0].text in ("if", "elif", *_OPENERS, *_CLOSERS) or words[0].text.endswith("()"):
                 continue
-            words = self._assign(words)
-            if words:
+            if all(taken is not False for taken, _ in self._blocks) and (words := self._assign(words)):
                 self.commands.append(self._expanded(words))
 
-    def _block(self, word: str) -> None:
-        if word in _OPENERS or word == "{":
-            self._depth += 1
-        elif word in _CLOSERS or word == "}":
-            self._depth = max(0, self._depth - 1)
+    def _block(self, words: list[Word], is_alone: bool) -> None:
+        """Begin or end a block, or a part of one."""
+        word, blocks = words[0].text, self._blocks
+        if word in _OPENERS or (word.endswith("()") and words[-1].text == "{"):
+            blocks.append((None, None))
+        elif word in _CLOSERS and blocks:
+            blocks.pop()
+        elif word == "if" or (word in ("elif", "else") and blocks):
+            before = blocks.pop()[1] if word != "if" else False
+            holds = word == "else" or (self._test(words[1:]) if is_alone else None)
+            taken = False if before or holds is False else None if before is None else holds
+            blocks.append((taken, True if before or taken else None if None in (before, taken) else False))
+
+    def _test(self, words: list[Word]) -> bool | None:
+        """Whether a condition in brackets holds; None for what only the shell can tell."""
+        texts = [text for word in words for text in self.expand(word.text)]
+        if (
+            any(UNKNOWN in text for text in texts)
+            or [text.strip("[]") for text in (*texts[:1], *texts[-1:])] != [""] * 2
+        ):
+            return None
+        match texts[1:-1]:
+            case [left, "=" | "==" | "-eq", right] if "*" not in right:
+                return left == right
+            case [left, "!=" | "-ne", right] if "*" not in right:
+                return left != right
+            case ["-z" | "-n" as kind, text]:
+                return bool(text) == (kind == "-n")
+        return None
 
     def _assign(self, words: list[Word]) -> list[Word]:
         """What is left of a command after the assignments in front. In a branch or loop a value is not known."""
@@ -72,13 +98,17 @@ class Script:
             name, plus, value = match[1], match[2], words[0].text[match.end() :]
             if value.startswith("(") and value.endswith(")"):
                 items = [word.text for part in split(value[1:-1]) for word in self._expanded(part)]
-                known = items if not self._depth else [UNKNOWN]
+                known = items if self._is_sure else [UNKNOWN]
                 self.arrays[name] = [*self.arrays.get(name, []), *known] if plus else known
             else:
-                value = " ".join(self.expand(value)) if not self._depth else UNKNOWN
+                value = " ".join(self.expand(value)) if self._is_sure else UNKNOWN
                 self.variables[name] = self.variables.get(name, "") + value if plus else value
             words = words[1:]
         return words
+
+    @property
+    def _is_sure(self) -> bool:
+        return all(taken for taken, _ in self._blocks)
 
     def _expanded(self, words: list[Word]) -> list[Word]:
         found = [Word(text, word.line) for word in words for text in self.expand(word.text)]
@@ -87,11 +117,14 @@ class Script:
         return found
 
     def expand(self, raw: str) -> list[str]:
-        """A raw word without its quotes, its variables filled in; several words for an array, none for "$@"."""
+        """A raw word without its quotes, its variables filled in; several for an array, or for a bare variable with
+        spaces; none for "$@"."""
         if match := re.fullmatch(r'"?\$\{(\w+)\[[@*]\]\}"?', raw):
             return self.arrays.get(match[1], [])
         if raw.strip('"') in ("$@", "${@}", "$*", "${@:1}"):
             return []
+        if match := re.fullmatch(r"\$\{?([A-Za-z_]\w*)\}?", raw):
+            return self.value(match[1]).split()
         text, i, quote = "", 0, ""
         while i < len(raw):
             char = raw[i]
@@ -121,7 +154,8 @@ class Script:
             end = closing(raw, i + 1)
             return self._sum(raw[i + 3 : end - 2]), end
         if raw.startswith("$(", i):
-            return UNKNOWN, closing(raw, i + 1)
+            end = closing(raw, i + 1)
+            return self.environment.get("PWD", ".") if raw[i + 2 : end - 1].strip() == "pwd" else UNKNOWN, end
         if raw.startswith("${", i):
             end = closing(raw, i + 1)
             return self._parameter(raw[i + 2 : end - 1]), end

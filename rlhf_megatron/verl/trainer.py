@@ -31,7 +31,7 @@ def trainer(draft: Draft) -> None:
     for name in ("nnodes", "n_gpus_per_node", "val_before_train", "resume_mode"):
         draft.copy(f"trainer.{name}")
     for name in ("save_freq", "test_freq"):
-        value = g.whole(f"trainer.{name}", low=-1)
+        value = -1 if g.look(f"trainer.{name}") is False else g.whole(f"trainer.{name}", low=-1)
         if value is not None:
             never = "never: 0 here, -1 there" if value == -1 else ""
             draft.copy(f"trainer.{name}", value=max(value, 0), note=never)
@@ -105,10 +105,12 @@ def _loggers(draft: Draft) -> None:
     names = [LOGGERS.get(str(name), str(name)) for name in (value if isinstance(value, list) else [value])]
     kept = list(dict.fromkeys(name for name in names if name in known))
     lost = [name for name in names if name not in known]
-    note = f"without {', '.join(lost)}, which is not there" if lost else ""
+    if lost:
+        reason = f"{', '.join(map(repr, lost))}: there are {', '.join(known)}, and a logger of your own (plugins:)"
+        draft.leave(key, reason)
     if "jsonl" not in kept:
         kept.append("jsonl")  # reports and resumed runs read it
-    draft.put(key, kept, (key,), note)
+    draft.put(key, kept, (key,))
 
 
 def _checkpoints(draft: Draft) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from rlhf_megatron.config.load import parse_overrides
 from rlhf_megatron.config.rules.validate import ignored, problems_of
@@ -56,10 +57,14 @@ def translate(
     """
     given = Given(written, environment)
     as_steps(given)
+    of_correction.older_corrections(given)
+    overrides = [_flat(override) for override in parse_overrides(ours, layer=0)]
+    told = replace(told, reward=str(dict(overrides).get("reward.name", "")))
     draft = Draft(given, parts, told)
     _map(draft)
-    for override in parse_overrides(ours, layer=0):
-        _put_ours(draft, override)
+    for key, value in overrides:
+        draft.values[key] = Value(value, (), False, "given with --set")
+        draft.left = [one for one in draft.left if one.name or not one.reason.startswith(f"{key}:")]
     dropped = _prune(draft)
     notes = list(dict.fromkeys(given.notes))
     if draft.num_off:
@@ -123,17 +128,13 @@ def _critic(draft: Draft) -> None:
         g.ignore("critic.shuffle")
 
 
-def _put_ours(draft: Draft, override: MappingNode) -> None:
-    """What a user says of a setting replaces what was found, and what was asked for it."""
-    key, node = "", override
+def _flat(override: MappingNode) -> tuple[str, Any]:
+    """The key and the value of an override of ours."""
+    ((key, node),) = override.items.items()
     while isinstance(node, MappingNode) and len(node.items) == 1:
-        name, child = next(iter(node.items.items()))
-        key = f"{key}.{name}" if key else name
-        if not isinstance(child, MappingNode):
-            draft.values[key] = Value(plain(child), (), False, "given with --set")
-            break
-        node = child
-    draft.left = [one for one in draft.left if one.name or not one.reason.startswith(f"{key}:")]
+        ((name, node),) = node.items.items()
+        key = f"{key}.{name}"
+    return key, plain(node)
 
 
 def _prune(draft: Draft) -> list[tuple[str, str]]:

@@ -378,6 +378,7 @@ GRPO_BY_HAND = {
     "data.max_prompt_length": 2048,
     "data.max_response_length": 8192,
     "data.truncation": "error",
+    "reward.params.wrong_score": -1.0,
     "data.train_batch_size": 512,
     "actor.megatron.tensor_model_parallel_size": 2,
     "actor.megatron.pipeline_model_parallel_size": 2,

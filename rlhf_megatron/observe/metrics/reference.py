@@ -13,7 +13,13 @@ VERL_NAMES: Mapping[str, tuple[str, str]] = {  # verl's name -> (ours, what diff
     "critic/score/mean": ("critic/rewards/mean", "what the reward says; the same for max and min"),
     "critic/rewards/mean": (
         "critic/rewards/mean",
-        "KL in the reward is not subtracted: it stands in actor/reward_kl_penalty",
+        "KL in the reward is not subtracted; left out are samples of masked status, there those without tokens",
+    ),
+    "actor/reward_kl_penalty": ("actor/reward_kl_penalty", "over tokens; there the mean of each response's mean"),
+    "actor/pg_loss": ("actor/pg_loss", "this and other losses: over response tokens; there by loss_agg_mode"),
+    "variance_proxy/proxy2_total_power": (
+        "variance_proxy/proxy2_total_power",
+        "of samples whose reward counts, as sampled; there times the squared weights of a rollout correction",
     ),
     "training/off_policy/trajectory_staleness_worst/max": (
         "training/off_policy/trajectory_staleness/max",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from rlhf_megatron.rewards.scorers.base import RewardSample
+from rlhf_megatron.rewards.scorers.base import MAX_SCORE, RewardSample
 
 BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 
@@ -17,8 +17,11 @@ class AnswerParams:
     pattern: str | None = None  # regular expression; group 1 of its last match is the answer. null: the whole response
     max_answer_chars: int = 256  # a longer answer is malformed
     allow_truncated: bool = False  # true: also read a response that ended by length
+    wrong_score: float = 0.0  # of an answer that is not right, malformed or too slow; a right one scores 1
 
     def __post_init__(self) -> None:
+        if not -MAX_SCORE <= self.wrong_score <= 0:
+            raise ValueError(f"wrong_score ({self.wrong_score}) must be at most 0; 0 and -1 are usual.")
         if self.max_answer_chars < 1:
             raise ValueError(f"max_answer_chars ({self.max_answer_chars}) must be at least 1.")
         if self.pattern is None:

@@ -85,14 +85,16 @@ def combine(components: Sequence[Component], results: Sequence[RewardResult]) ->
 
     The main reward decides the status. Where that is malformed or timeout it adds at most 0 and the terms still
     count, so that a response without an answer is paid or fined for its format and length as any other. A sample that
-    any component could not score is masked.
+    any component could not score is masked. A `wrong_score` stretches scores from 0 to 1 to wrong_score to 1.
     """
     for result in results:
         if is_masked(result.status):
             return result
     parts = {}
+    score = 0.0
     for component, result in zip(components, results, strict=True):
-        parts[component.part] = float(result.score)
+        wrong = getattr(component.params, "wrong_score", 0.0)
+        parts[component.part] = own = wrong + (1.0 - wrong) * float(result.score)
         parts |= {f"{component.part}/{name}": float(value) for name, value in result.parts.items()}
-    score = sum(component.weight * result.score for component, result in zip(components, results, strict=True))
-    return RewardResult(float(score), results[0].status, parts)
+        score += component.weight * own
+    return RewardResult(score, results[0].status, parts)

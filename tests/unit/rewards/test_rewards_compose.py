@@ -54,6 +54,12 @@ def test_a_weighted_sum_by_hand() -> None:
     assert no_form == RewardResult(1.0, "ok", {"exact_match": 1.0, "format": 0.0, "overlong": 0.0})
 
 
+def test_a_wrong_answer_may_cost() -> None:
+    config = RewardConfig(name="exact_match", params={"wrong_score": -1.0, "allow_truncated": True})
+    results = score(config, sample("7", "7"), sample("8", "7"), sample("", "7"))
+    assert [(result.score, result.status) for result in results] == [(1.0, "ok"), (-1.0, "ok"), (-1.0, "malformed")]
+
+
 def test_sources_have_their_own_main_reward_and_share_the_terms() -> None:
     config = RewardConfig(
         by_source={"digits": RewardTermConfig("character_share", 3.0)},

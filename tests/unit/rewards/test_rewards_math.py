@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+from places import ROOT
 
 from rlhf_megatron.config.schema import RewardConfig
 from rlhf_megatron.rewards.scorers import RewardSample
 from rlhf_megatron.rewards.scorers.answer import last_boxed
+from rlhf_megatron.rewards.scorers.base import MALFORMED
+from rlhf_megatron.rewards.scorers.exact_match import ExactMatchParams, exact_match
 from rlhf_megatron.rewards.scorers.math_verify import MathVerifyParams, is_too_large, math_verify
 from rlhf_megatron.rewards.service.scorer import check_reward, make_scorer, remote_tasks
 
@@ -172,3 +176,27 @@ def test_what_a_result_depends_on() -> None:
 def test_wrong_params(params: dict[str, object], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         MathVerifyParams(**params)  # type: ignore[arg-type]
+
+
+def gsm8k(response: str, label: str) -> float:
+    """verl's rule."""
+    found = re.findall(r"#### (\-?[0-9\.\,]+)", response[-300:])
+    return float(bool(found) and found[-1].replace(",", "").replace("$", "") == label)
+
+
+def test_what_the_page_says_of_each_scorer() -> None:
+    section = (ROOT / "docs" / "rewards.md").read_text().split("### What is read")[1].split("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in section.splitlines() if "`" in line][
+        1:
+    ]
+    assert len(rows) == 13
+    for text, label, exact, by_library, verl in rows:
+        response = re.findall("`(.*?)`", text)[0] + ("\n" + "x" * 300 if "300 characters" in text else "")
+        one = sample(response, label.strip("`"), "length" if "cut by length" in text else "stop")
+        for told, found in (
+            (exact, exact_match(one, ExactMatchParams(pattern="#### (.*)"))),
+            (by_library, math_verify(one, MathVerifyParams())),
+        ):
+            assert told == (found.status if found.status == MALFORMED else f"{found.score:g}"), text
+        if verl.startswith("gsm8k"):
+            assert int(verl.split()[1].strip(",:")) == gsm8k(response, label.strip("`")), text

@@ -1,0 +1,196 @@
+"""`config from-verl` on what verl's own scripts do: former names, other jobs, branches, what only a shell knows."""
+
+from __future__ import annotations
+
+import pytest
+from test_from_verl import BASE, ENVIRONMENT, learning, translated, values
+
+from benchmarks.verl_scripts.__main__ import CLASSES, read_table
+from rlhf_megatron.config.errors import ConfigError
+from rlhf_megatron.verl.read import read
+from rlhf_megatron.verl.shell import UNKNOWN, Script
+
+CORRECTION = "algorithm.rollout_correction"
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        "reward_model.overlong_buffer",
+        "custom_reward_function.overlong_buffer",
+        "reward_model.reward_kwargs.overlong_buffer_cfg",
+        "reward.reward_kwargs.overlong_buffer_cfg",
+    ],
+)
+def test_the_penalty_for_length_under_all_its_names(section: str) -> None:
+    written = (f"{section}.enable=True", f"{section}.len=128", f"{section}.penalty_factor=0.5")
+    result = translated(BASE, *written, "data.max_response_length=1024")
+    term = {"name": "overlong", "weight": 0.5, "params": {"max_len": 1024, "buffer": 128}}
+    assert values(result)["reward.terms"] == [term] and result.is_whole
+    assert "reward.terms" not in values(translated(BASE, *written, f"{section}.enable=False"))
+
+
+def test_a_setting_of_a_reward_model_that_nobody_knows_is_told() -> None:
+    assert learning(translated(BASE, "reward_model.length_penalty=0.3")) == ["reward_model.length_penalty: unknown"]
+    assert translated(BASE, "reward_model.enable=False", "reward_model.model.path=/rm").is_whole
+    given = translated(
+        BASE, "reward_model.enable=True", "reward_model.model.path=/rm", ours=["reward.name=math_verify"]
+    )
+    (left,) = given.left
+    assert given.is_whole and "reward.name math_verify, given with --set, is in its place" in left.reason
+
+
+@pytest.mark.parametrize(
+    ("program", "job"),
+    [
+        ("verl.trainer.fsdp_sft_trainer", "supervised fine-tuning"),
+        ("verl.trainer.sft_trainer_ray", "supervised fine-tuning"),
+        ("verl.trainer.main_generation_server", "generation"),
+        ("verl.trainer.main_eval", "evaluation"),
+    ],
+)
+def test_other_jobs_are_refused_by_name(program: str, job: str) -> None:
+    with pytest.raises(ConfigError, match=rf"it is a job of {job} \(it starts {program}\)"):
+        read(f"python3 -m {program} data.train_files=x.parquet model.path=/m", "run.sh", {})
+    with pytest.raises(ConfigError, match="supervised fine-tuning"):
+        read("model: {partial_pretrain: /m}\ndata: {train_files: x.parquet}", "sft.yaml", {})
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct", "it is a job with images"),
+        ("actor_rollout_ref.model.path=zai-org/GLM-4.1V-9B-Thinking", "it is a job with images"),
+        ("actor_rollout_ref.model.path=google/gemma-2-2b-it", "by its name a model of gemma, which is not supported"),
+        ("actor_rollout_ref.actor.megatron.expert_model_parallel_size=8", "with experts"),
+        ("actor_rollout_ref.model.lora_adapter_path=/adapter", "not supported yet"),
+        ("actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml", "not supported yet"),
+    ],
+)
+def test_what_no_run_could_do_is_not_harmless(override: str, reason: str) -> None:
+    (line,) = learning(translated(BASE, override))
+    assert reason in line
+
+
+@pytest.mark.parametrize("path", ["Qwen/Qwen3-8B", "deepseek-ai/deepseek-llm-7b-chat", "meta-llama/Llama-3.1-8B", "/m"])
+def test_models_of_families_that_are_there(path: str) -> None:
+    assert translated(BASE, f"actor_rollout_ref.model.path={path}").is_whole
+
+
+def test_batches_that_are_generated_and_prompts_that_are_too_long() -> None:
+    alone = translated(BASE, "data.gen_batch_size=96")
+    assert values(alone)["data.train_batch_size"] == 96, "without a filter all of them are trained on"
+    section = "algorithm.filter_groups"
+    dapo = translated(
+        BASE, "data.gen_batch_size=192", f"{section}.enable=True", f"{section}.max_num_gen_batches=10",
+        f"{section}.metric=acc", "data.truncation=left", "critic.model.use_remove_padding=True",
+        "critic.model.fsdp_config.param_offload=True", ours=["reward.name=math_verify"],
+    )  # fmt: skip
+    found = values(dapo)
+    assert found["data.train_batch_size"] == 64 and found[f"{section}.max_num_gen_batches"] == 30
+    assert found["data.filter_overlong_prompts"] is True and "data.truncation" not in found
+    assert dapo.is_whole and not dapo.problems
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (["actor_rollout_ref.actor.tis_imp_ratio_cap=2.5"], {"rollout_is": "token", "rollout_is_threshold": "2.5"}),
+        (["actor_rollout_ref.actor.tis_imp_ratio_cap=-1"], {}),
+        (
+            ["algorithm.rollout_is=True", "algorithm.rollout_is_threshold=4", "algorithm.rollout_is_level=sequence"],
+            {"rollout_is": "sequence", "rollout_is_threshold": "4", "rollout_token_veto_threshold": 1e-4},
+        ),
+        (
+            [
+                *("algorithm.rollout_is=True", "algorithm.rollout_is_threshold=2", "algorithm.rollout_is_mode=mask"),
+                "algorithm.rollout_is_veto_threshold=1e-3",
+            ],
+            {"rollout_is": "token", "rollout_is_threshold": "0.5_2", "rollout_token_veto_threshold": 1e-3},
+        ),
+        (
+            [
+                *("algorithm.rollout_is=True", "algorithm.rollout_is_threshold=1.002"),
+                *("algorithm.rollout_is_mode=mask", "algorithm.rollout_is_level=geometric"),
+                "algorithm.rollout_is_threshold_lower=0.998",
+            ],
+            {
+                "rollout_rs": ["seq_mean_k1"],
+                "rollout_rs_threshold": ["0.998_1.002"],
+                "rollout_token_veto_threshold": 1e-4,
+            },
+        ),
+        (["algorithm.rollout_is=False", "algorithm.rollout_is_threshold=2"], {}),
+        (
+            [f"{CORRECTION}.rollout_rs=geometric", f"{CORRECTION}.rollout_rs_threshold=1.001"],
+            {"rollout_rs": ["seq_mean_k1"], "rollout_rs_threshold": ["0.999001_1.001"]},
+        ),
+        (
+            [f"{CORRECTION}.rollout_rs=token", f"{CORRECTION}.rollout_rs_threshold_lower=0.4"],
+            {"rollout_rs": ["token_k1"], "rollout_rs_threshold": ["0.4_2"]},
+        ),
+    ],
+)
+def test_corrections_of_former_versions(written: list[str], expected: dict[str, object]) -> None:
+    result = translated(BASE, *written)
+    found = {key.rpartition(".")[2]: value for key, value in values(result).items() if key.startswith(CORRECTION)}
+    assert found == ({"mode": "decoupled", **expected} if expected else {})
+    assert result.is_whole and not result.problems
+
+
+def test_former_switches_of_the_bypass() -> None:
+    gradient = translated(BASE, f"{CORRECTION}.bypass_mode=True", f"{CORRECTION}.use_policy_gradient=True")
+    assert values(gradient)["actor.policy_loss.loss_mode"] == "reinforce"
+    clip = translated(BASE, f"{CORRECTION}.bypass_mode=True", f"{CORRECTION}.rollout_is=token")
+    assert f"{CORRECTION}.rollout_is" not in values(clip) and not clip.problems, "it weighs nothing there"
+
+
+SCRIPT = """
+MODE=${MODE:-fsdp}
+if [ "$MODE" = "fsdp" ]; then
+    SIZE=4
+    if [[ $SIZE != 4 ]]; then N=1; else N=2; fi
+elif [ "$MODE" == megatron ]; then
+    SIZE=8
+else
+    SIZE=16
+fi
+if [ "$GIVEN" = 1 ]; then PERHAPS=1; fi
+if [ -n "$MODE" ] && [ "$GIVEN" = 1 ]; then BOTH=1; fi
+SETTINGS="
+    a.b=$SIZE
+    c.d=[$N]"
+run $SETTINGS "$SETTINGS" e=$(pwd)/x f=$PERHAPS g=$BOTH h=$(date)
+"""
+
+
+def test_branches_whose_condition_is_known() -> None:
+    for mode, size in (("", "4"), ("megatron", "8"), ("x", "16")):
+        script = Script({"PWD": "/here", **({"MODE": mode} if mode else {})})
+        script.read(SCRIPT)
+        _, first, second, whole, *rest = [word.text for word in script.commands[-1]]
+        assert (first, second.rstrip(UNKNOWN + "]")) == (f"a.b={size}", "c.d=[" + ("2" if size == "4" else ""))
+        assert whole.split() == [first, second]
+        assert rest == ["e=/here/x", *(f"{name}={UNKNOWN}" for name in "fgh")]
+
+
+def test_what_only_the_shell_knows_matters_where_it_is_read() -> None:
+    run = f"python3 -m verl.trainer.main_ppo {BASE} ".replace("\n", " ")
+    named = translated(run + "trainer.experiment_name=run_$(date)", source="run.sh")
+    assert named.is_whole and not named.problems and any("it is left out" in note for note in named.notes)
+    (problem,) = translated(run + "trainer.nnodes=$1", source="run.sh").problems
+    assert "give trainer.nnodes=value on the command line" in problem
+
+
+def test_a_command_that_ends_before_its_settings_do() -> None:
+    text = "python3 -m verl.trainer.main_ppo \\\n data.train_batch_size=4 \\ # a comment\n data.seed=1\n"
+    with pytest.raises(ConfigError, match=r"ends before data\.seed=1 \(line 3\): a backslash continues a line only as"):
+        read(text, "run.sh", ENVIRONMENT)
+
+
+def test_the_table_of_verls_scripts() -> None:
+    rows = read_table()
+    assert len({row.path for row in rows}) == len(rows) == 160
+    assert {row.outcome for row in rows} == {"converted", "refused"}
+    assert all((row.reason in CLASSES) == (row.outcome == "refused") for row in rows)
+    assert sum(row.outcome == "converted" for row in rows) >= 75
