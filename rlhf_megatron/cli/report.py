@@ -13,6 +13,7 @@ from rlhf_megatron import api
 def report(args: argparse.Namespace) -> None:
     """Write the report, say where it is and open it. Raises ValueError if there is nothing to report."""
     written = api.report(args.run_dirs, args.out)
+    print(*written.states, sep="\n")
     for note in written.notes:
         print(f"note: {note}")
     if written.pictures is None:

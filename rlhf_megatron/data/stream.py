@@ -140,6 +140,11 @@ class PromptStream:
         """Prompts so far."""
         return self._num_drawn
 
+    @property
+    def num_prompts(self) -> int:
+        """Of all sources: an epoch."""
+        return sum(len(source.items) for source in self.sources)
+
     def go_to(self, num_drawn: int) -> None:
         """Go to where a step of an earlier process left the stream."""
         self._num_drawn = num_drawn

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 Steps = Sequence[Mapping[str, float]]
+Finding = tuple[bool, float, str]  # whether it is bad, the value, what "should" be
 
 WINDOW = 5  # steps that are averaged, at the beginning of a run and at its end
 NUM_BEFORE = 20  # steps that a spike is compared with
@@ -26,10 +27,17 @@ MAX_UPDATE_KL = 0.1  # nats a token
 MAX_MASKED = 0.05  # share of samples
 MAX_UNIFORM = 0.9  # share of groups
 MAX_CLIP = 0.3  # share of tokens
+MIN_LR_SHARE = 0.5  # of the peak learning rate: below it a policy may stand still
 MAX_CUT = 0.3  # share of responses
 MAX_MISMATCH_GROWTH = 3.0  # times that of the first steps
 MIN_MISMATCH = 1e-3  # nats a token: what is below does no harm
 MAX_SPIKE = 10.0  # times the median of the steps before
+KL_LIMITS = {
+    "actor/kl_loss": MAX_REFERENCE_KL,
+    "actor/reward_kl_penalty": MAX_REFERENCE_KL,
+    "actor/ppo_kl": MAX_UPDATE_KL,
+}
+PEAK_LR = "peak actor/lr"  # in the steps that a HealthWatch keeps
 
 
 @dataclass(frozen=True)
@@ -48,152 +56,135 @@ class Verdict:
 
 def verdicts(steps: Steps) -> list[Verdict]:
     """Of those rules that can tell; `steps`: the metrics of each, oldest first, the last one now."""
-    return [verdict for rule in RULES if (verdict := rule(steps)) is not None]
+    found = [(rule, rule.judge(steps)) for rule in RULES]
+    return [Verdict(rule.name, *finding, rule.fix) for rule, finding in found if finding is not None]
 
 
-def entropy_collapse(steps: Steps) -> Verdict | None:
+def _entropy_collapse(steps: Steps) -> Finding | None:
     first, last = _mean_of(steps[:WINDOW], "actor/entropy"), _mean_of(steps[-WINDOW:], "actor/entropy")
     if first is None or last is None or first <= 0.0 or len(steps) < 2 * WINDOW:
         return None
     is_solved = (_mean_of(steps[-WINDOW:], "reward/solve_all") or 0.0) > MAX_SOLVED
-    return Verdict(
-        "entropy_collapse",
-        last < MIN_ENTROPY_SHARE * first and not is_solved,
-        last / first,
-        f"the last {WINDOW} steps should have at least {MIN_ENTROPY_SHARE:g} times the entropy of the first {WINDOW}",
-        "Raise actor.entropy_coeff or the upper clip of the policy loss, lower actor.optim.lr, or add a KL term.",
+    should = (
+        f"the last {WINDOW} steps should have at least {MIN_ENTROPY_SHARE:g} times the entropy of the first {WINDOW}"
     )
+    return last < MIN_ENTROPY_SHARE * first and not is_solved, last / first, should
 
 
-def kl_runaway(steps: Steps) -> Verdict | None:
-    limits = {
-        "actor/kl_loss": MAX_REFERENCE_KL,
-        "actor/reward_kl_penalty": MAX_REFERENCE_KL,
-        "actor/ppo_kl": MAX_UPDATE_KL,
-    }
-    means = {key: _mean_of(steps[-WINDOW:], key) for key in limits}
+def _kl_runaway(steps: Steps) -> Finding | None:
+    means = {key: _mean_of(steps[-WINDOW:], key) for key in KL_LIMITS}
     found = {key: mean for key, mean in means.items() if mean is not None}
     if not found:
         return None
-    worst = max(found, key=lambda key: found[key] / limits[key])
-    return Verdict(
-        "kl_runaway",
-        found[worst] > limits[worst],
-        found[worst],
-        f"the mean of {worst} over {WINDOW} steps should be at most {limits[worst]:g} nats a token",
-        "Lower actor.optim.lr or actor.ppo_epochs; against the reference raise the weight of the KL term.",
-    )
+    worst = max(found, key=lambda key: found[key] / KL_LIMITS[key])
+    should = f"the mean of {worst} over {WINDOW} steps should be at most {KL_LIMITS[worst]:g} nats a token"
+    return found[worst] > KL_LIMITS[worst], found[worst], should
 
 
-def reward_errors(steps: Steps) -> Verdict | None:
-    return _above(
-        steps,
-        "reward_errors",
-        "reward/masked",
-        MAX_MASKED,
-        "See reward/status/* for why, and the log of the reward's processes; such samples train nothing.",
-    )
-
-
-def no_signal(steps: Steps) -> Verdict | None:
-    return _above(
-        steps,
-        "no_signal",
-        "reward/uniform_groups",
-        MAX_UNIFORM,
-        "If reward/solve_all is high take harder prompts, if reward/solve_none is easier ones or a warm-up; or raise"
-        " rollout.n.",
-    )
-
-
-def clip_high(steps: Steps) -> Verdict | None:
-    return _above(
-        steps,
-        "clip_high",
-        "actor/pg_clipfrac",
-        MAX_CLIP,
-        "Most of the update is thrown away: lower actor.optim.lr or actor.ppo_epochs, or use larger mini-batches.",
-    )
-
-
-def clip_zero(steps: Steps) -> Verdict | None:
+def _clip_zero(steps: Steps) -> Finding | None:
     """Told only where a step has several optimizer steps: in the first all ratios are 1."""
     counts = _values(steps[-WINDOW:], "actor/num_optimizer_steps")
     mean = _mean_of(steps[-WINDOW:], "actor/pg_clipfrac")
     if mean is None or len(counts) < WINDOW or min(counts) < 2:
         return None
-    return Verdict(
-        "clip_zero",
-        mean == 0.0,
-        mean,
-        f"some tokens should be clipped in {WINDOW} steps that have several optimizer steps each",
-        "The policy hardly moves: raise actor.optim.lr, and look whether advantages are 0 (reward/mixed_groups).",
-    )
+    rates = _values(steps[-WINDOW:], "actor/lr") or [1.0]
+    is_decayed = min(rates) < MIN_LR_SHARE * max([*rates, *_values(steps[-1:], PEAK_LR)])
+    should = f"some tokens should be clipped in {WINDOW} steps that have several optimizer steps each"
+    return mean == 0.0 and not is_decayed, mean, should
 
 
-def length_limit(steps: Steps) -> Verdict | None:
-    return _above(
-        steps,
-        "length_limit",
-        "response_length/clip_ratio",
-        MAX_CUT,
-        "Raise data.max_response_length, or penalise overlong responses in the reward.",
-    )
-
-
-def mismatch_growing(steps: Steps) -> Verdict | None:
+def _mismatch_growing(steps: Steps) -> Finding | None:
     first, last = (_mean_of(part, "training/rollout_kl") for part in (steps[:WINDOW], steps[-WINDOW:]))
     if first is None or last is None or len(steps) < 2 * WINDOW:
         return None
     limit = max(MIN_MISMATCH, MAX_MISMATCH_GROWTH * first)
-    return Verdict(
-        "mismatch_growing",
-        last > limit,
-        last,
+    should = (
         f"training/rollout_kl of the last {WINDOW} steps should be at most {limit:.3g} nats:"
-        f" {MAX_MISMATCH_GROWTH:g} times that of the first {WINDOW}, or {MIN_MISMATCH:g}",
-        "Look at the report, section Mismatch; use the engine's dtype in the trainer or algorithm.rollout_correction.",
+        f" {MAX_MISMATCH_GROWTH:g} times that of the first {WINDOW}, or {MIN_MISMATCH:g}"
     )
+    return last > limit, last, should
 
 
-def grad_norm_spike(steps: Steps) -> Verdict | None:
+def _grad_norm_spike(steps: Steps) -> Finding | None:
     before, last = _values(steps[-NUM_BEFORE - 1 : -1], "actor/grad_norm"), _values(steps[-1:], "actor/grad_norm")
     if len(before) < WINDOW or not last or (median := statistics.median(before)) <= 0.0:
         return None
-    return Verdict(
+    should = f"actor/grad_norm should be at most {MAX_SPIKE:g} times the median of the {NUM_BEFORE} steps before"
+    return last[0] > MAX_SPIKE * median, last[0] / median, should
+
+
+def _above(key: str, limit: float) -> Callable[[Steps], Finding | None]:
+    def judge(steps: Steps) -> Finding | None:
+        mean = _mean_of(steps[-WINDOW:], key)
+        should = f"the mean of {key} over {WINDOW} steps should be at most {limit:g}"
+        return None if mean is None else (mean > limit, mean, should)
+
+    return judge
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`judge` returns None where it cannot tell."""
+
+    name: str
+    judge: Callable[[Steps], Finding | None]
+    fix: str
+
+
+RULES = (
+    Rule(
+        "entropy_collapse",
+        _entropy_collapse,
+        "Raise actor.entropy_coeff or the upper clip of the policy loss, lower actor.optim.lr, or add a KL term.",
+    ),
+    Rule(
+        "kl_runaway",
+        _kl_runaway,
+        "Lower actor.optim.lr or actor.ppo_epochs; against the reference raise the weight of the KL term.",
+    ),
+    Rule(
+        "reward_errors",
+        _above("reward/masked", MAX_MASKED),
+        "See reward/status/* for why, and the log of the reward's processes; such samples train nothing.",
+    ),
+    Rule(
+        "no_signal",
+        _above("reward/uniform_groups", MAX_UNIFORM),
+        "If reward/solve_all is high take harder prompts, if reward/solve_none is easier ones or a warm-up; or raise"
+        " rollout.n.",
+    ),
+    Rule(
+        "clip_high",
+        _above("actor/pg_clipfrac", MAX_CLIP),
+        "Most of the update is thrown away: lower actor.optim.lr or actor.ppo_epochs, or use larger mini-batches.",
+    ),
+    Rule(
+        "clip_zero",
+        _clip_zero,
+        "The policy hardly moves: raise actor.optim.lr, and look whether advantages are 0 (reward/mixed_groups).",
+    ),
+    Rule(
+        "length_limit",
+        _above("response_length/clip_ratio", MAX_CUT),
+        "Raise data.max_response_length, or penalise overlong responses in the reward.",
+    ),
+    Rule(
+        "mismatch_growing",
+        _mismatch_growing,
+        "Look at the report, section Mismatch; use the engine's dtype in the trainer or algorithm.rollout_correction.",
+    ),
+    Rule(
         "grad_norm_spike",
-        last[0] > MAX_SPIKE * median,
-        last[0] / median,
-        f"actor/grad_norm should be at most {MAX_SPIKE:g} times the median of the {NUM_BEFORE} steps before",
+        _grad_norm_spike,
         "One such step is clipped by actor.optim.clip_grad; if they come often lower actor.optim.lr, and look at the"
         " worst samples of the step.",
-    )
-
-
-Rule = Callable[[Steps], Verdict | None]
-RULES: tuple[Rule, ...] = (
-    entropy_collapse,
-    kl_runaway,
-    reward_errors,
-    no_signal,
-    clip_high,
-    clip_zero,
-    length_limit,
-    mismatch_growing,
-    grad_norm_spike,
+    ),
 )
 KEYS = (  # of all that the rules read
-    *("actor/entropy", "reward/solve_all", "actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"),
+    *("actor/entropy", "reward/solve_all", *KL_LIMITS, "actor/lr"),
     *("reward/masked", "reward/uniform_groups", "actor/pg_clipfrac", "actor/num_optimizer_steps"),
     *("response_length/clip_ratio", "training/rollout_kl", "actor/grad_norm"),
 )
-
-
-def _above(steps: Steps, name: str, key: str, limit: float, fix: str) -> Verdict | None:
-    mean = _mean_of(steps[-WINDOW:], key)
-    if mean is None:
-        return None
-    return Verdict(name, mean > limit, mean, f"the mean of {key} over {WINDOW} steps should be at most {limit:g}", fix)
 
 
 def _values(steps: Steps, key: str) -> list[float]:
@@ -218,9 +209,10 @@ class Trouble:
 
 
 class HealthWatch:
-    """Keeps of the former steps only those that the rules read."""
+    """Keeps of the former steps only those that the rules read. `peak_lr`: of the schedule; None: highest so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, peak_lr: float | None = None) -> None:
+        self._peak_lr = peak_lr or 0.0
         self.troubles: dict[str, Trouble] = {}
         self._num_seen = 0
         self._first: list[dict[str, float]] = []
@@ -229,6 +221,7 @@ class HealthWatch:
     def seen(self, step: int, metrics: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
         """(metrics health/*, lines for the person who watches: one for each verdict that has changed)."""
         row = {key: float(metrics[key]) for key in KEYS if metrics.get(key) is not None}
+        self._peak_lr = row[PEAK_LR] = max(self._peak_lr, row.get("actor/lr", 0.0))
         if len(self._first) < WINDOW:
             self._first.append(row)
         self._last.append(row)

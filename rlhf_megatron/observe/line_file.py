@@ -7,32 +7,124 @@ says when the processes of a run began and ended, and from which step each went 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
+import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from errno import EDQUOT, EFBIG, ENOSPC
 from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.stop import RunStopped
 
+logger = logging.getLogger(__name__)
+NO_ROOM = (ENOSPC, EDQUOT, EFBIG)
+MAX_WAITING_BYTES = 64 << 20  # of lines that wait in memory for room in one file
+PAUSE_S, POLL_S = 600.0, 2.0
+
+
+def explained(path: Path, error: OSError) -> OSError:
+    """The same error with the name of the file and, of a full disk, with what helps."""
+    text = f"{path} cannot be written: {error.strerror or error}."
+    if error.errno in NO_ROOM:
+        free = shutil.disk_usage(next(place for place in path.parents if place.exists())).free / 1e6
+        text += (
+            f" {free:.0f} MB are free there. Make room: `du -sh {path.parent}/*` shows what is large (record/,"
+            " superseded/, checkpoints, of which trainer.max_ckpt_to_keep keeps fewer), or raise the quota."
+        )
+    return OSError(error.errno, text)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """The file appears by rename when it is complete and on disk. Raises OSError (see `explained`)."""
+    aside = path.with_name(f"{path.name}.tmp")
+    try:
+        with aside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise explained(path, error) from error
+
+
+def write_patiently(write: Callable[[], None], check_stop: Callable[[], None]) -> None:
+    """Call `write`. While it finds the disk full the run pauses, for PAUSE_S at most; then its OSError is raised."""
+    end = None
+    while True:
+        try:
+            return write()
+        except OSError as error:
+            if error.errno not in NO_ROOM or (end is not None and time.monotonic() > end):
+                raise
+            if end is None:
+                end = time.monotonic() + PAUSE_S
+                logger.warning("%s The run waits for room, %.0f minutes at most.", error.strerror, PAUSE_S / 60)
+        check_stop()
+        time.sleep(POLL_S)
+
 
 class LineFile:
-    """Appends. A line that a former process left unfinished is cut off first."""
+    """Appends whole lines. A line that a former process left unfinished is cut off first.
+
+    Writing raises nothing: lines for which the disk has no room wait in memory, and go first when there is room.
+    """
 
     def __init__(self, path: Path) -> None:
         if path.exists():
             cut_after(path, path.read_bytes().rfind(b"\n") + 1)
-        self._file = path.open("ab")
+        self._path = path
+        self._file = path.open("ab", buffering=0)
+        self._waiting: deque[bytes] = deque()
+        self._num_bytes, self._num_lost = 0, 0
+        self._is_told = False
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """The line is with the operating system when this returns."""
-        self._file.write(json.dumps(row).encode() + b"\n")
-        self._file.flush()
+        """The line is with the operating system when this returns, or waits."""
+        self.append(json.dumps(row).encode() + b"\n")
+
+    def append(self, line: bytes) -> None:
+        if self._num_bytes + len(line) > MAX_WAITING_BYTES:
+            self._num_lost += 1
+            return
+        self._waiting.append(line)
+        self._num_bytes += len(line)
+        try:
+            self.flush()
+        except OSError as error:
+            if not self._is_told:
+                logger.warning("%s Its lines wait in memory; the run goes on.", error.strerror)
+            self._is_told = True
+
+    def flush(self) -> None:
+        """Write the lines that wait. Raises OSError (see `explained`); the file then ends with a whole line."""
+        while self._waiting:
+            line, end = self._waiting[0], os.fstat(self._file.fileno()).st_size
+            try:
+                written = 0
+                while written < len(line):  # a disk that becomes full takes a part
+                    written += self._file.write(line[written:])
+            except OSError as error:
+                self._file.truncate(end)
+                raise explained(self._path, error) from error
+            self._waiting.popleft()
+            self._num_bytes -= len(line)
+        self._is_told = False
 
     def close(self) -> None:
+        try:
+            self.flush()
+        except OSError as error:
+            self._num_lost += len(self._waiting)
+            logger.warning("%s", error.strerror)
+        if self._num_lost:
+            logger.warning("%s lacks %d lines for which the disk had no room.", self._path, self._num_lost)
         self._file.close()
 
 
@@ -93,9 +185,8 @@ def _move_rows(path: Path, to: Path, step: int) -> int:
         (kept if is_kept else moved).append(line)
     if moved:
         to.parent.mkdir(parents=True, exist_ok=True)
-        _write(to, b"".join(moved))
-        _write(aside := path.with_name(f"{path.name}.tmp"), b"".join(kept))
-        os.replace(aside, path)
+        write_whole(to, b"".join(moved))
+        write_whole(path, b"".join(kept))
     return len(moved)
 
 
@@ -108,13 +199,6 @@ def _row(line: bytes) -> dict[str, Any]:
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else {}
 
 
-def _write(path: Path, data: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 ATTEMPTS = "attempts.jsonl"
 COMPLETE, STOPPED, FAILED = "complete", "stopped", "failed"
 
@@ -124,15 +208,21 @@ class RunClock:
     """How much of the time since a run was launched first went into what stands, over restarts.
 
     `productive_s`: time in steps, evaluations and warm-up whose results count. What a kill undid does not, nor do
-    starting, loading and waiting for a checkpoint.
+    starting, loading and waiting for a checkpoint. The wall clock is read once; from then on the monotonic one counts.
     """
 
     first_start: float  # unix seconds
     productive_s: float = 0.0
 
+    def __post_init__(self) -> None:
+        before_s = time.time() - self.first_start
+        if before_s < 0:
+            logger.warning("The clock is %.0f s before the first launch: ETTR counts from now.", -before_s)
+        self._start = time.monotonic() - max(0.0, before_s)
+
     def ettr(self) -> float:
-        """Effective training time ratio: productive time / wall time since the first launch."""
-        return self.productive_s / max(1e-9, time.time() - self.first_start)
+        """Effective training time ratio: productive time / wall time since the first launch; 1 at most."""
+        return self.productive_s / max(1e-9, self.productive_s, time.monotonic() - self._start)
 
     def add(self, seconds: float) -> None:
         self.productive_s += seconds
@@ -162,6 +252,7 @@ class Attempts:
     @contextmanager
     def attempt(self, since: float, resumed_from_step: int | None, **facts: Any) -> Iterator[None]:
         """A line at the start and one at the end, with what it ended by. `facts`: of the start; None is left out."""
+        began = time.monotonic() - max(0.0, time.time() - since)
         start = {"kind": "start", "time": since, "resumed_from_step": resumed_from_step}
         start |= {name: value for name, value in facts.items() if value is not None}
         self._write(start)
@@ -170,12 +261,14 @@ class Attempts:
             yield
         except BaseException as error:
             kind = STOPPED if isinstance(error, RunStopped | KeyboardInterrupt) else FAILED
-            self._end(f"{kind}: {error or type(error).__name__}")
+            self._end(began, f"{kind}: {error or type(error).__name__}")
             raise
-        self._end(COMPLETE)
+        self._end(began, COMPLETE)
 
-    def _end(self, reason: str) -> None:
-        self._write({"kind": "end", "time": time.time(), "reason": reason[:1000]})
+    def _end(self, began: float, reason: str) -> None:
+        seconds = round(time.monotonic() - began, 1)
+        with suppress(OSError):  # what the run ends by is what is told
+            self._write({"kind": "end", "time": time.time(), "seconds": seconds, "reason": reason[:1000]})
 
     def _write(self, line: Mapping[str, Any]) -> None:
         file = LineFile(self._path)

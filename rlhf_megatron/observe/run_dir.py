@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf_megatron.observe.line_file import write_whole
+
 LOCK = "run.lock"
 _LOCK_ATTEMPTS = 5  # while others move the directory aside
 
@@ -154,9 +156,4 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Appears by rename when complete."""
-    aside = path.with_suffix(path.suffix + ".tmp")
-    with aside.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.rename(path)
+    write_whole(path, text.encode())

@@ -16,6 +16,7 @@ from rlhf_megatron.config.secrets import redacted
 from rlhf_megatron.config.show import as_text, as_yaml
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.observe.metrics.rates import Workload, workload_of
+from rlhf_megatron.observe.report.facts import NO_INFLUENCE
 
 Setting = bool | int | float | str
 MAIN = (  # settings that are shown even at their defaults
@@ -36,13 +37,6 @@ MAIN = (  # settings that are shown even at their defaults
     "trainer.nnodes",
     "trainer.seed",
     "trainer.total_training_steps",
-)
-NO_INFLUENCE = (  # on what a run does
-    "trainer.experiment_name",
-    "trainer.project_name",
-    "trainer.default_local_dir",
-    "trainer.logger",
-    "trainer.samples_kept",
 )
 
 

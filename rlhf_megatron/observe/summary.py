@@ -5,18 +5,26 @@ matplotlib is in the `demo` extra; without it a run says so and makes no picture
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_megatron.config.schema import ModelConfig, TrainerConfig
+from rlhf_megatron.config.schema import ModelConfig, RolloutConfig, SamplingConfig, TrainerConfig
 from rlhf_megatron.data.prompts import PromptSets
 from rlhf_megatron.evaluation.evaluation import EvaluationResult, majority_accuracy
-from rlhf_megatron.observe.line_file import Attempts
+from rlhf_megatron.observe.line_file import Attempts, explained, write_patiently
 from rlhf_megatron.observe.run_dir import write_json
 from rlhf_megatron.observe.run_facts import versions
 from rlhf_megatron.observe.tracker import Tracker
 from rlhf_megatron.runtime.worker_group import WorkerGroup
+
+
+def how_sampled(sampling: SamplingConfig | RolloutConfig) -> str:
+    """In a few words, for the legend of a curve."""
+    if sampling.temperature == 0.0:
+        return "greedy"
+    many = f", {sampling.n} samples a prompt" if sampling.n > 1 else ""
+    return f"sampled at temperature {sampling.temperature:g}{many}"
 
 
 def draw_curve(
@@ -25,8 +33,12 @@ def draw_curve(
     rewards: Sequence[tuple[int, float]],
     evaluations: Sequence[tuple[int, EvaluationResult]],
     majority_accuracy: float | None = None,
+    how: tuple[str, str] = ("sampled", "greedy"),
 ) -> bool:
-    """Mean reward a step and held-out accuracy with its 95 % interval. False where matplotlib is not installed."""
+    """Mean reward a step and held-out score with its 95 % interval. False where matplotlib is not installed.
+
+    `how`: the samples of a step and those of an evaluation were drawn. The axis is 0 to 1 where all values are in it.
+    """
     try:
         import matplotlib
     except ImportError:
@@ -36,18 +48,23 @@ def draw_curve(
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
     if rewards:
-        axes.plot(*zip(*rewards, strict=True), color="tab:blue", alpha=0.55, label="mean reward of a step (sampled)")
+        label = f"critic/rewards/mean, a step ({how[0]})"
+        axes.plot(*zip(*rewards, strict=True), color="tab:blue", alpha=0.55, label=label)
     if evaluations:
-        steps = [step for step, _ in evaluations]
-        axes.plot(steps, [r.accuracy for _, r in evaluations], "o-", color="tab:orange", label="held-out accuracy")
-        low, high = [r.low for _, r in evaluations], [r.high for _, r in evaluations]
+        steps, results = zip(*evaluations, strict=True)
+        label = f"val/accuracy, held-out ({how[1]})"
+        axes.plot(steps, [r.accuracy for r in results], "o-", color="tab:orange", label=label)
+        low, high = [r.low for r in results], [r.high for r in results]
         axes.fill_between(steps, low, high, color="tab:orange", alpha=0.25, label="95 % interval")
     if majority_accuracy is not None:
         axes.axhline(majority_accuracy, color="grey", linestyle=":", label="always the most common answer")
-    axes.set(xlabel="step", ylabel="share of right answers", ylim=(0, 1.02), title=title)
+    values = [*(value for _, value in rewards), *(end for _, r in evaluations for end in (r.low, r.accuracy, r.high))]
+    axes.set(xlabel="step", ylabel="score", title=title)
+    if all(0.0 <= value <= 1.0 for value in values):
+        axes.set_ylim(0, 1.02)
     axes.grid(alpha=0.3)
     if rewards or evaluations or majority_accuracy is not None:
-        axes.legend(loc="lower right")
+        axes.legend(loc="best")
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)
@@ -77,6 +94,7 @@ def description(name: str, model: ModelConfig, where: str, engines: str, sets: P
 
 def finish(
     trainer: TrainerConfig,
+    rollout: RolloutConfig,
     model_path: str,
     tracker: Tracker,
     run_dir: Path,
@@ -84,17 +102,27 @@ def finish(
     warmup_accuracy: float | None,
     attempts: Attempts,
     layouts: Mapping[str, str],
+    check_stop: Callable[[], None],
 ) -> None:
-    """Write curve and summary.json of a run that has all of its steps."""
+    """Write curve and summary.json of a run that has all of its steps, when the disk has room for them.
+
+    Raises OSError with advice where it has none for long; started again, the run writes them.
+    """
     majority = majority_accuracy([item.label for item in sets.held_out]) if sets.held_out else None
     title = f"{trainer.experiment_name} ({layouts['actor']})"
-    has_curve = draw_curve(run_dir / "curve.png", title, tracker.rewards, tracker.evaluations, majority)
+    how = how_sampled(rollout), how_sampled(rollout.val_kwargs)
     found = summary(tracker, layouts, majority, warmup_accuracy, attempts)
-    write_json(run_dir / "summary.json", found | {"seed": trainer.seed, "model": model_path})
+    found |= {"seed": trainer.seed, "model": model_path}
+    write_patiently(tracker.loggers.flush, check_stop)
+    write_patiently(lambda: write_json(run_dir / "summary.json", found), check_stop)
     tracker.note(f"summary: {run_dir / 'summary.json'}")
-    tracker.note(
-        f"curve: {run_dir / 'curve.png'}" if has_curve else "no curve: install matplotlib (pip install '.[demo]')"
-    )
+    try:
+        has_curve = draw_curve(run_dir / "curve.png", title, tracker.rewards, tracker.evaluations, majority, how)
+        tracker.note(
+            f"curve: {run_dir / 'curve.png'}" if has_curve else "no curve: install matplotlib (pip install '.[demo]')"
+        )
+    except OSError as error:
+        tracker.note(f"no curve: {explained(run_dir / 'curve.png', error).strerror}")
     tracker.note(f"report: rlhf-megatron report {run_dir}")
 
 

@@ -12,11 +12,11 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from rlhf_megatron.observe.line_file import cut_after
+from rlhf_megatron.observe.line_file import LineFile, cut_after
 
 PROCESS = 1000  # Perfetto takes track 0 for the one with the process's number: that must be no other track's
 STEPS, STAGES = "steps", "stages"
@@ -38,11 +38,11 @@ class Trace:
         self._file = None
         if path is None:
             return
-        if path.exists():
-            _reopen(path)
-        self._file = path.open("ab")
-        if not self._file.tell():
-            self._file.write(OPENING)
+        last_end = _reopen(path) if path.exists() else 0.0
+        self._wall_clock += max(0.0, last_end - time.time())  # a clock that was set back
+        self._file = LineFile(path)
+        if not path.stat().st_size:
+            self._file.append(OPENING)
         self._write({"name": "process_name", "ph": "M", "pid": PROCESS, "args": {"name": process_name}})
         for track in (STEPS, STAGES):
             self._track(track)
@@ -87,7 +87,7 @@ class Trace:
     def close(self) -> None:
         with self._lock:
             if self._file is not None:
-                self._file.write(json.dumps(_CLOSING_EVENT).encode() + b"\n" + ENDING)
+                self._file.append(json.dumps(_CLOSING_EVENT).encode() + b"\n" + ENDING)
                 self._file.close()
                 self._file = None
 
@@ -101,13 +101,16 @@ class Trace:
 
     def _write(self, event: dict[str, Any]) -> None:
         assert self._file is not None
-        self._file.write(json.dumps(event).encode() + b",\n")
-        self._file.flush()
+        self._file.append(json.dumps(event).encode() + b",\n")
 
 
-def _reopen(path: Path) -> None:
-    """Takes off a closing bracket with the event before it, or a line that a former process left unfinished."""
+def _reopen(path: Path) -> float:
+    """Takes off a closing bracket with the event before it, or a line that was cut off. Returns when the rest ended."""
     lines = path.read_bytes().splitlines(keepends=True)
     while lines and not (lines[-1].endswith(b",\n") or lines == [OPENING]):
         lines.pop()
     cut_after(path, sum(map(len, lines)))
+    with suppress(ValueError, IndexError):
+        last = json.loads(lines[-1][:-2])
+        return float(last.get("ts", 0) + last.get("dur", 0)) / 1e6
+    return 0.0

@@ -12,12 +12,11 @@ from rlhf_megatron.data.batch import TrainBatch
 from rlhf_megatron.evaluation.evaluation import EvaluationResult
 from rlhf_megatron.observe.health import HealthWatch
 from rlhf_megatron.observe.line_file import RunClock
-from rlhf_megatron.observe.loggers import LOGGERS, BatchView
-from rlhf_megatron.observe.metrics.batch import batch_metrics, distributions, variance_metrics
+from rlhf_megatron.observe.loggers import BatchView, Loggers
+from rlhf_megatron.observe.metrics.batch import batch_metrics, distributions, samples_of, variance_metrics
 from rlhf_megatron.observe.metrics.mismatch import mismatch_record
 from rlhf_megatron.observe.metrics.rates import balance, throughput, time_per_token, utilisation
 from rlhf_megatron.observe.run_facts import RunFacts
-from rlhf_megatron.observe.samples import samples_of
 from rlhf_megatron.observe.trace import STAGES, STEPS, Trace
 
 NOTHING_KNOWN = RunFacts()
@@ -42,7 +41,8 @@ class Tracker:
         self.clock = clock or RunClock(time.time())
         self.rewards: list[tuple[int, float]] = []  # step, mean reward
         self.evaluations: list[tuple[int, EvaluationResult]] = []
-        self.health = HealthWatch()
+        peak_lr = facts.settings.get("actor.optim.lr")
+        self.health = HealthWatch(float(peak_lr) if peak_lr is not None else None)
         self.first_mismatch: float | None = None  # largest |log-prob difference|, engine against trainer, at step 1
         self.trace = Trace(run_dir / "trace.json" if "jsonl" in loggers else None, facts.name)
         self._start = time.monotonic()
@@ -50,14 +50,13 @@ class Tracker:
         self._metrics: dict[str, float] = {}
         self._batch: TrainBatch | None = None
         self._version: int | None = None
-        self._loggers = [LOGGERS.get(name).build(run_dir, total_steps, facts) for name in dict.fromkeys(loggers)]
+        self.loggers = Loggers(loggers, run_dir, total_steps, facts)
 
     def __enter__(self) -> Tracker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        for logger in self._loggers:
-            logger.close(is_failed=kind is not None)
+        self.loggers.tell(lambda logger: logger.close(is_failed=kind is not None))
         self.trace.close()
 
     @property
@@ -113,6 +112,8 @@ class Tracker:
 
     def _write_step(self, step: int, seconds: float) -> None:
         metrics = {f"timing_s/{name}": value for name, value in self._times.items()} | {"timing_s/step": seconds}
+        metrics["training/global_step"] = float(step)
+        self.loggers.start_again(step)
         calls, work = self.trace.take_call_seconds(), self.facts.workload
         if self._batch is not None:
             self._show_batch(step, self._batch)
@@ -141,8 +142,7 @@ class Tracker:
             mismatch=mismatch_record(step, batch, spell) if spell else None,
             distributions=distributions(batch, self._version),
         )
-        for logger in self._loggers:
-            logger.batch(step, view)
+        self.loggers.tell(lambda logger: logger.batch(step, view))
 
     def batch(self, batch: TrainBatch, metrics: dict[str, float], version: int | None = None) -> None:
         """This step's batch and what the stages say about it. `version`: of the policy that was trained on it."""
@@ -161,21 +161,19 @@ class Tracker:
 
     def waiting(self, text: str) -> None:
         """What the run does or waits for now; overwritten by the next."""
-        for logger in self._loggers:
-            logger.stage(text)
+        self.loggers.tell(lambda logger: logger.stage(text))
 
     def note(self, text: str) -> None:
         """A line for the person who watches."""
-        for logger in self._loggers:
-            logger.note(text)
+        self.loggers.tell(lambda logger: logger.note(text))
 
     def warmup(self, step: int, metrics: dict[str, float]) -> None:
         self.write(step, "warmup", metrics)
 
     def write(self, step: int, kind: str, metrics: Mapping[str, float]) -> None:
         """A row of metrics to all loggers; metric names and units: `metric_names`."""
-        for logger in self._loggers:
-            logger.row(kind, step, self.seconds, metrics)
+        seconds = self.seconds
+        self.loggers.tell(lambda logger: logger.row(kind, step, seconds, metrics))
 
 
 def result_of_row(row: Mapping[str, Any]) -> EvaluationResult:

@@ -26,6 +26,7 @@ from torch import Tensor
 from rlhf_megatron import faults
 from rlhf_megatron.data import codec
 from rlhf_megatron.data.batch import ScoredBatch, Spans, TrainBatch
+from rlhf_megatron.observe.line_file import explained
 from rlhf_megatron.recovery.checkpointer import RunState
 from rlhf_megatron.rollout.engine import GeneratedSample, VersionSpan
 from rlhf_megatron.rollout.requests import spans_of
@@ -229,12 +230,20 @@ class Journal:
         return self.directory / f"step_{step:06d}.{kind}"
 
 
-def guarded(path: Path, action: Callable[[], None]) -> None:
-    """A disk that is full costs the file, never the run."""
+_told: set[Path] = set()  # directories of which a message was written since the last success
+
+
+def guarded(
+    path: Path, action: Callable[[], None], lost: str = "after a kill this part of the step is done again"
+) -> None:
+    """A disk that is full costs the file, never the run. The first of several failures is told."""
     try:
         action()
+        _told.discard(path.parent)
     except OSError as error:
-        logger.warning("%s could not be written (%s); after a kill this part of the step is done again", path, error)
+        if path.parent not in _told:
+            logger.warning("%s The run goes on; %s.", explained(path, error).strerror, lost)
+        _told.add(path.parent)
 
 
 def record(value: Any) -> bytes:

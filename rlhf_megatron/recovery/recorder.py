@@ -8,6 +8,7 @@ from pathlib import Path
 from rlhf_megatron.data import codec
 from rlhf_megatron.data.batch import ScoredBatch
 from rlhf_megatron.data.codec import read_file, write_file
+from rlhf_megatron.recovery.journal import guarded
 
 
 @codec.register
@@ -29,10 +30,14 @@ class Recorder:
         return self.directory / f"step_{step:06d}.batch"
 
     def write(self, step: int, batch: ScoredBatch) -> None:
-        """Write a step, without what later stages have added."""
-        self.directory.mkdir(parents=True, exist_ok=True)
+        """Write a step, without what later stages have added. A disk that is full costs the record of the step."""
         scored = ScoredBatch(**{field.name: getattr(batch, field.name) for field in fields(ScoredBatch)})
-        write_file(self._path(step), scored)
+
+        def write() -> None:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            write_file(self._path(step), scored)
+
+        guarded(self._path(step), write, f"step {step} is not recorded, and cannot be replayed")
 
     def write_start(self, start: RecordedStart) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 PR_SET_PDEATHSIG = 1
 AGENTS_PARENT_ENV = "RLHF_MEGATRON_AGENTS_PARENT"  # pid of the process with which the agent stops (`cli.restarts`)
@@ -35,6 +37,15 @@ def machine_id() -> str:
         return socket.gethostname()
 
 
+class _LogFile(io.FileIO):
+    """What the disk has no room for is lost; who prints goes on."""
+
+    def write(self, data: Any, /) -> int:
+        with contextlib.suppress(OSError):
+            super().write(data)
+        return len(data)
+
+
 def redirect_output(path: Path) -> int:
     """Append this process's stdout and stderr to `path`. Returns a file descriptor of the stderr that was."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +55,10 @@ def redirect_output(path: Path) -> int:
     with open(path, "ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(_LogFile(number, "w", closefd=False), errors="backslashreplace", write_through=True)  # type: ignore[arg-type]
+        for number in (1, 2)
+    )
     return console
 
 

@@ -21,11 +21,11 @@ from rlhf_megatron.data.prompts import PromptSets
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.observe.line_file import DIRECTORY as SUPERSEDED
 from rlhf_megatron.observe.line_file import Attempts, RunClock, evaluation_seconds, read_rows, supersede
+from rlhf_megatron.observe.metrics.rates import HeadWatch, MemoryWatch
 from rlhf_megatron.observe.run_dir import write_text
 from rlhf_megatron.observe.run_facts import run_facts
 from rlhf_megatron.observe.summary import description, finish, layouts_of
 from rlhf_megatron.observe.tracker import Tracker
-from rlhf_megatron.observe.watches import HeadWatch, MemoryWatch
 from rlhf_megatron.plugins import digests
 from rlhf_megatron.recovery.capsule import Capsules
 from rlhf_megatron.recovery.checkpointer import Checkpointer, RunState
@@ -82,7 +82,9 @@ def train(
     attempts = Attempts(run_dir)
     trainer = config.trainer
     with ExitStack() as stack:
-        stack.enter_context(attempts.attempt(since, **facts_of(start, trainer.resume_from_path, config.plugins)))
+        layouts = {pool.name: str(pool.layout) for pool in pools_of(config)}
+        facts = facts_of(start, trainer.resume_from_path, config.plugins)
+        stack.enter_context(attempts.attempt(since, layouts=layouts, **facts))
         write_text(run_dir / CONFIG, as_yaml(config))
         tracker = stack.enter_context(_tracker(config, run_dir, tokenizer, start, attempts))
         engines = f"{num_engines(config)} {config.rollout.engine}"
@@ -158,7 +160,18 @@ def train(
         keeper.finish()
         if trainer.save_hf:
             stages.save_hf(run_dir)
-        finish(trainer, config.model.path, tracker, run_dir, sets, state.warmup_accuracy, attempts, layouts_of(group))
+        finish(
+            trainer,
+            config.rollout,
+            config.model.path,
+            tracker,
+            run_dir,
+            sets,
+            state.warmup_accuracy,
+            attempts,
+            layouts_of(group),
+            stop.check,
+        )
 
 
 def _where(config: RunConfig) -> str:

@@ -21,7 +21,7 @@ from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.evaluation.evaluation import EvaluationResult, EvaluationSet, evaluate, first_items
 from rlhf_megatron.observe.metrics.batch import bad_columns, version_metrics
 from rlhf_megatron.observe.metrics.mismatch import MismatchCheck
-from rlhf_megatron.observe.watches import HeadWatch, MemoryWatch
+from rlhf_megatron.observe.metrics.rates import HeadWatch, MemoryWatch
 from rlhf_megatron.recovery.checkpointer import check_replicas
 from rlhf_megatron.recovery.journal import Journal
 from rlhf_megatron.recovery.recorder import Recorder
@@ -252,6 +252,8 @@ class Stages:
         self._step_metrics |= self.memory.metrics() if self.memory is not None else {}
         self._step_metrics |= version_metrics(self.trained_version, batch)
         self._step_metrics["rollout/num_samples"] = float(len(batch))
+        if self.data.stream is not None and len(batch):  # a group's id is its place in the stream
+            self._step_metrics["training/epoch"] = (int(batch.group_ids.max()) + 1) / self.data.stream.num_prompts
         return self._step_metrics
 
     def sync(self) -> dict[str, float]:

@@ -1,14 +1,136 @@
-"""Loggers by name (`trainer.logger`). Every module of this package is imported, so that a new file registers itself."""
+"""What a logger is, and those of a run: each is told what the run does, and writes or shows what it likes of it.
+
+A new one is a new file here with a class that is registered in LOGGERS; every module of this package is imported.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlhf_megatron.config.errors import ConfigError
-from rlhf_megatron.observe.loggers.base import LOGGERS, BatchView, Logger
-from rlhf_megatron.registry import import_modules
+from rlhf_megatron.lazy import Tensor
+from rlhf_megatron.observe.line_file import NO_ROOM, explained
+from rlhf_megatron.registry import Registry, import_modules
 
-import_modules(__name__, __path__)
+if TYPE_CHECKING:
+    from rlhf_megatron.observe.report.files import MismatchStep, Sample
+    from rlhf_megatron.observe.run_facts import RunFacts
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class BatchView:
+    """What loggers are shown of a step's batch, made once for all of them."""
+
+    samples: tuple[Sample, ...]
+    mismatch: MismatchStep | None
+    distributions: Mapping[str, Tensor]  # name -> the values, see `distributions`
+
+
+class Logger:
+    """Does nothing. All calls come from one thread. Optional packages are imported inside of methods.
+
+    What a method raises switches the logger off and never ends the run (see `Loggers`).
+    """
+
+    def __init__(self, run_dir: Path, total_steps: int, facts: RunFacts) -> None:
+        """Makes its files in `run_dir`, or goes on with those that are there."""
+
+    @classmethod
+    def check(cls) -> None:
+        """Before anything is started. Raises ValueError where the logger cannot work here, with the fix."""
+
+    def row(self, kind: str, step: int, seconds: float, metrics: Mapping[str, float]) -> None:
+        """Metrics of a step. `kind`: warmup, step or evaluation; `seconds`: since the run began."""
+
+    def batch(self, step: int, view: BatchView) -> None:
+        """What a step was made of; before its row."""
+
+    def stage(self, text: str) -> None:
+        """What the run does or waits for now; overwritten by the next."""
+
+    def note(self, text: str) -> None:
+        """A line for the person who watches."""
+
+    def flush(self) -> None:
+        """Writes what waits for room. Raises OSError where the disk still has none."""
+
+    def close(self, is_failed: bool) -> None:
+        """`is_failed`: the run ends by an exception."""
+
+
+LOGGERS: Registry[type[Logger]] = Registry("logger")
+SPARE_BYTES = 1 << 20  # that must be free before a logger is made again
+MAX_VIEWS = 200  # histograms and tables of a run; viewers show no more of them
+
+
+def is_view_step(step: int, total_steps: int) -> bool:
+    """Steps at which large things are logged: the first, the last, and every ceil(total_steps / MAX_VIEWS)."""
+    return step in (1, total_steps) or step % max(1, -(-total_steps // MAX_VIEWS)) == 0
+
+
+class Loggers:
+    """The loggers of a run. One that fails is switched off with one message; the run and the others go on.
+
+    One that found the disk full is made again at later steps, until it works.
+    """
+
+    def __init__(self, names: Sequence[str], run_dir: Path, total_steps: int, facts: RunFacts) -> None:
+        self._run_dir, self._total_steps, self._facts = run_dir, total_steps, facts
+        self._at_work: dict[str, Logger] = {}
+        self._without_room: set[str] = set()
+        errors = {name: self._start(name, facts) for name in dict.fromkeys(names)}
+        for name, error in errors.items():
+            self._say(name, error)
+
+    def tell(self, what: Callable[[Logger], None]) -> None:
+        """Call `what` with each logger."""
+        for name, one in list(self._at_work.items()):
+            try:
+                what(one)
+            except Exception as error:
+                del self._at_work[name]
+                self._say(name, error)
+                with suppress(Exception):
+                    one.close(is_failed=True)
+
+    def start_again(self, step: int) -> None:
+        """Those that found the disk full; viewers drop what the former files have of this step and later."""
+        has_room = self._without_room and shutil.disk_usage(self._run_dir).free > SPARE_BYTES
+        for name in sorted(self._without_room) if has_room else ():
+            if self._start(name, replace(self._facts, resumed_from_step=step - 1)) is None:
+                self._without_room.discard(name)
+                logger.warning("logger %s: there is room again, and it goes on.", name)
+
+    def flush(self) -> None:
+        """Raises OSError where lines wait for room and the disk has none."""
+        for one in self._at_work.values():
+            one.flush()
+
+    def _start(self, name: str, facts: RunFacts) -> Exception | None:
+        build = LOGGERS.get(name).build
+        try:
+            self._at_work[name] = build(self._run_dir, self._total_steps, facts)
+        except Exception as error:
+            return error
+        return None
+
+    def _say(self, name: str, error: Exception | None) -> None:
+        if error is None:
+            return
+        text = f"{type(error).__name__}: {error}"
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            self._without_room.add(name)
+            text = f"{explained(self._run_dir / name, error).strerror} It is tried again at each step"
+        others = ", ".join(other for other in self._at_work if other != name) or "no other logger"
+        logger.warning("logger %s is switched off: %s. The run goes on with %s.", name, text, others)
 
 
 def check_loggers(names: Sequence[str]) -> None:
@@ -23,4 +145,4 @@ def check_loggers(names: Sequence[str]) -> None:
         raise ConfigError(problems)
 
 
-__all__ = ["LOGGERS", "BatchView", "Logger", "check_loggers"]
+import_modules(__name__, __path__)

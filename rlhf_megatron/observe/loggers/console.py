@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column as ProgressColumn
 
-from rlhf_megatron.observe.loggers.base import LOGGERS, Logger
+from rlhf_megatron.observe.loggers import LOGGERS, Logger
 
 if TYPE_CHECKING:
     from rlhf_megatron.observe.run_facts import RunFacts

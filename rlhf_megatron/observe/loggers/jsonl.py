@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_megatron.observe.line_file import LineFile, strict
-from rlhf_megatron.observe.loggers.base import LOGGERS, BatchView, Logger
+from rlhf_megatron.observe.loggers import LOGGERS, BatchView, Logger
 
 if TYPE_CHECKING:
     from rlhf_megatron.observe.run_facts import RunFacts
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 @LOGGERS.register("jsonl")
 class JsonlLogger(Logger):
-    """A line is in its file when the call returns."""
+    """A line is in its file when the call returns, or waits for room there (see `LineFile`)."""
 
     def __init__(self, run_dir: Path, total_steps: int, facts: RunFacts) -> None:
         self._directory = run_dir
@@ -28,7 +29,11 @@ class JsonlLogger(Logger):
         for sample in view.samples:
             self._file("samples").write(strict(vars(sample)))
         if view.mismatch is not None:
-            self._file("mismatch").write(strict(view.mismatch.row()))
+            self._file("mismatch").write(strict(asdict(view.mismatch)))
+
+    def flush(self) -> None:
+        for file in self._files.values():
+            file.flush()
 
     def close(self, is_failed: bool) -> None:
         for file in self._files.values():

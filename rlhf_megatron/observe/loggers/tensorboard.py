@@ -2,37 +2,46 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rlhf_megatron.observe.loggers.base import LOGGERS, BatchView, Logger, is_view_step
+from rlhf_megatron.observe.loggers import LOGGERS, BatchView, Logger, is_view_step
 
 if TYPE_CHECKING:
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
+    from rlhf_megatron.observe.report.files import Sample
     from rlhf_megatron.observe.run_facts import RunFacts
-    from rlhf_megatron.observe.samples import Sample
 
 MAX_TEXT = 2000  # characters of a prompt or a response
 FLUSH_S = 5
 
 
+def _quiet(error: threading.ExceptHookArgs, usual: Callable[[Any], object] = threading.excepthook) -> None:
+    """What TensorBoard's thread raises comes again from the next call: no traceback of it on the terminal."""
+    if type(error.thread).__name__ != "_AsyncWriterThread":
+        usual(error)
+
+
 @LOGGERS.register("tensorboard")
 class TensorboardLogger(Logger):
-    """Files under `tensorboard/`. Writing is done by a thread of TensorBoard's own."""
+    """Files under `tensorboard/<run>/`, so that viewers name the run. TensorBoard's own thread writes them."""
 
     def __init__(self, run_dir: Path, total_steps: int, facts: RunFacts) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         resumed = facts.resumed_from_step
         purged = None if resumed is None else resumed + 1  # the viewer drops what a former process wrote from there on
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"), flush_secs=FLUSH_S, purge_step=purged)
+        threading.excepthook = _quiet
+        self._writer = SummaryWriter(str(run_dir / "tensorboard" / facts.name), flush_secs=FLUSH_S, purge_step=purged)
         self._total_steps = total_steps
         self._has_settings = bool(facts.settings)
         if facts.settings:
             self._write_settings(facts)
+        self._writer.flush()  # raises where the disk is full
 
     def row(self, kind: str, step: int, seconds: float, metrics: Mapping[str, float]) -> None:
         for key, value in metrics.items():
@@ -67,7 +76,6 @@ class TensorboardLogger(Logger):
         self._write_session(metadata.SESSION_START_INFO_TAG, HParamsPluginData(session_start_info=start))
         lines = "".join(f"| `{key}` | `{value}` |\n" for key, value in facts.settings.items())
         self._writer.add_text("settings", f"| setting | value |\n|---|---|\n{lines}", 0)
-        self._writer.flush()
 
     def _end_session(self, is_failed: bool) -> None:
         from tensorboard.plugins.hparams import metadata

@@ -1,22 +1,19 @@
-"""Weights & Biases: metrics, histograms, settings, samples as a table. Where its service fails the run goes on."""
+"""Weights & Biases: metrics, histograms, settings, samples as a table."""
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
-import logging
 import secrets
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_megatron.observe.loggers.base import LOGGERS, BatchView, Logger, is_view_step
+from rlhf_megatron.observe.loggers import LOGGERS, BatchView, Logger, is_view_step
 
 if TYPE_CHECKING:
     from rlhf_megatron.observe.run_facts import RunFacts
 
-logger = logging.getLogger(__name__)
 WITHOUT_SERVICE = ("offline", "disabled", "dryrun")  # values of WANDB_MODE
 RUN_ID = "wandb_run_id"  # file in the run directory
 FINISH_TIMEOUT_S = 120.0  # for what is not yet sent when the run ends
@@ -27,10 +24,22 @@ class WandbLogger(Logger):
     """Files under `wandb/`. Its environment variables (WANDB_MODE, WANDB_API_KEY) hold as they always do."""
 
     def __init__(self, run_dir: Path, total_steps: int, facts: RunFacts) -> None:
-        self._run: Any = None
+        import wandb
+
         self._total_steps = total_steps
         self._known: set[str] = set()  # metrics whose axis was told
-        self._try("start", lambda: self._start(run_dir, facts))
+        settings = wandb.Settings(silent=True, console="off")  # the terminal is another logger's
+        if hasattr(settings, "finish_timeout"):
+            settings.finish_timeout = FINISH_TIMEOUT_S
+        self._run: Any = wandb.init(
+            project=facts.project,
+            name=facts.name,
+            id=run_id(run_dir),
+            resume="allow",
+            dir=str(run_dir),
+            config=dict(facts.config),
+            settings=settings,
+        )
 
     @classmethod
     def check(cls) -> None:
@@ -48,48 +57,18 @@ class WandbLogger(Logger):
             )
 
     def row(self, kind: str, step: int, seconds: float, metrics: Mapping[str, float]) -> None:
-        axis = "warmup/step" if kind == "warmup" else "step"
-        self._try("log metrics", lambda: self._log(axis, step, metrics))
+        self._log("warmup/step" if kind == "warmup" else "step", step, metrics)
 
     def batch(self, step: int, view: BatchView) -> None:
-        if is_view_step(step, self._total_steps):
-            self._try("log a batch", lambda: self._log_batch(step, view))
-
-    def close(self, is_failed: bool) -> None:
-        self._try("finish", lambda: self._run.finish(exit_code=int(is_failed)))
-
-    def _start(self, run_dir: Path, facts: RunFacts) -> None:
+        if not is_view_step(step, self._total_steps):
+            return
         import wandb
-
-        settings = wandb.Settings(silent=True, console="off")  # the terminal is another logger's
-        if hasattr(settings, "finish_timeout"):
-            settings.finish_timeout = FINISH_TIMEOUT_S
-        self._run = wandb.init(
-            project=facts.project,
-            name=facts.name,
-            id=run_id(run_dir),
-            resume="allow",
-            dir=str(run_dir),
-            config=dict(facts.config),
-            settings=settings,
-        )
-
-    def _log(self, axis: str, step: int, values: Mapping[str, Any]) -> None:
-        for key in values.keys() - self._known:
-            self._run.define_metric(key, step_metric=axis)
-        self._known |= values.keys()
-        self._run.log({**values, axis: step})
-
-    def _log_batch(self, step: int, view: BatchView) -> None:
-        import wandb
-
-        from rlhf_megatron.observe.samples import Sample
 
         values: dict[str, Any] = {
             f"histogram/{name}": wandb.Histogram(column.double().numpy()) for name, column in view.distributions.items()
         }
         if view.samples:
-            columns = [field.name for field in fields(Sample)]
+            columns = list(vars(view.samples[0]))
             table = [
                 [str(value) if isinstance(value, dict | tuple) else value for value in vars(s).values()]
                 for s in view.samples
@@ -97,15 +76,17 @@ class WandbLogger(Logger):
             values["samples"] = wandb.Table(columns=columns, data=table)
         self._log("step", step, values)
 
-    def _try(self, what: str, action: Callable[[], object]) -> None:
-        """Whatever goes wrong there is told once, and nothing is tried any more."""
-        if self._run is None and what != "start":
-            return
-        try:
-            action()
-        except Exception as error:
-            self._run = None
-            logger.warning("wandb could not %s: %s. The run goes on without it.", what, error)
+    def close(self, is_failed: bool) -> None:
+        if self._run is not None:
+            self._run.finish(exit_code=int(is_failed))
+
+    def _log(self, axis: str, step: int, values: Mapping[str, Any]) -> None:
+        run, self._run = self._run, None  # a service that fails is not waited for at the end
+        for key in values.keys() - self._known:
+            run.define_metric(key, step_metric=axis)
+        self._known |= values.keys()
+        run.log({**values, axis: step})
+        self._run = run
 
 
 def run_id(run_dir: Path) -> str:

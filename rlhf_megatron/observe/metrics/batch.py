@@ -1,4 +1,4 @@
-"""Metrics that are read off a finished batch, the columns whose distribution is shown, and columns that are not finite.
+"""What is read off a finished batch: metrics, distributions, columns that are not finite, samples that people see.
 
 Proxies tell how much of a step's gradient is signal, without a second backward pass; lags tell how old the policy was
 that sampled the tokens. All functions are pure.
@@ -7,6 +7,7 @@ that sampled the tokens. All functions are pure.
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from rlhf_megatron.algorithms.aggregate import sequence_sums
 from rlhf_megatron.algorithms.groups import Groups
 from rlhf_megatron.algorithms.mismatch import differences
 from rlhf_megatron.data.batch import RolloutBatch, ScoredBatch, TokenBatch, TrainBatch
+from rlhf_megatron.data.seeds import derive_seed
+from rlhf_megatron.observe.report.files import Sample
 from rlhf_megatron.rollout.engine import FinishReason
 
 
@@ -328,3 +331,54 @@ def sample_name(batch: TrainBatch, sample: int) -> str:
     prompt = batch.prompts[sample]
     shown = prompt if len(prompt) <= PROMPT_LENGTH else prompt[:PROMPT_LENGTH] + "..."
     return f"sample {int(batch.sample_ids[sample])} {shown!r}"
+
+
+LOT_PURPOSE = 5  # of the seed
+
+
+def choose(step: int, batch: ScoredBatch, count: int, seed: int) -> list[tuple[int, str]]:
+    """(index, kind) of at most `count` different samples: a third best, a third worst, the rest random.
+
+    Equal rewards are told apart by lot, and a masked sample is neither best nor worst. The lot depends on `seed` and
+    `step` only, so that a replay shows the same.
+    """
+    order = list(range(len(batch)))
+    random.Random(derive_seed(seed, step, LOT_PURPOSE)).shuffle(order)
+    is_valid = valid_samples(batch).tolist()
+    rewards = batch.rewards.tolist()
+    ranked = sorted((i for i in order if is_valid[i]), key=lambda i: -rewards[i])
+    num_best, num_worst = (count + 2) // 3, (count + 1) // 3
+    best = ranked[:num_best]
+    worst = ranked[len(best) :][::-1][:num_worst]
+    taken = {*best, *worst}
+    others = [i for i in order if i not in taken][: max(0, count - len(taken))]
+    return [(i, "best") for i in best] + [(i, "worst") for i in worst] + [(i, "random") for i in others]
+
+
+def samples_of(step: int, batch: ScoredBatch, count: int, seed: int) -> list[Sample]:
+    """The chosen samples of a step in full."""
+    lengths, is_valid = response_lengths(batch), valid_samples(batch)
+    return [
+        Sample(
+            step=step,
+            kind=kind,
+            prompt=batch.prompts[i],
+            response=batch.responses[i],
+            label=batch.labels[i],
+            source=batch.sources[i],
+            reward=batch.rewards[i].item() if is_valid[i] else None,
+            status=batch.reward_statuses[i],
+            parts={name: part[i].item() for name, part in batch.reward_parts.items() if not part[i].isnan()},
+            finish_reason=batch.finish_reasons[i],
+            num_tokens=int(lengths[i]),
+            policy_version=int(batch.policy_versions[i]),
+            version_spans=batch.version_spans[i] if batch.version_spans is not None else (),
+            num_cached_tokens=_entry(batch.num_cached_tokens, i),
+            num_retractions=_entry(batch.num_retractions, i),
+        )
+        for i, kind in choose(step, batch, count, seed)
+    ]
+
+
+def _entry(column: Tensor | None, i: int) -> int | None:
+    return None if column is None else int(column[i])

@@ -6,15 +6,15 @@ A line of mismatch.jsonl has the histograms of a step by group, and its worst to
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rlhf_megatron.algorithms.mismatch import EDGES, Spread, differences, mismatch_statistics, spread, worst_tokens
+from rlhf_megatron.algorithms.mismatch import EDGES, differences, mismatch_statistics, spread, worst_tokens
 from rlhf_megatron.config.schema import CheckConfig
 from rlhf_megatron.data.batch import ScoredBatch, TrainBatch
 from rlhf_megatron.observe.metrics.batch import token_versions
+from rlhf_megatron.observe.report.files import MismatchGroup, MismatchStep, WorstToken
 
 
 class MismatchCheck:
@@ -76,53 +76,7 @@ NUM_WORST, OVERSAMPLING = 10, 10
 CONTEXT_TOKENS, CONTEXT_CHARACTERS = 48, 80
 
 
-@dataclass(frozen=True)
-class MismatchGroup:
-    """The response tokens of one policy version, of samples that ended for one reason."""
-
-    policy_version: int
-    finish_reason: str
-    spread: Spread
-
-
-@dataclass(frozen=True)
-class WorstToken:
-    """One of the tokens that differ most."""
-
-    token: str
-    token_id: int
-    position: int  # among the response tokens of its sample, from 0
-    trainer: float  # log-prob
-    engine: float  # log-prob
-    difference: float  # nats; infinite where one of them is not a number
-    context: str  # the text before it
-    sample_id: int
-    policy_version: int
-    finish_reason: str
-
-
-@dataclass(frozen=True)
-class MismatchRecord:
-    """Of one step."""
-
-    step: int
-    groups: tuple[MismatchGroup, ...]
-    worst: tuple[WorstToken, ...]  # the worst first
-
-    def row(self) -> dict[str, object]:
-        """As it stands in mismatch.jsonl."""
-        return {
-            "step": self.step,
-            "edges": list(EDGES),
-            "groups": [
-                {"policy_version": g.policy_version, "finish_reason": g.finish_reason, **vars(g.spread)}
-                for g in self.groups
-            ],
-            "worst": [vars(token) for token in self.worst],
-        }
-
-
-def mismatch_record(step: int, batch: TrainBatch, spell: Callable[[Sequence[int]], str]) -> MismatchRecord | None:
+def mismatch_record(step: int, batch: TrainBatch, spell: Callable[[Sequence[int]], str]) -> MismatchStep | None:
     """None where the trainer's log-probs or all response tokens are missing. `spell`: token ids as text."""
     if batch.old_log_probs is None or not bool(batch.response_mask.any()):
         return None
@@ -136,12 +90,12 @@ def mismatch_record(step: int, batch: TrainBatch, spell: Callable[[Sequence[int]
         for i, reason in enumerate(reasons):
             chosen = differences_T[(versions_T == version) & (reasons_T == i) & batch.response_mask]
             if chosen.numel():
-                groups.append(MismatchGroup(version, reason, spread(chosen)))
+                groups.append(MismatchGroup(version, reason, **vars(spread(chosen))))
     worst = [
         _worst_token(batch, differences_T, t, int(owners_T[t]), int(versions_T[t]), spell)
         for t in _worst_places(batch, owners_T)
     ]
-    return MismatchRecord(step, tuple(groups), tuple(worst))
+    return MismatchStep(step, EDGES, tuple(groups), tuple(worst))
 
 
 def _worst_places(batch: TrainBatch, owners_T: Tensor) -> list[int]:

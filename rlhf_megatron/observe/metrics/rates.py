@@ -1,12 +1,13 @@
-"""Throughput, time a token, model FLOPs utilisation (MFU) and balance of a step, from its times and counts. Pure.
+"""Throughput, time a token, model FLOPs utilisation (MFU), balance and memory of a step.
 
-A Workload holds what the rates refer to (devices, layouts, models) and does not change during a run.
+A Workload holds what the rates refer to (devices, layouts, models) and does not change during a run. The watches at the
+end ask the ranks after each update; all else is pure.
 """
 # B samples
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from rlhf_megatron.observe.metrics.batch import response_lengths
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.runtime.dispatch import plan_call
 from rlhf_megatron.runtime.pool import pools_of
+from rlhf_megatron.runtime.proxies import ActorProxy, ReferenceProxy, Workers
+from rlhf_megatron.workers.findings import MemoryReport
 
 # Dense bfloat16 with float32 sums, TFLOP/s, as the vendors' data sheets have them (without sparsity).
 PEAK_TFLOPS: Mapping[str, float] = {
@@ -194,3 +197,58 @@ def balance(batch: TokenBatch, work: Workload) -> dict[str, float]:
 
 def _num_response_tokens(metrics: Mapping[str, float]) -> float:
     return metrics["response_length/mean"] * metrics["rollout/num_samples"]
+
+
+GIB = float(1 << 30)
+
+
+class MemoryWatch:
+    """Asks one role a pool: what it tells is of a whole process."""
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+
+    def metrics(self) -> dict[str, float]:
+        """To be called after a step's update."""
+        calls = [worker.memory_report() for worker in self._workers.of_pools().values()]
+        return memory_metrics([report for call in calls for report in call.result()])
+
+
+def memory_metrics(reports: Iterable[MemoryReport]) -> dict[str, float]:
+    """The largest of each over `reports`, one or more; the smallest peak, where every device is one that is known."""
+    found = list(reports)
+    metrics = {"perf/cpu_memory_used_gb": max(r.resident_bytes for r in found) / GIB}
+    names = {report.device_name for report in found}
+    if names == {""}:
+        return metrics
+    metrics["perf/max_memory_allocated_gb"] = max(r.peak_allocated_bytes for r in found) / GIB
+    metrics["perf/max_memory_reserved_gb"] = max(r.peak_reserved_bytes for r in found) / GIB
+    peaks = [peak for name in names if (peak := peak_tflops(name)) is not None]
+    return metrics | ({"perf/peak_tflops": min(peaks)} if len(peaks) == len(names) else {})
+
+
+class HeadWatch:
+    """Asks the ranks of `policies` after each step, until their self-checks are over."""
+
+    def __init__(self, policies: Sequence[ActorProxy | ReferenceProxy], note: Callable[[str], None]) -> None:
+        self._policies = policies
+        self._note = note
+        self._told: set[str] = set()
+        self._num_fallbacks = 0
+        self._is_over = False
+
+    def metrics(self) -> dict[str, float]:
+        """To be called after a step's update."""
+        if not self._is_over:
+            calls = {policy.role: policy.head_report() for policy in self._policies}
+            reports = {role: [found for found in call.result() if found is not None] for role, call in calls.items()}
+            self._num_fallbacks = sum(len(report.notices) for of_role in reports.values() for report in of_role)
+            self._is_over = not any(report.num_checks_left for of_role in reports.values() for report in of_role)
+            for role, of_role in reports.items():
+                lines = [f"head of the {role}: {report.choice}" for report in of_role]
+                lines += [f"[{report.where}] {notice}" for report in of_role for notice in report.notices]
+                for text in dict.fromkeys(lines):  # ranks that chose alike are one line
+                    if text not in self._told:
+                        self._note(text)
+                self._told.update(lines)
+        return {"perf/num_head_fallbacks": float(self._num_fallbacks)}

@@ -1,4 +1,4 @@
-"""Which charts a report has, in the order in which an engineer wants them. A new chart is one entry here.
+"""Which charts a report has, in the order in which an engineer wants them. A new chart is one line of _TABLE.
 
 A key may have one part in angle brackets, which stands for any text: every metric of that form becomes a line of the
 chart, named by that text. Units and meanings come from the lists of metric names.
@@ -7,7 +7,7 @@ chart, named by that text. Units and meanings come from the lists of metric name
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -44,273 +44,127 @@ class Section:
     charts: tuple[Spec, ...]
 
 
-_INTERVAL_NOTE = "Band: 95 % interval of the mean over the samples of a step, taken as independent."
+NOTES = {
+    "reward": "Band: 95 % interval of the mean over the samples of a step, taken as independent.",
+    "held_out": "Band: 95 % interval over the held-out items.",
+    "reward_status": "The rest is ok.",
+}
+_TABLE = """
+# reward | Reward and held-out accuracy | Reward
+reward | Reward | critic/rewards/mean | wide interval
+held_out | Held-out accuracy | val/accuracy | wide zero points evaluation band=val/accuracy_low,val/accuracy_high
+reward_source | Reward by source | reward/source/<source>/mean
+held_out_source | Held-out score by source | val/<source>/mean@N | zero points evaluation
+  band=val/<source>/low,val/<source>/high
+held_out_best | Held-out score, best of N | val/<source>/best@N | zero points evaluation
+held_out_majority | Held-out score, majority of N | val/<source>/maj@N | zero points evaluation
+reward_part | Parts of the reward | reward/part/<part>
+reward_status | Rewards whose status is not ok | reward/status/<status> | stack hidden=ok
+reward_range | Range of rewards | critic/rewards/mean | range
+groups | Groups that teach | reward/mixed_groups: groups of mixed reward; reward/masked: masked samples | zero
+advantages | Advantages | critic/advantages/mean | range
+# policy | KL, entropy and the policy's update | Policy
+reference_kl | KL against the reference | actor/reward_kl_penalty: in the reward; actor/kl_loss: in the loss
+entropy | Entropy | actor/entropy: before the update; actor/entropy_loss: during the update | zero
+clip | Clip fractions | actor/pg_clipfrac: ratio clip; actor/pg_clipfrac_lower: dual clip | zero
+grad_norm | Gradient norm | actor/grad_norm | log
+ppo_kl | KL of the update | actor/ppo_kl
+kl_coefficient | Coefficient of the KL in the reward | actor/reward_kl_penalty_coeff
+lr | Learning rate | actor/lr | zero
+loss | Policy loss | actor/pg_loss: policy term; actor/loss: whole loss
+# critic | Critic | Critic
+vf_loss | Value loss | critic/vf_loss | zero
+explained | Explained variance | critic/vf_explained_var
+values_returns | Values against returns | critic/values/mean: values; critic/returns/mean: returns; critic/vpred_mean:
+  values during the update
+values | Range of values | critic/values/mean | range
+returns | Range of returns | critic/returns/mean | range
+vf_clip | Value clip fraction | critic/vf_clipfrac | zero
+critic_grad_norm | Gradient norm of the critic | critic/grad_norm | log
+critic_lr | Learning rate of the critic | critic/lr | zero
+# lengths | Lengths | Lengths
+response_length | Response length | response_length/mean | zero range
+cut | Responses cut by the length limit | response_length/clip_ratio | zero
+prompt_length | Prompt length | prompt_length/mean | zero range
+held_out_length | Response length on held-out items | val/response_length | zero points evaluation
+# time | Time | Time
+stages | Stages of a step | timing_s/<stage> | wide stack
+tokens_per_s | Throughput | perf/tokens_per_s: whole step; perf/tokens_per_s/generate: generate;
+  perf/tokens_per_s/update: update | zero
+device_rate | Throughput of a device | perf/throughput | zero
+mfu | Model FLOPs utilisation | perf/mfu/actor: actor's updates; perf/mfu/critic: critic's updates;
+  perf/mfu/actor_infer: log-probs | zero
+step_time | Time of a step | timing_s/step | zero
+tokens | Tokens of a step | perf/total_num_tokens | zero
+# engine | Engine | Engine
+generation | Throughput of generation | perf/tokens_per_s/generate | zero
+finish_reason | How samples ended | rollout/finish_reason/<reason> | stack
+cached | Prompt tokens from the prefix cache | rollout/cached_token_share | zero
+retractions | Retractions | rollout/num_retractions | zero
+several_versions | Samples of several policy versions | rollout/samples_of_several_versions | zero
+trouble | Engines that failed | rollout/engine_failures: failures; rollout/engine_restarts: restarts;
+  rollout/requests_reissued: prompts asked for again | zero
+sync | Weight sync | sync/seconds | zero
+sync_bytes | Bytes of a weight sync | sync/num_bytes: weights; sync/bytes_moved: moved; sync/bytes_needed: needed |
+  zero
+turns | Trainer and engines change places | timing_s/turns | zero
+memory_device | Trainer on its device | memory/<phase>_device_bytes | zero
+memory_engine | Engine | memory/<phase>_engine_bytes | zero
+memory_offloaded | Trainer in host memory | memory/<phase>_offloaded_bytes | zero
+memory_used | Device, all processes | memory/<phase>_used_bytes | zero
+memory_host | A rank's process in host memory | memory/<phase>_host_bytes | zero
+# mismatch | Engine against trainer | Mismatch
+difference | Log-prob difference, engine against trainer | training/rollout_log_probs_diff_p50: median;
+  training/rollout_log_probs_diff_p99: 99th percentile; training/rollout_log_probs_diff_max: largest | wide log
+mismatch_kl | KL of engine and trainer | training/rollout_kl | log
+probs_difference | Probability difference | training/rollout_probs_diff_mean: mean; training/rollout_probs_diff_max:
+  largest | log
+lag | Policy lag | policy/lag | zero
+# warmup | Warm-up | Warm-up
+warmup_loss | Supervised loss | warmup/loss | zero warmup
+warmup_accuracy | Sampled accuracy | warmup/accuracy | points warmup
+warmup_grad_norm | Gradient norm | warmup/grad_norm | log warmup
+"""
 
-SECTIONS = (
-    Section(
-        "reward",
-        "Reward and held-out accuracy",
-        "Reward",
-        (
-            Spec("reward", "Reward", ("critic/rewards/mean",), band="interval", is_wide=True, note=_INTERVAL_NOTE),
-            Spec(
-                "held_out",
-                "Held-out accuracy",
-                ("val/accuracy",),
-                band=("val/accuracy_low", "val/accuracy_high"),
-                kind="points",
-                row="evaluation",
-                is_wide=True,
-                from_zero=True,
-                note="Band: 95 % interval over the held-out items.",
-            ),
-            Spec("reward_source", "Reward by source", ("reward/source/<source>/mean",)),
-            Spec(
-                "held_out_source",
-                "Held-out score by source",
-                ("val/<source>/mean@N",),
-                band=("val/<source>/low", "val/<source>/high"),
-                kind="points",
-                row="evaluation",
-                from_zero=True,
-            ),
-            Spec(
-                "held_out_best",
-                "Held-out score, best of N",
-                ("val/<source>/best@N",),
-                kind="points",
-                row="evaluation",
-                from_zero=True,
-            ),
-            Spec(
-                "held_out_majority",
-                "Held-out score, majority of N",
-                ("val/<source>/maj@N",),
-                kind="points",
-                row="evaluation",
-                from_zero=True,
-            ),
-            Spec("reward_part", "Parts of the reward", ("reward/part/<part>",)),
-            Spec(
-                "reward_status",
-                "Rewards whose status is not ok",
-                ("reward/status/<status>",),
-                hidden="ok",
-                kind="stack",
-                note="The rest is ok.",
-            ),
-            Spec("reward_range", "Range of rewards", ("critic/rewards/mean",), band="range"),
-            Spec(
-                "groups",
-                "Groups that teach",
-                ("reward/mixed_groups", "reward/masked"),
-                labels={"reward/mixed_groups": "groups of mixed reward", "reward/masked": "masked samples"},
-                from_zero=True,
-            ),
-            Spec("advantages", "Advantages", ("critic/advantages/mean",), band="range"),
-        ),
-    ),
-    Section(
-        "policy",
-        "KL, entropy and the policy's update",
-        "Policy",
-        (
-            Spec(
-                "reference_kl",
-                "KL against the reference",
-                ("actor/reward_kl_penalty", "actor/kl_loss"),
-                labels={"actor/reward_kl_penalty": "in the reward", "actor/kl_loss": "in the loss"},
-            ),
-            Spec(
-                "entropy",
-                "Entropy",
-                ("actor/entropy", "actor/entropy_loss"),
-                labels={"actor/entropy": "before the update", "actor/entropy_loss": "during the update"},
-                from_zero=True,
-            ),
-            Spec(
-                "clip",
-                "Clip fractions",
-                ("actor/pg_clipfrac", "actor/pg_clipfrac_lower"),
-                labels={"actor/pg_clipfrac": "ratio clip", "actor/pg_clipfrac_lower": "dual clip"},
-                from_zero=True,
-            ),
-            Spec("grad_norm", "Gradient norm", ("actor/grad_norm",), is_log=True),
-            Spec("ppo_kl", "KL of the update", ("actor/ppo_kl",)),
-            Spec("kl_coefficient", "Coefficient of the KL in the reward", ("actor/reward_kl_penalty_coeff",)),
-            Spec("lr", "Learning rate", ("actor/lr",), from_zero=True),
-            Spec(
-                "loss",
-                "Policy loss",
-                ("actor/pg_loss", "actor/loss"),
-                labels={"actor/pg_loss": "policy term", "actor/loss": "whole loss"},
-            ),
-        ),
-    ),
-    Section(
-        "critic",
-        "Critic",
-        "Critic",
-        (
-            Spec("vf_loss", "Value loss", ("critic/vf_loss",), from_zero=True),
-            Spec("explained", "Explained variance", ("critic/vf_explained_var",)),
-            Spec(
-                "values_returns",
-                "Values against returns",
-                ("critic/values/mean", "critic/returns/mean", "critic/vpred_mean"),
-                labels={
-                    "critic/values/mean": "values",
-                    "critic/returns/mean": "returns",
-                    "critic/vpred_mean": "values during the update",
-                },
-            ),
-            Spec("values", "Range of values", ("critic/values/mean",), band="range"),
-            Spec("returns", "Range of returns", ("critic/returns/mean",), band="range"),
-            Spec("vf_clip", "Value clip fraction", ("critic/vf_clipfrac",), from_zero=True),
-            Spec("critic_grad_norm", "Gradient norm of the critic", ("critic/grad_norm",), is_log=True),
-            Spec("critic_lr", "Learning rate of the critic", ("critic/lr",), from_zero=True),
-        ),
-    ),
-    Section(
-        "lengths",
-        "Lengths",
-        "Lengths",
-        (
-            Spec("response_length", "Response length", ("response_length/mean",), band="range", from_zero=True),
-            Spec("cut", "Responses cut by the length limit", ("response_length/clip_ratio",), from_zero=True),
-            Spec("prompt_length", "Prompt length", ("prompt_length/mean",), band="range", from_zero=True),
-            Spec(
-                "held_out_length",
-                "Response length on held-out items",
-                ("val/response_length",),
-                kind="points",
-                row="evaluation",
-                from_zero=True,
-            ),
-        ),
-    ),
-    Section(
-        "time",
-        "Time",
-        "Time",
-        (
-            Spec("stages", "Stages of a step", ("timing_s/<stage>",), kind="stack", is_wide=True),
-            Spec(
-                "tokens_per_s",
-                "Throughput",
-                ("perf/tokens_per_s", "perf/tokens_per_s/generate", "perf/tokens_per_s/update"),
-                labels={
-                    "perf/tokens_per_s": "whole step",
-                    "perf/tokens_per_s/generate": "generate",
-                    "perf/tokens_per_s/update": "update",
-                },
-                from_zero=True,
-            ),
-            Spec("device_rate", "Throughput of a device", ("perf/throughput",), from_zero=True),
-            Spec(
-                "mfu",
-                "Model FLOPs utilisation",
-                ("perf/mfu/actor", "perf/mfu/critic", "perf/mfu/actor_infer"),
-                labels={
-                    "perf/mfu/actor": "actor's updates",
-                    "perf/mfu/critic": "critic's updates",
-                    "perf/mfu/actor_infer": "log-probs",
-                },
-                from_zero=True,
-            ),
-            Spec("step_time", "Time of a step", ("timing_s/step",), from_zero=True),
-            Spec("tokens", "Tokens of a step", ("perf/total_num_tokens",), from_zero=True),
-        ),
-    ),
-    Section(
-        "engine",
-        "Engine",
-        "Engine",
-        (
-            Spec("generation", "Throughput of generation", ("perf/tokens_per_s/generate",), from_zero=True),
-            Spec("finish_reason", "How samples ended", ("rollout/finish_reason/<reason>",), kind="stack"),
-            Spec("cached", "Prompt tokens from the prefix cache", ("rollout/cached_token_share",), from_zero=True),
-            Spec("retractions", "Retractions", ("rollout/num_retractions",), from_zero=True),
-            Spec(
-                "several_versions",
-                "Samples of several policy versions",
-                ("rollout/samples_of_several_versions",),
-                from_zero=True,
-            ),
-            Spec(
-                "trouble",
-                "Engines that failed",
-                ("rollout/engine_failures", "rollout/engine_restarts", "rollout/requests_reissued"),
-                labels={
-                    "rollout/engine_failures": "failures",
-                    "rollout/engine_restarts": "restarts",
-                    "rollout/requests_reissued": "prompts asked for again",
-                },
-                from_zero=True,
-            ),
-            Spec("sync", "Weight sync", ("sync/seconds",), from_zero=True),
-            Spec(
-                "sync_bytes",
-                "Bytes of a weight sync",
-                ("sync/num_bytes", "sync/bytes_moved", "sync/bytes_needed"),
-                labels={
-                    "sync/num_bytes": "weights",
-                    "sync/bytes_moved": "moved",
-                    "sync/bytes_needed": "needed",
-                },
-                from_zero=True,
-            ),
-            Spec("turns", "Trainer and engines change places", ("timing_s/turns",), from_zero=True),
-            Spec("memory_device", "Trainer on its device", ("memory/<phase>_device_bytes",), from_zero=True),
-            Spec("memory_engine", "Engine", ("memory/<phase>_engine_bytes",), from_zero=True),
-            Spec("memory_offloaded", "Trainer in host memory", ("memory/<phase>_offloaded_bytes",), from_zero=True),
-            Spec("memory_used", "Device, all processes", ("memory/<phase>_used_bytes",), from_zero=True),
-            Spec("memory_host", "A rank's process in host memory", ("memory/<phase>_host_bytes",), from_zero=True),
-        ),
-    ),
-    Section(
-        "mismatch",
-        "Engine against trainer",
-        "Mismatch",
-        (
-            Spec(
-                "difference",
-                "Log-prob difference, engine against trainer",
-                (
-                    "training/rollout_log_probs_diff_p50",
-                    "training/rollout_log_probs_diff_p99",
-                    "training/rollout_log_probs_diff_max",
-                ),
-                labels={
-                    "training/rollout_log_probs_diff_p50": "median",
-                    "training/rollout_log_probs_diff_p99": "99th percentile",
-                    "training/rollout_log_probs_diff_max": "largest",
-                },
-                is_log=True,
-                is_wide=True,
-            ),
-            Spec("mismatch_kl", "KL of engine and trainer", ("training/rollout_kl",), is_log=True),
-            Spec(
-                "probs_difference",
-                "Probability difference",
-                ("training/rollout_probs_diff_mean", "training/rollout_probs_diff_max"),
-                labels={"training/rollout_probs_diff_mean": "mean", "training/rollout_probs_diff_max": "largest"},
-                is_log=True,
-            ),
-            Spec("lag", "Policy lag", ("policy/lag",), from_zero=True),
-        ),
-    ),
-    Section(
-        "warmup",
-        "Warm-up",
-        "Warm-up",
-        (
-            Spec("warmup_loss", "Supervised loss", ("warmup/loss",), row="warmup", from_zero=True),
-            Spec("warmup_accuracy", "Sampled accuracy", ("warmup/accuracy",), row="warmup", kind="points"),
-            Spec("warmup_grad_norm", "Gradient norm", ("warmup/grad_norm",), row="warmup", is_log=True),
-        ),
-    ),
-)
+
+def _spec(line: str) -> Spec:
+    name, title, keys, *rest = line.split(" | ")
+    words = rest[0].split() if rest else []
+    options = dict(word.split("=") for word in words if "=" in word)
+    pairs = [key.partition(": ") for key in keys.split("; ")]
+    low, comma, high = options.get("band", "").partition(",")
+
+    def one_of(*choices: str, usual: str) -> str:
+        return next((word for word in words if word in choices), usual)
+
+    return Spec(
+        name=name,
+        title=title,
+        keys=tuple(key for key, _, _ in pairs),
+        labels={key: label for key, _, label in pairs if label},
+        band=(low, high) if comma else one_of("interval", "range", usual=""),
+        kind=one_of("stack", "points", usual="lines"),
+        row=one_of("evaluation", "warmup", usual="step"),
+        is_log="log" in words,
+        is_wide="wide" in words,
+        from_zero="zero" in words,
+        note=NOTES.get(name, ""),
+        hidden=options.get("hidden", ""),
+    )
+
+
+def _sections(table: str) -> Iterator[Section]:
+    """A section begins with "# name | title | in the bar"; then a chart a line: name | title | keys | options.
+
+    Keys are separated by semicolons, each with its label behind a colon where it has one.
+    """
+    for part in table.replace("\n  ", " ").split("\n# ")[1:]:
+        head, *lines = part.strip().splitlines()
+        name, title, short = head.split(" | ")
+        yield Section(name, title, short, tuple(map(_spec, lines)))
+
+
+SECTIONS = tuple(_sections(_TABLE))
 
 
 @cache

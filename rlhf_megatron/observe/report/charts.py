@@ -10,13 +10,7 @@ from itertools import compress
 
 from rlhf_megatron.evaluation.intervals import Z95, t95
 from rlhf_megatron.observe.report.catalogue import SECTIONS, Spec, metric, pattern
-from rlhf_megatron.observe.report.records import Row, RunFiles
-
-
-def sample_interval(mean: float, std: float, count: float) -> tuple[float, float]:
-    """95 % interval of a mean over `count` independent samples with standard deviation `std` (normal)."""
-    half = Z95 * std / math.sqrt(count)
-    return mean - half, mean + half
+from rlhf_megatron.observe.report.files import Row, RunFiles
 
 
 def seed_interval(values: Sequence[float]) -> tuple[float, float] | None:
@@ -109,7 +103,7 @@ def section_charts(run: RunFiles, name: str) -> list[Chart]:
 def other_charts(run: RunFiles) -> list[Chart]:
     """A chart for each metric that no entry of the catalogue shows and that is not the same in all rows."""
     specs = [spec for section in SECTIONS for spec in section.charts]
-    shown = {key for spec in specs for key in used_keys(spec, rows_of(run, spec.row))}
+    shown = {key for spec in specs for key in used_keys(spec, rows_of(run, spec.row))} | {"training/global_step"}
     charts: list[Chart] = []
     for kind in ("step", "evaluation", "warmup"):
         rows = rows_of(run, kind)
@@ -193,10 +187,9 @@ def series_of(spec: Spec, key: str, label: str, rows: Sequence[Row]) -> Series:
 
 def used_keys(spec: Spec, rows: Sequence[Row]) -> set[str]:
     """Metrics that a chart shows, those of its band too."""
-    used = {key for key, _ in matching(spec, keys_of(rows))}
-    for key, label in matching(spec, keys_of(rows)):
-        used |= {REWARD_STD} if spec.band == "interval" else set(_band_keys(spec, key, label) or ())
-    return used
+    lines = matching(spec, keys_of(rows))
+    bands = [(REWARD_STD,) if spec.band == "interval" else _band_keys(spec, *line) or () for line in lines]
+    return {key for key, _ in lines}.union(*bands)
 
 
 def _band_keys(spec: Spec, key: str, label: str) -> tuple[str, str] | None:
@@ -221,12 +214,13 @@ def _band(spec: Spec, key: str, label: str, rows: Sequence[Row]) -> tuple[Values
 
 
 def _reward_interval(row: Row) -> tuple[float | None, float | None]:
-    """Over the samples whose reward counts."""
+    """95 % of the mean over the samples whose reward counts, taken as independent and normal."""
     metrics: Mapping[str, float] = row.metrics
     std, count = metrics.get(REWARD_STD), metrics.get(NUM_SAMPLES, 0.0) * (1 - metrics.get(MASKED, 0.0))
     if std is None or not count >= 2:
         return None, None
-    return sample_interval(metrics["critic/rewards/mean"], std, count)
+    mean, half = metrics["critic/rewards/mean"], Z95 * std / math.sqrt(count)
+    return mean - half, mean + half
 
 
 def _lack(spec: Spec, series: Series) -> str:

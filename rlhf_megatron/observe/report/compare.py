@@ -8,9 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
-from rlhf_megatron.config.keys import leaves, value_of
-from rlhf_megatron.config.schema import RunConfig
-from rlhf_megatron.config.show import as_text
 from rlhf_megatron.evaluation.intervals import t95
 from rlhf_megatron.observe.report import html
 from rlhf_megatron.observe.report.catalogue import SECTIONS, Spec
@@ -25,6 +22,7 @@ from rlhf_megatron.observe.report.charts import (
     significant,
 )
 from rlhf_megatron.observe.report.facts import (
+    NO_INFLUENCE,
     Estimate,
     duration,
     ends,
@@ -33,20 +31,15 @@ from rlhf_megatron.observe.report.facts import (
     seconds,
     setting,
     status,
+    usual_settings,
     written_settings,
 )
+from rlhf_megatron.observe.report.files import RunFiles
 from rlhf_megatron.observe.report.page import document, footer
 from rlhf_megatron.observe.report.payload import Payload
-from rlhf_megatron.observe.report.records import RunFiles
 
 SEEDS = ("trainer.seed", "model.init_seed", "data.seed")
-NAMES = (  # where a run writes, not what it does
-    "trainer.experiment_name",
-    "trainer.project_name",
-    "trainer.default_local_dir",
-    "trainer.logger",
-    "trainer.samples_kept",
-)
+LIKE = (*SEEDS, *NO_INFLUENCE)  # settings that the runs of a group may differ in
 
 
 @dataclass(frozen=True)
@@ -61,7 +54,7 @@ def group_runs(runs: Sequence[RunFiles]) -> list[Group]:
     """In the order of their first runs. Labels differ."""
     by_settings: dict[tuple[tuple[str, str], ...], list[RunFiles]] = {}
     for run in runs:
-        key = tuple((k, v) for k, v in sorted(all_settings(run).items()) if k not in (*SEEDS, *NAMES))
+        key = tuple((k, v) for k, v in sorted(all_settings(run).items()) if k not in LIKE)
         by_settings.setdefault(key, []).append(run)
     labels: list[str] = []
     for members in by_settings.values():
@@ -72,16 +65,14 @@ def group_runs(runs: Sequence[RunFiles]) -> list[Group]:
 
 def all_settings(run: RunFiles) -> dict[str, str]:
     """Full key -> value as text; what its config.yaml leaves out has this version's default."""
-    default = RunConfig()
-    usual = {leaf.key: as_text(value_of(default, leaf.key)) for leaf in leaves(RunConfig)}
-    return usual | written_settings(run)
+    return {key: text for key, (text, _) in usual_settings().items()} | written_settings(run)
 
 
 def differing_settings(groups: Sequence[Group]) -> list[tuple[str, list[str]]]:
     """(key, value in each group) of the settings in which groups differ, seeds and names apart."""
     settings = [all_settings(group.runs[0]) for group in groups]
     keys = dict.fromkeys(key for found in settings for key in found)
-    rows = [(key, [found.get(key, "") for found in settings]) for key in keys if key not in (*SEEDS, *NAMES)]
+    rows = [(key, [found.get(key, "") for found in settings]) for key in keys if key not in LIKE]
     return [(key, values) for key, values in rows if len(set(values)) > 1]
 
 
@@ -155,34 +146,25 @@ def compare_charts(groups: Sequence[Group], section: str) -> list[Chart]:
 
 
 def _chart(spec: Spec, groups: Sequence[Group]) -> Chart | None:
+    """The band of several runs is that of their mean; a single run keeps its interval."""
     kind = "lines" if spec.kind == "stack" else spec.kind
     spec = replace(spec, kind=kind, is_wide=spec.is_wide and spec.kind != "stack")
     series: list[Series] = []
     charts: list[Chart] = []
     for i, group in enumerate(groups):
-        made = [make_chart(_bandless(spec, group), rows_of(run, spec.row)) for run in group.runs]
-        of_runs = [chart for chart in made if chart is not None]
-        charts += of_runs
-        series += _series_of(group, i, [chart.series[0] for chart in of_runs])
+        of_group = replace(spec, band="") if len(group.runs) > 1 or spec.band == "range" else spec
+        made = [chart for run in group.runs if (chart := make_chart(of_group, rows_of(run, spec.row)))]
+        of_runs = [replace(chart.series[0], label=group.label, group=i) for chart in made]
+        if len(of_runs) > 1:
+            of_runs = [*(replace(one, is_faint=True) for one in of_runs), mean_series(of_runs)]
+        charts, series = charts + made, series + of_runs
     if not charts:
         return None
     note = spec.note if any(len(group.runs) == 1 for group in groups) else ""
     return replace(charts[0], series=tuple(series), note=note)
 
 
-def _bandless(spec: Spec, group: Group) -> Spec:
-    """The band of several runs is that of their mean; a single run keeps its interval."""
-    return replace(spec, band="") if len(group.runs) > 1 or spec.band == "range" else spec
-
-
-def _series_of(group: Group, index: int, of_runs: Sequence[Series]) -> list[Series]:
-    if len(group.runs) == 1 or len(of_runs) < 2:
-        return [replace(series, label=group.label, group=index) for series in of_runs]
-    faint = [replace(series, label=group.label, group=index, is_faint=True) for series in of_runs]
-    return [*faint, mean_series(group.label, index, of_runs)]
-
-
-def mean_series(label: str, index: int, of_runs: Sequence[Series]) -> Series:
+def mean_series(of_runs: Sequence[Series]) -> Series:
     """Mean and Student's t interval at the steps at which all runs have a value."""
     known = [dict(zip(series.steps, series.values, strict=True)) for series in of_runs]
     steps, values, low, high = [], [], [], []
@@ -196,8 +178,7 @@ def mean_series(label: str, index: int, of_runs: Sequence[Series]) -> Series:
         values.append(significant(sum(found) / len(found)))
         low.append(significant(interval[0]))
         high.append(significant(interval[1]))
-    first = of_runs[0]
-    return Series(label, first.key, first.meaning, tuple(steps), tuple(values), tuple(low), tuple(high), group=index)
+    return replace(of_runs[0], steps=tuple(steps), values=tuple(values), low=tuple(low), high=tuple(high))
 
 
 def _head(groups: Sequence[Group], title: str) -> str:
@@ -210,64 +191,39 @@ def _head(groups: Sequence[Group], title: str) -> str:
     )
 
 
-def _finals(group: Group) -> list[float]:
-    return [after.value for run in group.runs if (after := held_out(run)[1]) is not None]
-
-
-def _gains(group: Group) -> list[float]:
-    pairs = [held_out(run) for run in group.runs]
-    return [after.value - before.value for before, after in pairs if before is not None and after is not None]
-
-
 def _results(groups: Sequence[Group]) -> str:
-    rows = []
+    rows, base = [], None
     for group in groups:
-        before = [found.value for run in group.runs if (found := held_out(run)[0]) is not None]
-        rewards = [found.value for run in group.runs if (found := mean_reward(ends(run.steps)[1])) is not None]
-        versus: Estimate | None = difference(_finals(group), _finals(groups[0])) if group is not groups[0] else None
-        cells = [mean_over_runs(before), mean_over_runs(_finals(group)), mean_over_runs(rewards)]
-        rows.append(
-            [
-                group.label,
-                str(len(group.runs)),
-                *(html.estimate(cell) for cell in cells),
-                html.estimate(mean_over_runs(_gains(group)), signed=True),
-                html.estimate(versus, signed=True),
-            ][: 6 + (len(groups) > 1)]
-        )
+        pairs = [held_out(run) for run in group.runs]
+        rewards = [found.value for run in group.runs if (found := mean_reward(ends(run.steps)[1]))]
+        finals = [after.value for _, after in pairs if after]
+        gains = [after.value - before.value for before, after in pairs if before and after]
+        cells = [[before.value for before, _ in pairs if before], finals, rewards]
+        row = [group.label, str(len(group.runs)), *(html.estimate(mean_over_runs(cell)) for cell in cells)]
+        row.append(html.estimate(mean_over_runs(gains), signed=True))
+        if len(groups) > 1:
+            row.append(html.estimate(None if base is None else difference(finals, base), signed=True))
+        base = finals if base is None else base
+        rows.append(row)
     headings = ["configuration", "runs", "held-out before", "held-out after", "last reward", "gain"]
     if len(groups) > 1:
         headings.append(f"after, minus that of {groups[0].label}")
     caption = "Means over runs with 95 % interval (Student's t; of a difference: Welch). A single run has none."
-    return f'<div class="card">{html.table(caption, headings, rows, range(1, 7))}</div>'
+    return html.table(caption, headings, rows, range(1, 7))
 
 
 def _differences(groups: Sequence[Group]) -> str:
     rows = [[key, *values] for key, values in differing_settings(groups)]
-    if not rows:
-        return ""
-    shown = html.table("Settings in which they differ", ["key", *(group.label for group in groups)], rows)
-    return f'<div class="card">{shown}</div>'
+    headings = ["key", *(group.label for group in groups)]
+    return html.table("Settings in which they differ", headings, rows) if rows else ""
 
 
 def _runs(groups: Sequence[Group]) -> str:
     rows = []
-    for group in groups:
-        for run in group.runs:
-            before, after = held_out(run)
-            last = mean_reward(ends(run.steps)[1])
-            rows.append(
-                [
-                    run.path.resolve().name,
-                    group.label,
-                    str(setting(run, "trainer.seed") or ""),
-                    status(run).text,
-                    html.estimate(before),
-                    html.estimate(after),
-                    html.estimate(last),
-                    duration(seconds(run)),
-                ]
-            )
+    for label, run in ((group.label, run) for group in groups for run in group.runs):
+        numbers = [html.estimate(found) for found in (*held_out(run), mean_reward(ends(run.steps)[1]))]
+        names = [run.path.resolve().name, label, str(setting(run, "trainer.seed") or ""), status(run).text]
+        rows.append([*names, *numbers, duration(seconds(run))])
     headings = ["run", "configuration", "seed", "state", "held-out before", "held-out after", "last reward", "time"]
     caption = "Held-out accuracy with its 95 % interval over items, reward with its over samples."
-    return f'<div class="card">{html.table(caption, headings, rows, (2, 4, 5, 6, 7))}</div>'
+    return html.table(caption, headings, rows, (2, 4, 5, 6, 7))

@@ -5,17 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from rlhf_megatron.config.keys import leaves, value_of
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.show import as_text
 from rlhf_megatron.evaluation.intervals import Z95
+from rlhf_megatron.observe.line_file import COMPLETE, FAILED, STOPPED
 from rlhf_megatron.observe.report.charts import MASKED, NUM_SAMPLES, REWARD_STD
-from rlhf_megatron.observe.report.records import Row, RunFiles
-from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.observe.report.files import Row, RunFiles
 
 FRESH_S = 180.0  # a run without a summary that wrote so lately may still be at work
+NO_INFLUENCE = (  # on what a run does
+    "trainer.experiment_name",
+    "trainer.project_name",
+    "trainer.default_local_dir",
+    "trainer.logger",
+    "trainer.samples_kept",
+)
 WINDOW = 10  # steps at each end that "first" and "last" reward are means of
 
 
@@ -45,7 +53,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Status:
-    word: str  # "finished", "failed", "interrupted" or "running"
+    word: str  # "finished", "stopped", "failed", "interrupted" or "running"
     text: str
 
 
@@ -69,13 +77,17 @@ def seconds(run: RunFiles) -> float:
 
 
 def status(run: RunFiles) -> Status:
-    """How the run ended. Only summary.json proves an end; the rest is read off the logs and the age of the files."""
+    """How the run ended, as attempts.jsonl tells; without an end there, what its logs and the age of its files tell."""
     step, total = last_step(run), setting(run, "trainer.total_training_steps")
     place = f"step {step} of {total}" if isinstance(total, int) else f"step {step}"
     if not run.steps and run.warmups:
         place = f"warm-up step {run.warmups[-1].step}"
-    if run.summary is not None:
+    last = run.attempts[-1] if run.attempts else {}
+    word, _, why = str(last.get("reason", "")).partition(": ")
+    if run.summary is not None or word == COMPLETE:
         return Status("finished", f"finished at {place}")
+    if word in (STOPPED, FAILED):
+        return Status(word, f"{word} after {place}: {why}")
     if run.log_errors:
         return Status("failed", f"failed after {place}")
     if run.age_s < FRESH_S:
@@ -131,37 +143,15 @@ def ends(rows: Sequence[Row]) -> tuple[Sequence[Row], Sequence[Row]]:
 
 
 def layouts(run: RunFiles) -> str:
-    """Of the actor's pool and, where it has one, of the critic's."""
-    told = (run.summary or {}).get("layouts")
-    if isinstance(told, Mapping):
-        return ", ".join(f"{name} {layout}" for name, layout in told.items())
-    ranks, critic_ranks = _ranks(run), setting(run, "critic.num_ranks") or 0
-    actor = (run.summary or {}).get("layout") or _layout(run, "actor", ranks - critic_ranks if ranks else 0)
-    if not critic_ranks:
-        return str(actor or "")
-    return f"actor {actor or '?'}, critic {_layout(run, 'critic', critic_ranks) or '?'}"
+    """Of the actor's pool and, where it has one, of the critic's; of a resumed run all, one after the other."""
+    told = [line.get("layouts") for line in run.attempts] + [(run.summary or {}).get("layouts")]
+    texts = [", ".join(f"{name} {layout}" for name, layout in one.items()) for one in told if isinstance(one, Mapping)]
+    return ", then ".join(text for text, _ in groupby(texts)) or str((run.summary or {}).get("layout") or "")
 
 
 def _ranks(run: RunFiles) -> int:
     nodes, per_node = setting(run, "trainer.nnodes"), setting(run, "trainer.n_gpus_per_node")
     return nodes * per_node if isinstance(nodes, int) and isinstance(per_node, int) else 0
-
-
-def _layout(run: RunFiles, role: str, ranks: int) -> Layout | None:
-    section = setting(run, f"{role}.megatron")
-    if not isinstance(section, Mapping) or not ranks:
-        return None
-    try:
-        return Layout(
-            ranks,
-            tp=section.get("tensor_model_parallel_size") or 1,
-            pp=section.get("pipeline_model_parallel_size") or 1,
-            cp=section.get("context_parallel_size") or 1,
-            vpp=section.get("virtual_pipeline_model_parallel_size") or 1,
-            sequence_parallel=bool(section.get("sequence_parallel")),
-        )
-    except (ValueError, TypeError):
-        return None
 
 
 def facts(run: RunFiles) -> list[Fact]:
@@ -206,42 +196,29 @@ def duration(value: float) -> str:
     return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
 
 
-def settings(run: RunFiles) -> list[Setting]:
-    """What differs from the defaults of this version, in the order of the schema; settings it does not know last."""
+def usual_settings() -> dict[str, tuple[str, str]]:
+    """Full key -> (default of this version as text, what it is)."""
     default = RunConfig()
-    usual = {leaf.key: (as_text(value_of(default, leaf.key)), leaf.doc) for leaf in leaves(RunConfig)}
-    found = []
-    for key, value in written_settings(run).items():
-        text, doc = usual.get(key, ("", "not a setting of this version"))
-        if value != text:
-            found.append(Setting(key, value, text, doc))
-    return found
+    return {leaf.key: (as_text(value_of(default, leaf.key)), leaf.doc) for leaf in leaves(RunConfig)}
+
+
+def settings(run: RunFiles) -> list[Setting]:
+    """What differs from the defaults of this version, in the order of config.yaml."""
+    usual, unknown = usual_settings(), ("", "not a setting of this version")
+    found = [Setting(key, value, *usual.get(key, unknown)) for key, value in written_settings(run).items()]
+    return [setting for setting in found if setting.value != setting.default]
 
 
 def written_settings(run: RunFiles) -> dict[str, str]:
-    """Full key -> value as text, of all that config.yaml has: those of the schema in its order, then unknown ones."""
-    if run.config is None:
-        return {}
-    keys = [leaf.key for leaf in leaves(RunConfig)]
-    found = {key: as_text(setting(run, key)) for key in keys if _is_written(run.config, key)}
-    return found | {key: as_text(value) for key, value in _unknown(run.config, set(keys), "")}
+    """Full key -> value as text, of all that config.yaml has, also of what this version does not know."""
+    known = {leaf.key for leaf in leaves(RunConfig)}
 
+    def walk(tree: Mapping[str, Any], path: str) -> Iterator[tuple[str, str]]:
+        for name, value in tree.items():
+            key = f"{path}{name}"
+            if key not in known and isinstance(value, Mapping) and any(k.startswith(f"{key}.") for k in known):
+                yield from walk(value, f"{key}.")
+            else:
+                yield key, as_text(value)
 
-def _is_written(config: Mapping[str, Any], key: str) -> bool:
-    value: Any = config
-    for name in key.split("."):
-        if not isinstance(value, Mapping) or name not in value:
-            return False
-        value = value[name]
-    return True
-
-
-def _unknown(tree: Mapping[str, Any], known: set[str], path: str) -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        key = f"{path}{name}"
-        if key in known:
-            continue
-        if isinstance(value, Mapping) and any(other.startswith(f"{key}.") for other in known):
-            yield from _unknown(value, known, f"{key}.")
-        else:
-            yield key, value
+    return dict(walk(run.config or {}, ""))

@@ -1,4 +1,7 @@
-"""Reads a run directory. Broken and cut-off lines are left out with a note; only metrics.jsonl must be there."""
+"""What a run directory says, typed, and how it is read. The writers of samples.jsonl and mismatch.jsonl use the types.
+
+Broken and cut-off lines are left out with a note; only metrics.jsonl must be there.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +10,133 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.source import parse, plain
 from rlhf_megatron.observe.line_file import read_attempts
-from rlhf_megatron.observe.report.records import MismatchGroup, MismatchStep, Row, RunFiles, Sample, Span, WorstToken
 
 Record = TypeVar("Record")
 METRICS, SUMMARY, CONFIG = "metrics.jsonl", "summary.json", "config.yaml"
 TRACE, SAMPLES, MISMATCH = "trace.json", "samples.jsonl", "mismatch.jsonl"
+KINDS = ("step", "evaluation", "warmup")
 STEP_THREAD = 0  # of trace.json: whole steps
 CALL = "call"  # category of its events that are calls to hosts
 MAX_LOGS, MAX_LOG_LINES = 4, 24
 _LOG_ERROR = re.compile(r"^\S+ \S+ (?:\[[^\]]*\] )?(?:ERROR|CRITICAL) ")
 _LOG_LINE = re.compile(r"^\d{4}-\d\d-\d\d \d\d:")
 _AFTERMATH = " ended in "  # what a host logs when its controller is gone: no cause
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of metrics.jsonl."""
+
+    kind: str  # one of KINDS
+    step: int
+    seconds: float  # since the run began
+    metrics: Mapping[str, float]  # may hold values that are not finite
+
+
+@dataclass(frozen=True)
+class Span:
+    """A complete event of trace.json."""
+
+    name: str
+    start_s: float  # since the first event
+    seconds: float
+    step: int | None
+    is_step: bool  # a whole step, not a part of one
+    is_call: bool  # of hosts by the controller, inside of a stage
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A line of samples.jsonl. Prompt, response and label are text that a model or a stranger wrote."""
+
+    step: int
+    kind: str  # best, worst or random
+    prompt: str
+    response: str
+    label: str
+    source: str
+    reward: float | None  # None where the status is masked: there is none
+    status: str  # "masked:<why>": left out of training
+    parts: Mapping[str, float | None]  # named components of the reward
+    finish_reason: str
+    num_tokens: int  # of the response
+    policy_version: int
+    version_spans: tuple[tuple[int, int, int], ...] = ()  # (version, start, end) each; (): all of `policy_version`
+    num_cached_tokens: int | None = None  # of the prompt; None, here and below: an older run did not tell
+    num_retractions: int | None = None
+
+
+@dataclass(frozen=True)
+class MismatchGroup:
+    """Tokens of one step, policy version and finish reason. Differences are |trainer - engine| log-probs, nats.
+
+    They are infinite where one of the two is not a number.
+    """
+
+    policy_version: int
+    finish_reason: str
+    counts: tuple[int, ...]  # a bin each; the last one has no upper end
+    num_tokens: int
+    mean: float
+    p99: float
+    max: float
+
+
+@dataclass(frozen=True)
+class WorstToken:
+    """One of the tokens that differ most."""
+
+    token: str
+    token_id: int
+    position: int  # among the response tokens of its sample, from 0
+    trainer: float  # log-prob, nats
+    engine: float
+    difference: float  # infinite where one of them is not a number
+    context: str  # the text before it
+    sample_id: int
+    policy_version: int
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class MismatchStep:
+    """A line of mismatch.jsonl."""
+
+    step: int
+    edges: tuple[float, ...]  # nats; the first is 0
+    groups: tuple[MismatchGroup, ...]
+    worst: tuple[WorstToken, ...]  # the worst first
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """Everything that was found in one run directory."""
+
+    path: Path
+    steps: tuple[Row, ...]  # in the order of steps, each once
+    evaluations: tuple[Row, ...]
+    warmups: tuple[Row, ...]
+    summary: Mapping[str, Any] | None  # None: the run did not finish
+    config: Mapping[str, Any] | None
+    config_text: str
+    spans: tuple[Span, ...] = ()
+    samples: tuple[Sample, ...] = ()
+    mismatch: tuple[MismatchStep, ...] = ()
+    log_errors: tuple[str, ...] = ()  # what ranks and engines logged as errors, the first of each log
+    age_s: float = 0.0  # since the last write to metrics.jsonl
+    attempts: tuple[Mapping[str, Any], ...] = ()  # lines of attempts.jsonl
+    notes: tuple[str, ...] = ()  # what was left out of which file
+    absent: Mapping[str, str] = field(default_factory=dict)  # file name -> why there is nothing from it
 
 
 def read_run(path: Path) -> RunFiles:
@@ -41,14 +152,14 @@ def read_run(path: Path) -> RunFiles:
     config_text = reader.text(CONFIG) or ""
     return RunFiles(
         path=path,
-        steps=reader.each_once(METRICS, [row for row in rows if row.kind == "step"]),
-        evaluations=reader.each_once(METRICS, [row for row in rows if row.kind == "evaluation"]),
-        warmups=reader.each_once(METRICS, [row for row in rows if row.kind == "warmup"]),
+        steps=reader.each_once("step", rows),
+        evaluations=reader.each_once("evaluation", rows),
+        warmups=reader.each_once("warmup", rows),
         summary=reader.mapping(SUMMARY),
         config=reader.config(config_text),
         config_text=config_text,
         spans=reader.spans(),
-        samples=tuple(reader.lines(SAMPLES, _sample)),
+        samples=tuple(reader.lines(SAMPLES, lambda line: msgspec.convert(line, Sample))),
         mismatch=tuple(reader.lines(MISMATCH, _mismatch)),
         log_errors=_log_errors(path),
         attempts=tuple(read_attempts(path)),
@@ -122,12 +233,13 @@ class _Reader:
             self.absent[name] = f"{name} has no complete line"
         return found
 
-    def each_once(self, name: str, rows: Sequence[Row]) -> tuple[Row, ...]:
-        """In the order of steps; of a step that was done again after a resume, the last."""
+    def each_once(self, kind: str, rows: Sequence[Row]) -> tuple[Row, ...]:
+        """Those of a kind in the order of steps; of a step that was done again after a resume, the last."""
+        rows = [row for row in rows if row.kind == kind]
         by_step = {row.step: row for row in rows}
         if len(by_step) < len(rows):
             self.notes.append(
-                f"{name}: {len(rows) - len(by_step)} {rows[0].kind} line(s) were written again by a resumed run;"
+                f"{METRICS}: {len(rows) - len(by_step)} {kind} line(s) were written again by a resumed run;"
                 " the last counts"
             )
         return tuple(by_step[step] for step in sorted(by_step))
@@ -187,116 +299,37 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def _maybe_number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def _difference(value: Any) -> float:
-    """Of log-probs: null stands for infinite, where one of them was not a number."""
-    return math.inf if value is None else _number(value)
-
-
-def _maybe_int(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _text(value: Any) -> str:
-    return "" if value is None else str(value)
-
-
-def _numbers(values: Any) -> dict[str, float]:
-    """The entries that are numbers; null stands for one that is not finite."""
-    items = values.items() if isinstance(values, dict) else ()
-    numbers = {str(key): math.nan if value is None else _maybe_number(value) for key, value in items}
-    return {key: number for key, number in numbers.items() if number is not None}
-
-
 def _row(line: Mapping[str, Any]) -> Row:
-    kind = line["kind"]
-    if kind not in ("step", "evaluation", "warmup"):
+    """Metrics are the entries that are numbers; null stands for one that is not finite."""
+    if line["kind"] not in KINDS:
         raise ValueError("no kind of line that is known")
-    metrics = {key: value for key, value in line.items() if key not in ("kind", "step", "seconds")}
-    return Row(kind, int(_number(line["step"])), _number(line.get("seconds", 0.0)), _numbers(metrics))
-
-
-def _sample(line: Mapping[str, Any]) -> Sample:
-    return Sample(
-        step=int(_number(line["step"])),
-        kind=_text(line["kind"]),
-        prompt=_text(line.get("prompt")),
-        response=_text(line.get("response")),
-        label=_text(line.get("label")),
-        source=_text(line.get("source")),
-        reward=_maybe_number(line.get("reward")),
-        status=_text(line.get("status")),
-        parts=_numbers(line.get("parts")),
-        finish_reason=_text(line.get("finish_reason")),
-        num_tokens=_maybe_int(line.get("num_tokens")),
-        policy_version=_maybe_int(line.get("policy_version")),
-        version_spans=tuple(_version_span(span) for span in line.get("version_spans") or ()),
-        num_cached_tokens=_maybe_int(line.get("num_cached_tokens")),
-        num_retractions=_maybe_int(line.get("num_retractions")),
-    )
-
-
-def _version_span(span: Any) -> tuple[int, int, int]:
-    version, start, end = span
-    return int(_number(version)), int(_number(start)), int(_number(end))
+    others = {key: value for key, value in line.items() if key not in ("kind", "step", "seconds")}
+    metrics = {
+        key: math.nan if value is None else float(value)
+        for key, value in others.items()
+        if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+    }
+    return Row(line["kind"], int(_number(line["step"])), _number(line.get("seconds", 0.0)), metrics)
 
 
 def _mismatch(line: Mapping[str, Any]) -> MismatchStep:
-    edges = tuple(_number(edge) for edge in line["edges"])
-    if len(edges) < 2 or any(low >= high for low, high in pairwise(edges)):
+    """null stands for a log-prob that is not a number, and for a difference from it, which is infinite."""
+    without = {"trainer": math.nan, "engine": math.nan} | dict.fromkeys(("mean", "p99", "max", "difference"), math.inf)
+
+    def filled(entry: Any) -> dict[str, Any]:
+        return {key: without.get(key) if value is None else value for key, value in _mapping(entry).items()}
+
+    parts = {name: [filled(entry) for entry in line[name]] for name in ("groups", "worst")}
+    found = msgspec.convert({**line, **parts}, MismatchStep)
+    if len(found.edges) < 2 or any(low >= high for low, high in pairwise(found.edges)):
         raise ValueError("edges must grow")
-    return MismatchStep(
-        step=int(_number(line["step"])),
-        edges=edges,
-        groups=tuple(_group(_mapping(group), len(edges) - 1) for group in line["groups"]),
-        worst=tuple(_token(_mapping(token)) for token in line.get("worst") or ()),
-    )
-
-
-def _group(line: Mapping[str, Any], num_bins: int) -> MismatchGroup:
-    counts = tuple(int(_number(count)) for count in line["counts"])
-    if len(counts) != num_bins:
+    if any(len(group.counts) != len(found.edges) - 1 for group in found.groups):
         raise ValueError("a count a bin")
-    return MismatchGroup(
-        policy_version=_maybe_int(line.get("policy_version")),
-        finish_reason=_text(line.get("finish_reason")),
-        counts=counts,
-        num_tokens=int(_number(line.get("num_tokens", sum(counts)))),
-        mean=_difference(line["mean"]),
-        p99=_difference(line["p99"]),
-        max=_difference(line["max"]),
-    )
-
-
-def _token(line: Mapping[str, Any]) -> WorstToken:
-    return WorstToken(
-        token=_text(line.get("token")),
-        token_id=_maybe_int(line.get("token_id")),
-        position=_maybe_int(line.get("position")),
-        trainer=math.nan if line["trainer"] is None else _number(line["trainer"]),
-        engine=math.nan if line["engine"] is None else _number(line["engine"]),
-        difference=_difference(line["difference"]),
-        context=_text(line.get("context")),
-        sample_id=_text(line.get("sample_id")),
-        policy_version=_maybe_int(line.get("policy_version")),
-        finish_reason=_text(line.get("finish_reason")),
-    )
+    return found
 
 
 def _events(text: str) -> Iterator[Mapping[str, Any] | None]:
-    """Events of a trace: a whole JSON array, or one event a line, as it is written. None: one cannot be read."""
-    try:
-        whole = json.loads(text)
-    except ValueError:
-        whole = None
-    if isinstance(whole, dict):  # the format's other form
-        whole = whole.get("traceEvents")
-    if isinstance(whole, list):
-        yield from (event if isinstance(event, dict) else None for event in whole)
-        return
+    """Events of a trace, one a line. None: one cannot be read."""
     for line in text.splitlines():
         line = line.strip().removeprefix("[").removesuffix("]").strip().rstrip(",")
         if line:
@@ -308,9 +341,10 @@ def _events(text: str) -> Iterator[Mapping[str, Any] | None]:
 
 def _span(event: Mapping[str, Any]) -> Span:
     arguments = event.get("args")
-    step = _maybe_int(arguments.get("step")) if isinstance(arguments, dict) else None
+    step = arguments.get("step") if isinstance(arguments, dict) else None
     times = _number(event["ts"]) / 1e6, _number(event["dur"]) / 1e6
-    return Span(_text(event["name"]), *times, step, event.get("tid") == STEP_THREAD, event.get("cat") == CALL)
+    kinds = event.get("tid") == STEP_THREAD, event.get("cat") == CALL
+    return Span(str(event["name"]), *times, step if isinstance(step, int) else None, *kinds)
 
 
 def _log_errors(path: Path) -> tuple[str, ...]:

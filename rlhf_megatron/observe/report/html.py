@@ -34,7 +34,7 @@ def fact_list(facts: Sequence[Fact]) -> str:
 
 
 def table(caption: str, headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:
-    """`numbers`: the columns that are set flush right. The first column names the row."""
+    """A card. `numbers`: the columns that are set flush right. The first column names the row."""
 
     def attributes(i: int, class_name: str = "") -> str:
         name = "number" if i in numbers else class_name
@@ -47,8 +47,8 @@ def table(caption: str, headings: Sequence[str], rows: Sequence[Sequence[str]], 
         cells += [f"<td{attributes(i, 'break')}>{text(cell)}</td>" for i, cell in enumerate(row[1:], 1)]
         body.append(f"<tr>{''.join(cells)}</tr>")
     return (
-        f'<div class="scroll" tabindex="0"><table><caption>{text(caption)}</caption><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(body)}</tbody></table></div>"
+        f'<div class="card"><div class="scroll" tabindex="0"><table><caption>{text(caption)}</caption>'
+        f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div></div>"
     )
 
 

@@ -15,7 +15,6 @@ from rlhf_megatron.observe.health import HealthWatch
 from rlhf_megatron.observe.report import html
 from rlhf_megatron.observe.report.catalogue import SECTIONS
 from rlhf_megatron.observe.report.facts import (
-    Status,
     duration,
     ends,
     facts,
@@ -24,11 +23,12 @@ from rlhf_megatron.observe.report.facts import (
     layouts,
     mean_reward,
     seconds,
+    setting,
     settings,
     status,
 )
+from rlhf_megatron.observe.report.files import RunFiles
 from rlhf_megatron.observe.report.payload import Payload
-from rlhf_megatron.observe.report.records import RunFiles
 from rlhf_megatron.observe.report.sections import all_sections
 
 SCRIPTS = ("uplot.min.js", "base.js", "lines.js", "timeline.js", "mismatch.js", "samples.js", "main.js")
@@ -88,35 +88,26 @@ files beside the page show the main ones.</p></noscript>
 """
 
 
-def title_line(name: str, state: Status) -> str:
-    return (
-        f'<div class="title"><h1>{html.text(name)}</h1>'
-        f'<span class="pill {state.word}">{html.text(state.word)}</span></div>'
-        f'<p class="muted">{html.text(state.text)}</p>'
-    )
-
-
 def head(run: RunFiles, name: str) -> str:
     """Title, state, key results, what was run, chosen settings, the whole configuration."""
-    chosen = settings(run)
-    rows = [[s.key, s.value, s.default or "–", s.doc] for s in chosen]
-    parts = [title_line(name, status(run)), _alert(run), f'<dl class="tiles">{_tiles(run)}</dl>']
-    parts.append(html.fact_list(facts(run)))
-    parts.append(attempts_block(run))
-    parts.append(health_block(run))
-    if rows:
-        parts.append(
-            html.block(
-                f"{len(rows)} settings that differ from the defaults",
-                f'<div class="card">{html.table("Settings", ["key", "value", "default", "meaning"], rows)}</div>',
-            )
-        )
+    state = status(run)
+    rows = [[s.key, s.value, s.default or "–", s.doc] for s in settings(run)]
+    chosen = html.table("Settings", ["key", "value", "default", "meaning"], rows)
+    parts = [
+        f'<div class="title"><h1>{html.text(name)}</h1>'
+        f'<span class="pill {state.word}">{html.text(state.word)}</span></div>'
+        f'<p class="muted">{html.text(state.text)}</p>',
+        _alert(run),
+        f'<dl class="tiles">{_tiles(run)}</dl>',
+        html.fact_list(facts(run)),
+        attempts_block(run),
+        health_block(run),
+        html.block(f"{len(rows)} settings that differ from the defaults", chosen) if rows else "",
+    ]
     if run.config_text:
         pre = f'<pre class="long" tabindex="0">{html.text(run.config_text)}</pre>'
-        parts.append(html.block("The whole configuration", pre))
-    else:
-        parts.append(html.missing("No settings: this run directory has no config.yaml."))
-    return "\n".join(parts)
+        return "\n".join([*parts, html.block("The whole configuration", pre)])
+    return "\n".join([*parts, html.missing("No settings: this run directory has no config.yaml.")])
 
 
 def _alert(run: RunFiles) -> str:
@@ -159,25 +150,19 @@ def _pace(run: RunFiles) -> str:
 
 def footer(notes: Sequence[str], pictures: Sequence[str] | None) -> str:
     """How to use the page, what was left out, the pictures."""
-    parts = [
-        "<p>Point at a chart for its values; drag across it to zoom all charts of that axis, double-click to undo."
-        " Arrow keys work in a chart that has the focus.</p>"
-    ]
-    if notes:
-        parts.append(f"<p>Left out: {html.text('; '.join(notes))}.</p>")
     links = ", ".join(f'<a href="{html.text(name)}">{html.text(name)}</a>' for name in pictures or ())
-    parts.append(f"<p>Pictures: {links}.</p>" if links else "")
-    if pictures is None:
-        parts.append("<p>No pictures: matplotlib was not installed where this page was made.</p>")
-    parts.append(f"<p>Made by rlhf-megatron report {html.text(__version__)}.</p>")
-    return "".join(parts)
+    parts = [
+        "Point at a chart for its values; drag across it to zoom all charts of that axis, double-click to undo."
+        " Arrow keys work in a chart that has the focus.",
+        f"Left out: {html.text('; '.join(notes))}." if notes else "",
+        f"Pictures: {links}." if links else "",
+        "No pictures: matplotlib was not installed where this page was made." if pictures is None else "",
+        f"Made by rlhf-megatron report {html.text(__version__)}.",
+    ]
+    return "".join(f"<p>{part}</p>" for part in parts if part)
 
 
 ATTEMPT_HEADINGS = ("attempt", "began", "from step", "lasted", "ended", "settings changed")
-
-
-def num_attempts(run: RunFiles) -> int:
-    return sum(line.get("kind") == "start" for line in run.attempts)
 
 
 def attempts_block(run: RunFiles) -> str:
@@ -188,7 +173,7 @@ def attempts_block(run: RunFiles) -> str:
     ettr = (run.summary or {}).get("ettr")
     told = f" Effective training time: {ettr:.1%} of the time since the first." if isinstance(ettr, int | float) else ""
     caption = f"Attempts. What a kill undid was done again and is shown once.{told}"
-    return html.block(f"{len(rows)} attempts", f'<div class="card">{html.table(caption, ATTEMPT_HEADINGS, rows)}</div>')
+    return html.block(f"{len(rows)} attempts", html.table(caption, ATTEMPT_HEADINGS, rows))
 
 
 def attempt_rows(lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -208,7 +193,7 @@ def attempt_rows(lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
                 str(number),
                 began,
                 "–" if step is None else str(step),
-                f"{end['time'] - start['time']:.0f} s" if end else "–",
+                f"{lasted(start, end):.0f} s" if end else "–",
                 str(end.get("reason", "")) if end else ("no end yet" if is_last else "killed"),
                 "; ".join(changed) or "–",
             ]
@@ -216,12 +201,18 @@ def attempt_rows(lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return rows
 
 
+def lasted(start: Mapping[str, Any], end: Mapping[str, Any]) -> float:
+    """Seconds by the monotonic clock; older files have two readings of the wall clock, which may be set back."""
+    return float(end.get("seconds", max(0.0, end["time"] - start["time"])))
+
+
 HEALTH_HEADINGS = ["verdict", "steps", "first", "last", "at the last of them"]
 
 
 def health_block(run: RunFiles) -> str:
     """Empty where no verdict was ever bad."""
-    watch = HealthWatch()
+    peak_lr = setting(run, "actor.optim.lr")
+    watch = HealthWatch(peak_lr if isinstance(peak_lr, float) else None)
     for row in run.steps:
         watch.seen(row.step, row.metrics)
     if not watch.troubles:
@@ -231,4 +222,4 @@ def health_block(run: RunFiles) -> str:
         + [found.text.partition(": ")[2]]
         for name, found in sorted(watch.troubles.items(), key=lambda item: item[1].first_step)
     ]
-    return f'<div class="card">{html.table("Health", HEALTH_HEADINGS, rows, range(1, 4))}</div>'
+    return html.table("Health", HEALTH_HEADINGS, rows, range(1, 4))

@@ -13,33 +13,18 @@ from itertools import pairwise
 from typing import Any
 
 from rlhf_megatron.observe.report.charts import STAGE_ORDER, Chart, Series, significant, spread_evenly
-from rlhf_megatron.observe.report.records import MismatchStep, Sample, Span, WorstToken
+from rlhf_megatron.observe.report.files import MismatchStep, Sample, Span, WorstToken
 
 MAX_STEPS = 400  # of which bars are embedded; of a longer run the slowest, and an even choice of the rest
 NUM_SLOWEST = 100
 
 
 @dataclass(frozen=True)
-class Bar:
-    stage: int  # index into Timeline.stages
-    step: int
-    start_s: float  # since the trace began
-    seconds: float
-
-
-@dataclass(frozen=True)
-class StepTime:
-    step: int
-    start_s: float
-    seconds: float
-
-
-@dataclass(frozen=True)
 class Timeline:
     stages: tuple[str, ...]  # in the order of a step; calls to hosts behind them
     num_calls: int  # of the stages: the last so many are calls
-    steps: tuple[StepTime, ...]
-    bars: tuple[Bar, ...]
+    steps: tuple[Span, ...]
+    bars: tuple[tuple[int, Span], ...]  # index into stages
     num_steps: int  # of the run; more than len(steps) where some were left out
 
 
@@ -49,22 +34,22 @@ def timeline(spans: Sequence[Span]) -> Timeline | None:
     Of a step that a resumed run did again, the last time counts.
     """
     spans = _last_times(spans)
-    steps = {s.step: StepTime(s.step, s.start_s, s.seconds) for s in spans if s.is_step and s.step is not None}
-    stages = [(span.step, span) for span in spans if not span.is_step and span.step is not None]
-    extents: dict[int, tuple[float, float]] = {}
-    for step, span in stages:
-        begin, end = extents.get(step, (span.start_s, 0.0))
-        extents[step] = min(begin, span.start_s), max(end, span.start_s + span.seconds)
-    for step, (begin, end) in extents.items():
-        steps.setdefault(step, StepTime(step, begin, end - begin))
+    stages = [span for span in spans if not span.is_step and span.step is not None]
+    steps: dict[int | None, Span] = {}
+    for span in stages:
+        so_far = steps.get(span.step, span)
+        start = min(so_far.start_s, span.start_s)
+        end = max(so_far.start_s + so_far.seconds, span.start_s + span.seconds)
+        steps[span.step] = Span(f"step {span.step}", start, end - start, span.step, True, False)
+    steps |= {span.step: span for span in spans if span.is_step and span.step is not None}
     if not steps:
         return None
-    kept = _chosen([steps[step] for step in sorted(steps)])
-    calls = sorted({span.name for _, span in stages if span.is_call})
-    names = sorted({span.name for _, span in stages} - set(calls), key=_place) + calls
+    kept = _chosen([steps[step] for step in sorted(steps, key=lambda step: step or 0)])
+    calls = sorted({span.name for span in stages if span.is_call})
+    names = sorted({span.name for span in stages} - set(calls), key=_place) + calls
     numbers = {step.step for step in kept}
-    bars = [Bar(names.index(s.name), step, s.start_s, s.seconds) for step, s in stages if step in numbers]
-    return Timeline(tuple(names), len(calls), tuple(kept), tuple(bars), len(steps))
+    bars = tuple((names.index(span.name), span) for span in stages if span.step in numbers)
+    return Timeline(tuple(names), len(calls), tuple(kept), bars, len(steps))
 
 
 def _last_times(spans: Sequence[Span]) -> list[Span]:
@@ -79,12 +64,12 @@ def _place(name: str) -> tuple[int, str]:
     return (STAGE_ORDER.index(name) if name in STAGE_ORDER else len(STAGE_ORDER), name)
 
 
-def _chosen(steps: Sequence[StepTime]) -> list[StepTime]:
+def _chosen(steps: Sequence[Span]) -> list[Span]:
     if len(steps) <= MAX_STEPS:
         return list(steps)
-    even = [steps[i] for i in spread_evenly(len(steps), MAX_STEPS - NUM_SLOWEST)]
-    slowest = sorted(steps, key=lambda step: step.seconds)[-NUM_SLOWEST:]
-    return sorted({*even, *slowest}, key=lambda step: step.step)
+    even = spread_evenly(len(steps), MAX_STEPS - NUM_SLOWEST)
+    slowest = sorted(range(len(steps)), key=lambda i: steps[i].seconds)[-NUM_SLOWEST:]
+    return [steps[i] for i in sorted({*even, *slowest})]
 
 
 MAX_COLUMNS = 120  # of the map over steps; longer runs add neighbouring steps up
@@ -109,8 +94,7 @@ class Cell:
 class Mismatch:
     edges: tuple[float, ...]
     columns: tuple[tuple[int, int], ...]  # first and last step of each
-    versions: tuple[str, ...]
-    version_ranges: tuple[tuple[int, int] | None, ...]  # first and last of each; None: unknown
+    versions: tuple[tuple[int, int], ...]  # first and last of each
     reasons: tuple[str, ...]
     cells: tuple[Cell, ...]
     worst: tuple[tuple[int, WorstToken], ...]  # step and token, the largest difference first
@@ -126,26 +110,21 @@ def mismatch(steps: Sequence[MismatchStep]) -> Mismatch | None:
     notes = []
     if len(used) < len(steps):
         notes.append(f"{len(steps) - len(used)} steps with other bins are left out.")
-    found = sorted({g.policy_version for step in used for g in step.groups if g.policy_version is not None})
+    found = sorted({group.policy_version for step in used for group in step.groups})
     version_ranges = _ranges(found, MAX_VERSIONS)
     column_ranges = _ranges(sorted({step.step for step in used}), MAX_COLUMNS)
     reasons = sorted({group.finish_reason for step in used for group in step.groups})
-    has_unknown = any(group.policy_version is None for step in used for group in step.groups)
-    versions = [_range_text(first, last) for first, last in version_ranges] + ["unknown"] * has_unknown
     sums: dict[tuple[int, int, int], Cell] = {}
     for step in used:
         column = _index(column_ranges, step.step)
         for group in step.groups:
-            known = group.policy_version is not None
-            version = _index(version_ranges, group.policy_version or 0) if known else len(version_ranges)
-            place = (column, version, reasons.index(group.finish_reason))
+            place = (column, _index(version_ranges, group.policy_version), reasons.index(group.finish_reason))
             cell = Cell(*place, group.num_tokens, group.mean, group.max, group.counts)
             sums[place] = _sum(sums[place], cell) if place in sums else cell
     return Mismatch(
         edges=edges,
         columns=tuple(column_ranges),
-        versions=tuple(versions),
-        version_ranges=(*version_ranges, *([None] * has_unknown)),
+        versions=tuple(version_ranges),
         reasons=tuple(reasons),
         cells=tuple(sums[place] for place in sorted(sums)),
         worst=_worst_of(used),
@@ -158,10 +137,6 @@ def _ranges(values: Sequence[int], max_count: int) -> list[tuple[int, int]]:
     count = min(len(values), max_count)
     cuts = [i * len(values) // count for i in range(count)] + [len(values)] if count else []
     return [(values[begin], values[end - 1]) for begin, end in pairwise(cuts)]
-
-
-def _range_text(first: int, last: int) -> str:
-    return str(first) if first == last else f"{first} to {last}"
 
 
 def _index(ranges: Sequence[tuple[int, int]], value: int) -> int:
@@ -219,11 +194,13 @@ class Payload:
         return found | ({"faint": True} if series.is_faint else {})
 
     def add_timeline(self, timeline: Timeline) -> None:
+        by_time = sorted(range(len(timeline.steps)), key=lambda i: timeline.steps[i].seconds)
         self._views["timeline"] = {
+            "open": by_time[len(by_time) // 2],
             "stages": timeline.stages,
             "num_calls": timeline.num_calls,
             "steps": [[s.step, round(s.start_s, 4), round(s.seconds, 4)] for s in timeline.steps],
-            "bars": [[b.stage, b.step, round(b.start_s, 4), round(b.seconds, 5)] for b in timeline.bars],
+            "bars": [[stage, s.step, round(s.start_s, 4), round(s.seconds, 5)] for stage, s in timeline.bars],
         }
 
     def add_samples(self, samples: Sequence[Sample]) -> None:
@@ -233,11 +210,11 @@ class Payload:
         self._views["mismatch"] = {
             "edges": [significant(edge) for edge in mismatch.edges],
             "columns": mismatch.columns,
-            "versions": mismatch.versions,
-            "version_ranges": mismatch.version_ranges,
+            "versions": [str(low) if low == high else f"{low} to {high}" for low, high in mismatch.versions],
+            "version_ranges": mismatch.versions,
             "reasons": mismatch.reasons,
             "cells": [_cell(cell) for cell in mismatch.cells],
-            "worst": [_worst(step, token) for step, token in mismatch.worst],
+            "worst": [{"step": step, **_finite(vars(token))} for step, token in mismatch.worst],
         }
 
     def as_json(self) -> str:
@@ -271,7 +248,3 @@ def _cell(cell: Cell) -> dict[str, Any]:
         "offset": first,
         "counts": cell.counts[first : last + 1],
     }
-
-
-def _worst(step: int, token: WorstToken) -> dict[str, Any]:
-    return {"step": step, **_finite(vars(token))}

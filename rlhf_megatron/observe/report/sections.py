@@ -6,68 +6,33 @@ The samples that a page shows are those of whole steps, evenly chosen within a b
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from rlhf_megatron.observe.report import html
 from rlhf_megatron.observe.report.catalogue import SECTIONS, pattern
-from rlhf_megatron.observe.report.charts import Chart, keys_of, other_charts, section_charts
-from rlhf_megatron.observe.report.engine import engine_facts, memory_rows
+from rlhf_megatron.observe.report.charts import Chart, keys_of, other_charts, section_charts, spread_evenly
 from rlhf_megatron.observe.report.facts import Estimate, ends, setting
-from rlhf_megatron.observe.report.files import MISMATCH, SAMPLES, TRACE
+from rlhf_megatron.observe.report.files import MISMATCH, SAMPLES, TRACE, RunFiles, Sample
 from rlhf_megatron.observe.report.payload import Payload, mismatch, timeline
-from rlhf_megatron.observe.report.records import RunFiles, Sample
 
 TEXT_BUDGET = 150_000  # characters of samples on a page
 OVERHEAD = 300  # characters that a sample takes beside its texts
 HEAD, TAIL = 4000, 2000  # characters kept of a longer text
 
 
-@dataclass(frozen=True)
-class Choice:
-    samples: tuple[Sample, ...]  # in the order of steps
-    num_samples: int  # of the run
-
-
-def choose(samples: Sequence[Sample], budget: int = TEXT_BUDGET) -> Choice:
-    """The first and the last step always; then steps half-way between those chosen, as long as the budget lasts."""
+def choose(samples: Sequence[Sample], budget: int = TEXT_BUDGET) -> list[Sample]:
+    """Those of the first and the last step, and of as many evenly chosen ones as the budget has room for."""
     by_step: dict[int, list[Sample]] = {}
     for sample in samples:
-        by_step.setdefault(sample.step, []).append(_cut(sample))
-    steps = sorted(by_step)
-    chosen: list[int] = []
-    size = 0
-    for i in _halving(len(steps)):
-        size += sum(len(s.prompt) + len(s.response) + OVERHEAD for s in by_step[steps[i]])
-        if size > budget and len(chosen) >= 2:
-            break
-        chosen.append(steps[i])
-    return Choice(tuple(sample for step in sorted(chosen) for sample in by_step[step]), len(samples))
-
-
-def _halving(count: int) -> Iterator[int]:
-    """0, the last, the middle, the quarters, ...: each of 0 .. count - 1 once."""
-    if count == 0:
-        return
-    seen = {0, count - 1}
-    yield 0
-    if count > 1:
-        yield count - 1
-    parts = 2
-    while len(seen) < count:
-        for part in range(1, parts, 2):
-            i = part * (count - 1) // parts
-            if i not in seen:
-                seen.add(i)
-                yield i
-        parts *= 2
-        if parts > 2 * count:
-            yield from (i for i in range(count) if i not in seen)
-            return
-
-
-def _cut(sample: Sample) -> Sample:
-    return replace(sample, prompt=cut_text(sample.prompt), response=cut_text(sample.response))
+        cut = replace(sample, prompt=cut_text(sample.prompt), response=cut_text(sample.response))
+        by_step.setdefault(sample.step, []).append(cut)
+    sizes = {step: sum(len(s.prompt) + len(s.response) + OVERHEAD for s in found) for step, found in by_step.items()}
+    steps = chosen = sorted(by_step)
+    while sum(sizes[step] for step in chosen) > budget and len(chosen) > 2:
+        room = int(len(chosen) * budget / sum(sizes[step] for step in chosen))
+        chosen = [steps[i] for i in spread_evenly(len(steps), max(2, min(room, len(chosen) - 1)))]
+    return [sample for step in chosen for sample in by_step[step]]
 
 
 def cut_text(text: str) -> str:
@@ -79,6 +44,7 @@ def cut_text(text: str) -> str:
 
 TITLES = {section.name: section.title for section in SECTIONS} | {"samples": "Samples", "other": "Other metrics"}
 ORDER = ("reward", "policy", "critic", "lengths", "time", "engine", "samples", "mismatch", "warmup", "other")
+ONLY_WITH_ENGINES = "sync/seconds", "rollout/engine_failures"
 SOURCE_REWARD = "reward/source/<source>/mean"
 Write = Callable[[RunFiles, Payload], str]
 
@@ -116,10 +82,13 @@ def _charts(run: RunFiles, payload: Payload, name: str) -> str:
     return _add(section_charts(run, name), payload)
 
 
+def _by_width(charts: Sequence[Chart]) -> tuple[list[Chart], list[Chart]]:
+    return [chart for chart in charts if chart.is_wide], [chart for chart in charts if not chart.is_wide]
+
+
 def _reward(run: RunFiles, payload: Payload) -> str:
     charts = section_charts(run, "reward")
-    wide = [chart for chart in charts if chart.is_wide]
-    small = [chart for chart in charts if not chart.is_wide]
+    wide, small = _by_width(charts)
     if not _sources(run):
         small = [chart for chart in small if chart.name not in ("reward_source", "held_out_source")]
     names = {chart.name for chart in charts}
@@ -148,22 +117,13 @@ def source_table(run: RunFiles) -> str:
         change = f"{after.value - before.value:+.3f}" if before and after else "–"
         shown = [f"{statistics.fmean(values):.3f}" if values else "–" for values in means]
         items = next((row.metrics[k] for row in run.evaluations if (k := f"val/{source}/num_items") in row.metrics), 0)
-        rows.append(
-            [
-                source,
-                f"{statistics.fmean(counts):.1f}",
-                *shown,
-                html.estimate(before),
-                html.estimate(after),
-                change,
-                f"{items:g}",
-            ]
-        )
+        scores = [html.estimate(before), html.estimate(after), change, f"{items:g}"]
+        rows.append([source, f"{statistics.fmean(counts):.1f}", *shown, *scores])
     headings = ["source", "samples a step", "reward, first", "reward, last"]
     headings += ["held-out before", "held-out after", "change", "held-out items"]
     window = html.count(len(first), "step")
     caption = f"Sources. First and last reward are means of {window}; held-out scores with 95 % interval."
-    return f'<div class="card">{html.table(caption, headings, rows, range(1, 8))}</div>'
+    return html.table(caption, headings, rows, range(1, 8))
 
 
 def _sources(run: RunFiles) -> list[str]:
@@ -193,8 +153,8 @@ def _critic(run: RunFiles, payload: Payload) -> str:
 
 
 def _time(run: RunFiles, payload: Payload) -> str:
-    charts = section_charts(run, "time")
-    body = _add([chart for chart in charts if chart.is_wide], payload)
+    wide, small = _by_width(section_charts(run, "time"))
+    body = _add(wide, payload)
     bars = timeline(run.spans)
     if bars is None:
         body += html.missing(f"No timeline: {run.absent.get(TRACE, f'{TRACE} has no stage of a step')}.")
@@ -207,34 +167,26 @@ def _time(run: RunFiles, payload: Payload) -> str:
             f" Perfetto (ui.perfetto.dev) or chrome://tracing.{note}</p>"
             '<div class="controls"></div><div class="plot"></div></div>'
         )
-    return body + _add([chart for chart in charts if not chart.is_wide], payload)
+    return body + _add(small, payload)
 
 
 def _engine(run: RunFiles, payload: Payload) -> str:
-    facts, charts = engine_facts(run), _charts(run, payload, "engine")
-    if facts:
-        return f'<div class="card">{html.fact_list(facts)}</div>{_memory(run)}{charts}'
+    charts = _charts(run, payload, "engine")
+    if any(key in row.metrics for row in run.steps for key in ONLY_WITH_ENGINES):
+        return charts
     why = "This run had no engine: it was trained on recorded samples." if run.steps else _no_steps(run)
     return html.missing(why) + charts
 
 
-def _memory(run: RunFiles) -> str:
-    headings, rows = memory_rows(run)
-    if not rows:
-        return ""
-    caption = "Memory by phase: the most that a rank, or an engine, had in any step."
-    return f'<div class="card">{html.table(caption, headings, rows, range(1, len(headings)))}</div>'
-
-
 def _samples(run: RunFiles, payload: Payload) -> str:
-    choice = choose(run.samples)
-    if not choice.samples:
+    chosen = choose(run.samples)
+    if not chosen:
         return html.missing(f"No samples: {run.absent.get(SAMPLES, f'{SAMPLES} is empty')}.")
-    payload.add_samples(choice.samples)
-    steps = len({sample.step for sample in choice.samples})
-    part = "" if len(choice.samples) == choice.num_samples else f" of {choice.num_samples} in {SAMPLES}"
+    payload.add_samples(chosen)
+    steps = len({sample.step for sample in chosen})
+    part = "" if len(chosen) == len(run.samples) else f" of {len(run.samples)} in {SAMPLES}"
     return (
-        f'<div class="card" id="view-samples"><p class="meaning">{len(choice.samples)} samples{part},'
+        f'<div class="card" id="view-samples"><p class="meaning">{len(chosen)} samples{part},'
         f" of {html.count(steps, 'step')}: those with the best and the worst reward of a step, and random ones."
         " Characters that do not print are shown by their code.</p>"
         '<div class="controls"></div><p class="count muted" role="status"></p><div class="list"></div></div>'
@@ -242,8 +194,8 @@ def _samples(run: RunFiles, payload: Payload) -> str:
 
 
 def _mismatch(run: RunFiles, payload: Payload) -> str:
-    charts = section_charts(run, "mismatch")
-    body = _add([chart for chart in charts if chart.is_wide], payload)
+    wide, small = _by_width(section_charts(run, "mismatch"))
+    body = _add(wide, payload)
     found = mismatch(run.mismatch)
     if found is None:
         body += html.missing(f"No histogram and no worst tokens: {run.absent.get(MISMATCH, 'no token was compared')}.")
@@ -260,7 +212,7 @@ def _mismatch(run: RunFiles, payload: Payload) -> str:
             '<div class="plot map"></div><h3>Worst tokens</h3>'
             f'<div class="worst scroll" tabindex="0"></div>{notes}</div>'
         )
-    return body + _add([chart for chart in charts if not chart.is_wide], payload)
+    return body + _add(small, payload)
 
 
 def _warmup(run: RunFiles, payload: Payload) -> str:

@@ -24,6 +24,11 @@ def series(**columns: Sequence[float]) -> list[dict[str, float]]:
     return [dict(zip(keys, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
+def falling(rates: list[float]) -> list[dict[str, float]]:
+    found = series(actor__pg_clipfrac=[0.0] * 6, actor__num_optimizer_steps=[2.0] * 6, actor__lr=rates)
+    return [row | {health.PEAK_LR: 1.0} for row in found]
+
+
 CASES = [
     # At 10 % of where it began nothing is said, below it is.
     ("entropy_collapse", series(actor__entropy=[2.0] * 5 + [0.2] * 5), False),
@@ -47,6 +52,9 @@ CASES = [
     ("clip_zero", series(actor__pg_clipfrac=[0.0] * 5, actor__num_optimizer_steps=[2.0] * 5), True),
     ("clip_zero", series(actor__pg_clipfrac=[0.0] * 4 + [1e-6], actor__num_optimizer_steps=[2.0] * 5), False),
     ("clip_zero", series(actor__pg_clipfrac=[0.0] * 5, actor__num_optimizer_steps=[2.0] * 4 + [1.0]), None),
+    # A schedule that has decayed the learning rate may leave the policy where it is.
+    ("clip_zero", falling([1.0, 0.9, 0.8, 0.7, 0.6, 0.5]), True),
+    ("clip_zero", falling([1.0, 0.9, 0.8, 0.7, 0.6, 0.49]), False),
     ("length_limit", series(response_length__clip_ratio=[0.3] * 5), False),
     ("length_limit", series(response_length__clip_ratio=[1.0] * 5 + [0.31] * 5), True),
     ("mismatch_growing", series(training__rollout_kl=[0.01] * 5 + [0.03] * 5), False),
@@ -72,13 +80,13 @@ def test_a_verdict_at_its_threshold(name: str, steps: list[dict[str, float]], ex
 
 def test_every_rule_is_tried_on_both_sides() -> None:
     tried = {(name, expected) for name, _, expected in CASES}
-    assert {(rule.__name__, is_bad) for rule in RULES for is_bad in (True, False)} <= tried
+    assert {(rule.name, is_bad) for rule in RULES for is_bad in (True, False)} <= tried
 
 
 def test_each_fix_names_what_to_do_and_each_key_is_a_metric() -> None:
     assert [key for key in KEYS if find(key) is None] == []
     bad = [verdict for _, steps, expected in CASES if expected for verdict in verdicts(steps) if verdict.is_bad]
-    assert {verdict.name for verdict in bad} == {rule.__name__ for rule in RULES}
+    assert {verdict.name for verdict in bad} == {rule.name for rule in RULES}
     assert all(verdict.fix.endswith(".") and len(verdict.fix) > 40 for verdict in bad)
 
 
@@ -123,12 +131,12 @@ def test_the_tracker_writes_notes_and_remembers_over_a_resume(tmp_path: Path) ->
 def test_the_documented_thresholds_are_those_of_the_rules() -> None:
     """docs/monitoring.md has a row | `health/<verdict>` | rule | fix | for each."""
     rows = dict(re.findall(r"^\| `health/(\w+)` \| ([^|]+) \|", MONITORING.read_text(), re.MULTILINE))
-    assert set(rows) == {rule.__name__ for rule in RULES}
+    assert set(rows) == {rule.name for rule in RULES}
     numbers = {name: [float(number) for number in re.findall(r"\d+(?:\.\d+)?", text)] for name, text in rows.items()}
     assert numbers["entropy_collapse"] == [health.MIN_ENTROPY_SHARE, health.MAX_SOLVED]
     assert numbers["kl_runaway"] == [health.MAX_REFERENCE_KL, health.MAX_UPDATE_KL]
     assert numbers["reward_errors"] == [health.MAX_MASKED] and numbers["no_signal"] == [health.MAX_UNIFORM]
-    assert numbers["clip_high"] == [health.MAX_CLIP] and numbers["clip_zero"] == [0]
+    assert numbers["clip_high"] == [health.MAX_CLIP] and numbers["clip_zero"] == [0, health.MIN_LR_SHARE]
     assert numbers["length_limit"] == [health.MAX_CUT]
     assert numbers["mismatch_growing"] == [health.MAX_MISMATCH_GROWTH, health.MIN_MISMATCH]
     assert numbers["grad_norm_spike"] == [health.MAX_SPIKE, health.NUM_BEFORE]

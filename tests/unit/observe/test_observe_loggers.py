@@ -15,11 +15,11 @@ from scheduler_samples import train_batch
 from rlhf_megatron.config.load import read_run_config
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.evaluation.evaluation import EvaluationResult, SetResult
-from rlhf_megatron.observe.loggers.base import is_view_step
+from rlhf_megatron.observe.loggers import is_view_step
 from rlhf_megatron.observe.loggers.console import COLUMNS, columns_for, fit
 from rlhf_megatron.observe.loggers.tensorboard import as_markdown
+from rlhf_megatron.observe.metrics.batch import samples_of
 from rlhf_megatron.observe.run_facts import MAIN, RunFacts, run_facts, settings_of
-from rlhf_megatron.observe.samples import samples_of
 from rlhf_megatron.observe.tracker import Tracker, evaluation_metrics
 
 SAID = {"actor/num_epochs": 1.0, "rollout/num_samples": 10.0}
@@ -44,7 +44,8 @@ def track(tracker: Tracker, steps: int, **said: float) -> None:
 def events_of(run_dir: Path, histograms: int = 0):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"histograms": histograms, "tensors": 0})
+    path = str(run_dir / "tensorboard" / "run")
+    found = EventAccumulator(path, size_guidance={"histograms": histograms, "tensors": 0})
     found.Reload()
     return found
 

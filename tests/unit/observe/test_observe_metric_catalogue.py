@@ -1,12 +1,12 @@
 """The catalogue of metrics: whole, free of contradictions, and the reference that is printed of it."""
 
 import re
+from typing import get_args
 
 import pytest
 
-from rlhf_megatron.algorithms.metric_names import PLACEHOLDERS
-from rlhf_megatron.observe.metrics.names import CATALOGUE, SECTIONS, find
-from rlhf_megatron.observe.metrics.reference import VERL_NAMES, reference
+from rlhf_megatron.algorithms.metric_names import PLACEHOLDERS, Reduction
+from rlhf_megatron.observe.metrics.names import CATALOGUE, SECTIONS, VERL_NAMES, find, reference
 
 
 def test_the_reference_has_a_line_for_every_metric() -> None:
@@ -23,6 +23,7 @@ def test_every_line_says_everything() -> None:
     for name, metric in CATALOGUE.items():
         assert re.fullmatch(r"[\w<>]+(/[\w<>@]+)+", name), name
         assert metric.unit and metric.meaning and metric.over, name
+        assert metric.reduction in get_args(Reduction) and metric.over[-1] not in "+-", name
         assert set(re.findall(r"<(\w+)>", name)) <= set(PLACEHOLDERS), name
 
 

@@ -13,9 +13,11 @@ from rlhf_megatron.observe.metrics.batch import signal_and_noise, variance_metri
 from rlhf_megatron.observe.metrics.names import find
 from rlhf_megatron.observe.metrics.rates import (
     FORWARD,
+    GIB,
     TRAINING,
     Workload,
     balance,
+    memory_metrics,
     model_flops,
     peak_tflops,
     throughput,
@@ -23,7 +25,6 @@ from rlhf_megatron.observe.metrics.rates import (
     utilisation,
     workload_of,
 )
-from rlhf_megatron.observe.watches import GIB, memory_metrics
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.workers.findings import MemoryReport
 

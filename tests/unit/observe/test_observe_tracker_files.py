@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -16,9 +16,9 @@ from scheduler_samples import train_batch
 
 from rlhf_megatron.algorithms.mismatch import EDGES, spread
 from rlhf_megatron.observe.line_file import LineFile, strict
+from rlhf_megatron.observe.metrics.batch import choose, samples_of
 from rlhf_megatron.observe.metrics.mismatch import mismatch_record
 from rlhf_megatron.observe.run_facts import RunFacts
-from rlhf_megatron.observe.samples import choose, samples_of
 from rlhf_megatron.observe.tracker import Tracker
 
 
@@ -151,7 +151,7 @@ def mismatched():
 def test_groups_are_versions_and_finish_reasons() -> None:
     record = mismatch_record(5, mismatched(), spell)
     assert record is not None and record.step == 5
-    groups = {(g.policy_version, g.finish_reason): g.spread for g in record.groups}
+    groups = {(g.policy_version, g.finish_reason): g for g in record.groups}
     assert list(groups) == [(1, "length"), (1, "stop"), (2, "stop")]
     assert {key: g.num_tokens for key, g in groups.items()} == {(1, "length"): 2, (1, "stop"): 1, (2, "stop"): 7}
     last = groups[2, "stop"]  # tokens 6, 7, 8 and 10 .. 13
@@ -166,11 +166,11 @@ def test_a_sample_of_several_versions_is_told_apart_by_token() -> None:
     batch = replace(mismatched(), version_spans=((), (), (), ((2, 0, 2), (3, 2, 4))))
     record = mismatch_record(5, batch, spell)
     assert record is not None
-    assert [(g.policy_version, g.finish_reason, g.spread.num_tokens) for g in record.groups] == [
+    assert [(g.policy_version, g.finish_reason, g.num_tokens) for g in record.groups] == [
         *((1, "length", 2), (1, "stop", 1)),
         *((2, "stop", 5), (3, "stop", 2)),  # tokens 6, 7, 8, 10, 11; 12, 13
     ]
-    assert record.groups[-1].spread.mean == pytest.approx(0.125, rel=1e-5)
+    assert record.groups[-1].mean == pytest.approx(0.125, rel=1e-5)
     assert [t.policy_version for t in record.worst[1:4]] == [3, 3, 2]  # tokens 13, 12, 11
 
 
@@ -184,7 +184,7 @@ def test_worst_tokens_with_their_text() -> None:
     assert second.context == "<59><60><61><62>" and second.policy_version == 2
     assert second.trainer - second.engine == pytest.approx(0.13, abs=1e-6)
     assert [t.token_id for t in record.worst[1:]] == [63, 62, 61, 60, 58, 57, 56, 53, 51]
-    row = json.loads(json.dumps(strict(record.row()), allow_nan=False))
+    row = json.loads(json.dumps(strict(asdict(record)), allow_nan=False))
     assert row["edges"] == list(EDGES) and row["worst"][0]["difference"] is None
     assert set(row["groups"][0]) == {
         *("policy_version", "finish_reason", "counts", "num_tokens", "mean", "p99", "max"),
@@ -277,6 +277,6 @@ def test_files_are_whole_up_to_the_last_line_after_kill_9(tmp_path: Path) -> Non
     assert found[:done] == list(range(1, done + 1)) and len(found) <= done + 1
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board = EventAccumulator(str(tmp_path / "tensorboard" / "run"))
     board.Reload()  # raises nothing, whatever its last record is like
     assert "_hparams_/session_start_info" in board.summary_metadata

@@ -5,10 +5,9 @@ from pathlib import Path
 
 from report_samples import Page, write_lines, write_run_dir
 
-from rlhf_megatron.observe.report.files import read_run
+from rlhf_megatron.observe.report.files import Span, read_run
 from rlhf_megatron.observe.report.page import attempt_rows, run_page
-from rlhf_megatron.observe.report.payload import Bar, StepTime, timeline
-from rlhf_megatron.observe.report.records import Span
+from rlhf_megatron.observe.report.payload import Payload, timeline
 
 LINES = [
     {"kind": "start", "time": 1000.0, "resumed_from_step": None},
@@ -32,6 +31,9 @@ def test_a_row_a_start() -> None:
     assert rows[1][2:] == ["1", "30 s", "stopped: SIGTERM to [actor dp0 pp0 tp1]", "actor.optim.lr: 0.001 → 0.002"]
     assert rows[2][2:] == ["2", "40 s", "complete", "–"]
     assert attempt_rows(LINES[:1])[0][4] == "no end yet"
+    # The wall clock was set back by an hour; the monotonic one is told beside it.
+    told = [LINES[0], {"kind": "end", "time": -2600.0, "seconds": 42.0, "reason": "complete"}]
+    assert attempt_rows(told)[0][3] == "42 s" and attempt_rows([LINES[0], LINES[2] | {"time": 1.0}])[0][3] == "0 s"
 
 
 def test_attempts_are_on_the_page_where_there_are_several(tmp_path: Path) -> None:
@@ -68,5 +70,15 @@ def test_the_timeline_has_the_last_time_of_each_step() -> None:
     again += [span("step 3", 24, 6, 3, True), span("generate", 24, 4, 3)]
     found = timeline([*first, *again])
     assert found is not None
-    assert found.steps == (StepTime(2, 20, 4), StepTime(3, 24, 6))
-    assert found.bars == (Bar(0, 2, 20, 1), Bar(1, 2, 21, 3), Bar(0, 3, 24, 4))
+    assert found.steps == (again[0], again[3])
+    assert found.bars == ((0, again[1]), (1, again[2]), (0, again[4]))
+
+
+def test_the_timeline_opens_on_a_step_of_typical_length() -> None:
+    seconds = [60.0, 2.0, 1.0, 2.5, 2.25]  # the first starts everything up
+    spans = [Span(f"step {i}", 100.0 * i, took, i, True, False) for i, took in enumerate(seconds, 1)]
+    found, payload = timeline(spans), Payload()
+    assert found is not None
+    payload.add_timeline(found)
+    view = json.loads(payload.as_json())["timeline"]
+    assert view["steps"][view["open"]][0] == 5

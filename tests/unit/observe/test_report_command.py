@@ -9,8 +9,8 @@ import pytest
 from report_samples import Page, evaluation_row, mismatch_line, sample, step_row, write_run_dir
 
 from rlhf_megatron.cli.main import main
+from rlhf_megatron.observe.report.build import plain
 from rlhf_megatron.observe.report.compare import compare_charts, compare_page, differing_settings, group_runs
-from rlhf_megatron.observe.report.figures import plain
 from rlhf_megatron.observe.report.files import read_run
 
 
@@ -26,7 +26,7 @@ def test_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_run_dir(tmp_path / "run", samples=[sample(1)], mismatch=lines, summary={"steps": 2, "seconds": 9.0})
     assert main(["report", str(path), "--open", "no"]) == 0
     said = capsys.readouterr().out
-    assert f"report: {path / 'report' / 'index.html'}" in said
+    assert f"report: {path / 'report' / 'index.html'}" in said and said.startswith("run: finished at step 2 of 4\n")
     pictures = sorted(p.name for p in (path / "report").glob("*.png"))
     assert pictures == ["lengths.png", "mismatch.png", "policy.png", "reward.png", "time.png"][-len(pictures) :]
     assert {"mismatch.png", "policy.png", "reward.png", "time.png"} <= set(pictures)

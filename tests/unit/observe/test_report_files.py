@@ -7,10 +7,11 @@ import os
 from pathlib import Path
 
 import pytest
-from report_samples import evaluation_row, mismatch_line, sample, step_row, write_run_dir
+from report_samples import evaluation_row, mismatch_line, sample, step_row, write_lines, write_run_dir
 
 from rlhf_megatron.observe.report.facts import layouts, settings, status
 from rlhf_megatron.observe.report.files import read_run
+from rlhf_megatron.observe.report.page import asset
 
 TRACE = """[
 {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "x"}},
@@ -137,7 +138,6 @@ def test_how_a_run_ended(tmp_path: Path) -> None:
     os.utime(path / "metrics.jsonl", (1e9, 1e9))
     stopped = read_run(path)
     assert status(stopped).text == "interrupted after step 2 of 4: no summary.json and no error in its logs"
-    assert layouts(stopped) == "tp2 pp1 dp2"  # 4 ranks, as config.yaml says
     (path / "logs").mkdir()
     aftermath = (
         "2026-01-01 10:00:00,1 [actor dp0 pp0 tp0] ERROR runtime.service: ended in actor.update, forward:\n  line\n"
@@ -149,6 +149,32 @@ def test_how_a_run_ended(tmp_path: Path) -> None:
     failed = read_run(path)
     assert status(failed).text == "failed after step 2 of 4"
     assert failed.log_errors == ("logs/rank1.log\n" + cause.rstrip(),)
+
+
+@pytest.mark.parametrize(
+    ("reason", "word", "text"),
+    [
+        ("stopped: SIGTERM to [controller]", "stopped", "stopped after step 2 of 4: SIGTERM to [controller]"),
+        ("failed: a: b", "failed", "failed after step 2 of 4: a: b"),
+        ("complete", "finished", "finished at step 2 of 4"),
+        (None, "running", "no summary yet; step 2 of 4 was written less than 3 minutes ago"),
+    ],
+)
+def test_attempts_tell_how_a_run_ended(tmp_path: Path, reason: str | None, word: str, text: str) -> None:
+    path = write_run_dir(tmp_path / "run")
+    lines = [{"kind": "start", "time": 1.0}, {"kind": "end", "time": 2.0, "reason": "failed: the attempt before"}]
+    lines += [{"kind": "start", "time": 3.0}]
+    write_lines(path / "attempts.jsonl", lines + ([{"kind": "end", "time": 4.0, "reason": reason}] if reason else []))
+    found = status(read_run(path))
+    assert (found.word, found.text) == (word, text)
+    assert f".pill.{word}" in asset("report.css")
+
+
+def test_all_layouts_of_a_resumed_run_are_told(tmp_path: Path) -> None:
+    path = write_run_dir(tmp_path / "run")
+    told = [{"actor": "tp2 pp1 dp2"}, {"actor": "tp2 pp1 dp2"}, {"actor": "tp1 pp2 dp2", "critic": "tp1 pp1 dp1"}]
+    write_lines(path / "attempts.jsonl", [{"kind": "start", "time": 1.0, "layouts": one} for one in told])
+    assert layouts(read_run(path)) == "actor tp2 pp1 dp2, then actor tp1 pp2 dp2, critic tp1 pp1 dp1"
 
 
 def test_settings_that_differ_from_the_defaults(tmp_path: Path) -> None:

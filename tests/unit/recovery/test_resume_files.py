@@ -13,7 +13,14 @@ from scheduler_samples import to_train
 
 from rlhf_megatron.config.schema import TrainerConfig
 from rlhf_megatron.evaluation.evaluation import EvaluationResult
-from rlhf_megatron.observe.line_file import RunClock, evaluation_seconds, read_rows, supersede
+from rlhf_megatron.observe.line_file import (
+    Attempts,
+    RunClock,
+    evaluation_seconds,
+    read_attempts,
+    read_rows,
+    supersede,
+)
 from rlhf_megatron.observe.run_facts import RunFacts
 from rlhf_megatron.observe.tracker import Tracker
 from rlhf_megatron.recovery.checkpointer import RunState
@@ -94,6 +101,26 @@ def test_ettr_counts_what_stands_over_the_time_since_the_first_launch(tmp_path: 
     assert clock.ettr() == pytest.approx(5.2 / (time.time() - clock.first_start), rel=0.02)
 
 
+def test_a_clock_that_is_set_back_changes_no_duration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = time.time()
+    with Attempts(tmp_path).attempt(now - 5.0, None), Tracker(tmp_path, ("jsonl",), 3, clock=RunClock(now)) as tracker:
+        monkeypatch.setattr(time, "time", lambda: now - 1e6)
+        step(tracker, 1, seconds=0.1)
+    (row,), (_, end) = read_rows(tmp_path), read_attempts(tmp_path)
+    assert 0.0 < row["perf/ettr"] <= 1.0 and 5.0 <= end["seconds"] < 60.0
+    assert not caplog.records
+    # A later process begins before the first launch: said, and nothing is divided by what cannot be.
+    clock = RunClock(now, productive_s=3.0)
+    assert clock.ettr() == 1.0 and "1000000 s before the first launch" in caplog.text
+    with Tracker(tmp_path, ("jsonl",), 3) as tracker:
+        step(tracker, 2)
+    events = json.loads((tmp_path / "trace.json").read_text())
+    starts = [event["ts"] for event in events if event["name"] in ("step 1", "step 2")]
+    assert len(starts) == 2 and starts == sorted(starts)
+
+
 def test_tensorboard_drops_what_is_written_again(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -103,7 +130,7 @@ def test_tensorboard_drops_what_is_written_again(tmp_path: Path) -> None:
             for number in steps:
                 step(tracker, number)
         time.sleep(1.1)  # event files are told apart by the second in which they began
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "run"))
     events.Reload()
     assert [event.step for event in events.Scalars("critic/rewards/mean")] == [1, 2]
 

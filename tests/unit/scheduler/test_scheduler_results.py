@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from rlhf_megatron.evaluation.evaluation import EvaluationResult, EvaluationSet
 from rlhf_megatron.observe.line_file import Attempts
 from rlhf_megatron.observe.metrics.rates import throughput
 from rlhf_megatron.observe.run_dir import fresh_run_dir, write_json
-from rlhf_megatron.observe.summary import draw_curve, summary
+from rlhf_megatron.observe.summary import draw_curve, how_sampled, summary
 from rlhf_megatron.observe.tracker import Tracker
 from rlhf_megatron.recovery.recorder import RecordedStart, Recorder
 from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
@@ -117,7 +118,7 @@ def test_rows_of_metrics_jsonl(tmp_path: Path) -> None:
     ]
     assert found[1]["val/accuracy"] == 0.25 and found[1]["val/num_items"] == 40 and "timing_s/evaluate" in found[1]
     assert found[2]["critic/rewards/mean"] == 0.75 and found[2]["policy/version"] == 2
-    assert found[2]["policy/lag"] == 0.5
+    assert found[2]["policy/lag"] == 0.5 and [row["training/global_step"] for row in found[2:]] == [1.0, 2.0]
     assert {key for key in found[2] if key.startswith("timing_s/")} == {
         *("timing_s/generate", "timing_s/update", "timing_s/sync", "timing_s/step")
     }
@@ -150,7 +151,7 @@ def test_tensorboard_has_the_same_numbers(tmp_path: Path) -> None:
         track_a_step(tracker, 1)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "run"))
     events.Reload()
     (row,) = rows(tmp_path)
     keys = set(row) - {"kind", "step", "seconds"}
@@ -180,6 +181,20 @@ def test_curve_is_a_picture(tmp_path: Path) -> None:
     orange = (abs(pixels[..., :3] - torch.tensor([1.0, 0.498, 0.055]).numpy()) < 0.02).all(-1)
     assert orange.sum() > 100  # the line of held-out accuracy
     assert draw_curve(tmp_path / "empty.png", "nothing yet", [], [])
+
+
+def test_the_curve_says_what_it_shows_whatever_the_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib import pyplot
+
+    axes: list[Any] = []
+    monkeypatch.setattr(pyplot, "close", lambda figure: axes.append(figure.axes[0]))
+    how = how_sampled(SamplingConfig(temperature=0.7, n=4)), how_sampled(SamplingConfig(temperature=0.0))
+    for rewards in ([(1, -3.5), (2, 12.0)], [(1, 0.25), (2, 0.5)]):
+        draw_curve(tmp_path / "curve.png", "title", rewards, [(0, RESULT)], how=how)
+    labels = [text.get_text() for text in axes[0].get_legend().get_texts()]
+    assert labels[0] == "critic/rewards/mean, a step (sampled at temperature 0.7, 4 samples a prompt)"
+    assert labels[1] == "val/accuracy, held-out (greedy)" and axes[0].get_ylabel() == "score"
+    assert axes[0].get_ylim()[0] < -3.5 and axes[0].get_ylim()[1] > 12.0 and axes[1].get_ylim() == (0, 1.02)
 
 
 def test_recorded_batches_come_back(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from rlhf_megatron.config.schema import KernelsConfig
 from rlhf_megatron.data.batch import MiniBatch
 from rlhf_megatron.kernels.self_check import SelfCheck
 from rlhf_megatron.kernels.tile_ops import TorchTileOps
-from rlhf_megatron.observe.watches import HeadWatch
+from rlhf_megatron.observe.metrics.rates import HeadWatch
 from rlhf_megatron.runtime.proxies import Workers
 from rlhf_megatron.workers import head_backend
 from rlhf_megatron.workers.findings import HeadReport

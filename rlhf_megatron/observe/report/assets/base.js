@@ -61,7 +61,7 @@ function logTicks(low, high, count) {
       if (v >= low * 0.999 && v <= high * 1.001) ticks.push({ value: v, text: v >= 0.01 && v < 1e4 ? String(Number(v.toPrecision(3))) : exponent(v) });
     }
   }
-  return ticks;
+  return ticks.length > 2 ? ticks : linearTicks(low, high, count).filter((tick) => tick.value > 0);
 }
 
 // Exponential mean without the pull of its start; holes stay holes.

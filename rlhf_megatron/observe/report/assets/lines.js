@@ -107,7 +107,7 @@ class LineChart {
   options(width, series, bands) {
     const { spec } = this, [first, last] = view.zoom[this.axis] || [this.steps[0], this.steps[this.steps.length - 1]];
     const axis = { stroke: paint("muted"), font: "11px system-ui", labelFont: "11px system-ui", labelSize: 16, ticks: { show: false } };
-    const unit = this.isShare ? "share" : spec.unit === "1" ? "" : spec.unit;
+    const unit = this.isShare ? "share" : spec.unit === "1" ? "no unit" : spec.unit;
     const label = spec.log ? (unit ? `${unit}, log` : "log scale") : unit || " ";
     const logAxis = spec.log ? { splits: (_, __, low, high) => logTicks(low, high, 5).map((tick) => tick.value), filter: (_, ticks) => ticks } : {};
     return {
@@ -127,7 +127,8 @@ class LineChart {
     for (const [value] of spec.rules) [low, high] = [Math.min(low, value), Math.max(high, value)];
     if (spec.log) { const pad = Math.max((high / low) ** 0.06, 1.15); return [low / pad, high * pad]; }
     const pad = (high - low) * 0.06 || Math.abs(high) * 0.1 || 1, fromZero = (spec.zero || spec.kind === "stack") && low >= 0;
-    return [fromZero ? 0 : low - pad, spec.kind === "stack" ? high : high + pad];
+    const top = spec.unit === "share" && high > 0.995 ? 1 : high; // shares are rounded, and 1 has a tick
+    return [fromZero ? 0 : low - pad, spec.kind === "stack" ? top : high + pad];
   }
 
   description() {

@@ -149,7 +149,7 @@ class MismatchView {
     const quoted = (text) => visible(text).replace(/\n/g, "⏎");
     const body = rows.slice(0, 30).map((w) => [number(infinite(w.difference)), number(w.trainer), number(w.engine),
       el("span", { class: "mono" }, el("span", { class: "muted", text: (w.context.length > 80 ? "…" : "") + quoted(w.context.slice(-80)) }), el("mark", { text: quoted(w.token) || "(empty)" })),
-      known(w.token_id) ? String(w.token_id) : "", known(w.position) ? String(w.position) : "", String(w.step), known(w.policy_version) ? String(w.policy_version) : "", w.finish_reason, visible(w.sample_id)]);
+      known(w.token_id) ? String(w.token_id) : "", known(w.position) ? String(w.position) : "", String(w.step), known(w.policy_version) ? String(w.policy_version) : "", w.finish_reason, String(w.sample_id)]);
     const node = body.length ? table(headings, body, "The largest differences of the selection that were kept; log-probs in nats.") : el("p", { class: "muted", text: "No worst token was kept for this selection." });
     this.root.querySelector(".worst").replaceChildren(node);
   }

@@ -7,11 +7,11 @@ class TimelineView {
     this.axis = null;
     this.plot = root.querySelector(".plot");
     this.tooltip = makeTooltip(this.plot);
-    this.from = 0;
+    this.from = data.open; // a step of typical length
     this.byStep = new Map(data.steps.map(([step]) => [step, []]));
     for (const bar of data.bars) this.byStep.get(bar[1]).push(bar);
     const last = data.steps.length - 1;
-    this.slider = el("input", { type: "range", min: 0, max: last, value: 0, "aria-label": "first step shown", oninput: () => this.go(Number(this.slider.value)) });
+    this.slider = el("input", { type: "range", min: 0, max: last, value: data.open, "aria-label": "first step shown", oninput: () => this.go(Number(this.slider.value)) });
     this.count = select("steps", [1, 2, 5, 10, 25].map((n) => [n, String(n)]), () => this.draw());
     this.count.value = "2";
     this.label = el("span", {});
@@ -35,7 +35,7 @@ class TimelineView {
     if (!width) return;
     const steps = this.data.steps.slice(this.from, this.from + Number(this.count.value));
     const begin = Math.min(...steps.map((s) => s[1])), end = Math.max(...steps.map((s) => s[1] + s[2]), ...steps.flatMap((s) => this.byStep.get(s[0]).map((b) => b[2] + b[3])));
-    const lane = 26, left = Math.min(110, width * 0.25), right = width - 14, lanes = this.data.stages.length + 1;
+    const lane = 26, longest = Math.max(...this.data.stages.map((name) => name.length)), left = Math.min(14 + 6.2 * longest, width * 0.4), right = width - 14, lanes = this.data.stages.length + 1;
     const bottom = 8 + lane * lanes, height = bottom + 38;
     const x = (s) => left + ((s - begin) / Math.max(1e-9, end - begin)) * (right - left);
     const image = svg("svg", { height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `stages of ${steps.length} step(s) from step ${steps[0][0]}` });
