@@ -173,6 +173,35 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", dest="is_json", help="one JSON object instead of a table")
 
 
+def _generate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SOURCE", help="RUN.yaml, the directory of a run, or of a model")
+    _answers(parser)
+
+
+def _evaluate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source", metavar="SOURCE", help="a file of answers, or what `generate` takes: it answers first"
+    )
+    _answers(parser)
+    text = "whose reward scores a file of answers; default: reward.name=exact_match and the settings given"
+    parser.add_argument("--config", metavar="RUN.yaml", type=Path, help=text)
+    parser.add_argument("--json", metavar="FILE", type=Path, help="all figures, and the score of each response")
+
+
+def _answers(parser: argparse.ArgumentParser) -> None:
+    text = "files of prompts (JSONL, parquet); settings over those of the file"
+    parser.add_argument("words", metavar="PROMPTS|key=value", nargs="*", help=text)
+    parser.add_argument("--out", metavar="FILE.jsonl", type=Path, help="of the answers (<SOURCE>-answers.jsonl)")
+    parser.add_argument("--split", choices=("val", "train", "all"), default="val", help="prompts of a run (val)")
+    parser.add_argument("-n", metavar="N", type=_count, help="samples a prompt (rollout.val_kwargs.n)")
+    parser.add_argument("--temperature", metavar="T", type=float, help="0: greedy (rollout.val_kwargs.temperature)")
+    parser.add_argument("--top-p", metavar="P", type=float, help="rollout.val_kwargs.top_p")
+    parser.add_argument("--max-tokens", metavar="N", type=_count, help="of a response (data.max_response_length)")
+    parser.add_argument("--tokens", action="store_true", help="also write token ids and log-probs")
+    parser.add_argument("--overwrite", action="store_true", help="forget the answers that the file has")
+    parser.set_defaults(overrides=[])
+
+
 def _algorithms(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", nargs="?", help="print all that is known of this part")
     parser.add_argument("--json", action="store_true", help="as JSON")
@@ -203,6 +232,8 @@ COMMANDS = (
         _doctor,
         "rlhf_megatron.cli.doctor.run:doctor",
     ),
+    Command("generate", "write a model's answers to prompts", _generate, "rlhf_megatron.cli.generate:generate"),
+    Command("evaluate", "score answers, a model or a run", _evaluate, "rlhf_megatron.cli.evaluate:evaluate"),
     Command("engine", "start SGLang servers for runs to attach to", _engine, "rlhf_megatron.cli.engine:engine"),
     Command(
         "report",

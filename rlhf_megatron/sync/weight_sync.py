@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypedDict
+from typing import Protocol, TypedDict
 
 from rlhf_megatron import faults
 from rlhf_megatron.checkpoint.hf_reader import read_hf_config
@@ -16,7 +17,6 @@ from rlhf_megatron.resharding.sender import SendReport
 from rlhf_megatron.rollout.engine import Engine, EngineAddress, EngineError, WeightTransport
 from rlhf_megatron.rollout.fleet.fleet import EngineFleet
 from rlhf_megatron.rollout.transports.disk import complete_checkpoint, load_directory, remove_versions
-from rlhf_megatron.runtime.proxies import HostProxy
 from rlhf_megatron.sync.colocation import Turns
 
 NAMES_SHOWN = 5
@@ -35,12 +35,20 @@ class Sync:
         return {"policy/version": float(self.version)}
 
 
+class Sender(Protocol):
+    """Who has the weights: the trainer's ranks, or a reader of files."""
+
+    @property
+    def send_weights(self) -> Callable[..., Future[list[SendReport]]]:
+        """As `HostWorker.send_weights`: a report a rank."""
+
+
 class WeightSync(Sync):
     """Callable; owned by the controller. An engine that fails on the way is STALE and set aside; the others go on."""
 
     def __init__(
         self,
-        host: HostProxy,
+        host: Sender,
         fleet: EngineFleet,
         transfer_dir: Path,
         bucket_bytes: int,

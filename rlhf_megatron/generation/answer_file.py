@@ -1,0 +1,99 @@
+"""The file of answers: one JSON line a prompt, appended as answers come, so that a job that was killed goes on.
+
+Beside `answers.jsonl` stands the folder `answers.jsonl.job` with what the job was asked for (`job.json`) and the logs
+of its engines. When all prompts are answered the lines are put into the order of the prompts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_megatron.observe.line_file import LineFile
+
+JOB = "job.json"
+
+
+class AnswerFile:
+    """A context manager. `done`: numbers of the prompts that are answered."""
+
+    def __init__(self, path: Path, asked: Mapping[str, Any], num_prompts: int, overwrite: bool = False) -> None:
+        """`asked`: what answers depend on. Raises ValueError where the file holds answers of another job."""
+        self.path, self.folder, self.num_prompts = path, path.with_name(path.name + ".job"), num_prompts
+        job = self.folder / JOB
+        text = json.dumps(asked, indent=1, sort_keys=True) + "\n"
+        if overwrite:
+            for old in (job, path):
+                old.unlink(missing_ok=True)
+        if path.exists() and not job.exists():
+            raise ValueError(f"{path} exists and is not of this command; give --out another name, or --overwrite.")
+        if job.exists() and (differing := differences(json.loads(job.read_text()), asked)):
+            raise ValueError(
+                f"{path} has answers of another job ({'; '.join(differing)}); give --out another name, or --overwrite."
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        _write_whole(job, text)
+        self._lines = LineFile(path)
+        self.done = {row["index"] for row in read_answers(path)}
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.done) == self.num_prompts
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """The row is with the operating system when this returns. A prompt that has an answer keeps the first."""
+        if row["index"] not in self.done:
+            self._lines.write(row)
+            self.done.add(row["index"])
+
+    def finish(self) -> None:
+        """Put the rows into the order of the prompts; the file is replaced at once."""
+        rows = sorted(read_answers(self.path), key=lambda row: row["index"])
+        _write_whole(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+
+    def __enter__(self) -> AnswerFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lines.close()
+
+
+def read_answers(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file of answers, in the order of the file. Raises ValueError naming file and line."""
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                row = json.loads(line)
+                if not isinstance(row["index"], int) or not isinstance(row["responses"], list):
+                    raise TypeError
+            except (ValueError, KeyError, TypeError) as error:
+                text = 'an object with "index" and "responses", as `rlhf-megatron generate` writes'
+                raise ValueError(f"{path}, line {number} must be {text}.") from error
+            yield row
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What one job was asked for otherwise than another, a phrase each."""
+    names = sorted(before.keys() | now.keys())
+    return [f"{n}: {before.get(n)} there, {now.get(n)} here" for n in names if before.get(n) != now.get(n)]
+
+
+def digest_of(texts: Iterator[str] | list[str]) -> str:
+    """16 hexadecimal digits of the texts in order."""
+    found = hashlib.sha256()
+    for text in texts:
+        found.update(text.encode(errors="surrogatepass") + b"\0")
+    return found.hexdigest()[:16]
+
+
+def _write_whole(path: Path, text: str) -> None:
+    new = path.with_name(path.name + ".new")
+    with new.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, path)

@@ -1,0 +1,84 @@
+"""Weights of files to engines, over the same buckets, receipts and checks as a trainer's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from rlhf_megatron.checkpoint.source import WeightSource
+from rlhf_megatron.models.families.base import HFConfig, table_for
+from rlhf_megatron.models.table import Rule
+from rlhf_megatron.parallel.layout import Coordinates
+from rlhf_megatron.resharding.sender import SendReport, send_weights
+from rlhf_megatron.rollout.engine import EngineAddress, WeightTransport
+from rlhf_megatron.rollout.kinds import engine_kind
+from rlhf_megatron.rollout.transports.delivery import Delivery
+from rlhf_megatron.rollout.transports.process_group import Groups
+
+
+class _OneRank:
+    """A group of this process alone, where no process groups exist."""
+
+    def size(self) -> int:
+        return 1
+
+
+class FileWeights:
+    """The sender of a `WeightSync` where no trainer runs. Implements `sync.weight_sync.Sender`.
+
+    One tensor of Megatron's layout is made at a time, but all are held while they are sent: the host needs memory for
+    the whole model in the engines' type.
+    """
+
+    coordinates = Coordinates(dp=0, pp=0, tp=0)
+    device = torch.device("cpu")
+
+    def __init__(self, source: WeightSource, hf_config: HFConfig) -> None:
+        self._source = source
+        self._table = table_for(hf_config)
+
+    @property
+    def tp_group(self) -> ProcessGroup:
+        return cast(ProcessGroup, _OneRank())
+
+    def send_weights(
+        self,
+        *,
+        version: int,
+        engines: list[EngineAddress],
+        transfer_dir: Path,
+        bucket_bytes: int,
+        dtype: str,
+        transport: WeightTransport = "tensor",
+    ) -> Future[list[SendReport]]:
+        """Send all tensors to all engines, in this thread. An engine that fails stands in the report.
+
+        Raises ValueError where a tensor cannot be read.
+        """
+        kind = getattr(torch, dtype)
+        transports = [engine_kind(a.kind).transport(a, transport, transfer_dir, self, Groups()) for a in engines]
+        with Delivery(transports, transport, transfer_dir, self) as delivery:
+            report = send_weights(
+                self._tensors(kind),
+                self,
+                version=version,
+                dtype=kind,
+                bucket_bytes=bucket_bytes,
+                open_buffers=delivery.open_buffers,
+                alignment=delivery.alignment,
+            )
+        moved, needed = delivery.traffic.moved, delivery.traffic.needed
+        sent: Future[list[SendReport]] = Future()
+        sent.set_result([replace(report, failures=delivery.failures, bytes_moved=moved, bytes_needed=needed)])
+        return sent
+
+    def _tensors(self, dtype: torch.dtype) -> Iterator[tuple[Rule, Tensor]]:
+        for rule in self._table:
+            yield rule, rule.to_megatron(*self._source.hf_tensors(rule)).to(dtype)

@@ -1,0 +1,119 @@
+"""Figures of answer files: score every response, then the figures that a run's own evaluation has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rlhf_megatron.config.schema import RewardConfig
+from rlhf_megatron.data.batch import PromptBatch
+from rlhf_megatron.evaluation.evaluation import Answered, EvaluationResult, summarize
+from rlhf_megatron.evaluation.intervals import interval_over_items
+from rlhf_megatron.generation.answer_file import read_answers
+from rlhf_megatron.rewards.scorers.base import RewardResult, RewardSample, is_masked
+from rlhf_megatron.rewards.service.scorer import check_sources, make_scorer
+
+
+def score(path: Path, config: RewardConfig, log: Path) -> list[Answered]:
+    """The answers of a file with their scores, a set a data source. `log`: of what rewards in processes print.
+
+    Raises ConfigError and ValueError for a wrong reward or file, RewardError where too many rewards fail.
+    """
+    rows = list(read_answers(path))
+    if not rows:
+        raise ValueError(f"{path} has no answers.")
+    check_sources(config, {row["source"] for row in rows})
+    samples = [sample for row in rows for sample in _samples(row)]
+    with make_scorer(config, log) as scorer:
+        results = iter(scorer(samples))
+    by_source: dict[str, list[tuple[dict[str, Any], tuple[RewardResult, ...]]]] = {}
+    for row in rows:
+        by_source.setdefault(row["source"], []).append((row, tuple(next(results) for _ in row["responses"])))
+    return [_answered(name, pairs) for name, pairs in by_source.items()]
+
+
+def _samples(row: dict[str, Any]) -> list[RewardSample]:
+    columns = zip(row["responses"], row["finish_reasons"], row["num_tokens"], strict=True)
+    of_prompt = {
+        "prompt": row["prompt"],
+        "label": row["answer"],
+        "source": row["source"],
+        "extra": row.get("extra", ""),
+    }
+    return [RewardSample(response=text, finish_reason=why, num_tokens=n, **of_prompt) for text, why, n in columns]
+
+
+def _answered(name: str, pairs: Sequence[tuple[dict[str, Any], tuple[RewardResult, ...]]]) -> Answered:
+    rows = [row for row, _ in pairs]
+    prompts = PromptBatch(
+        prompt_ids=tuple(() for _ in rows),
+        prompts=tuple(row["prompt"] for row in rows),
+        labels=tuple(row["answer"] for row in rows),
+        sources=tuple(row["source"] for row in rows),
+        group_ids=tuple(row["index"] for row in rows),
+        extras=tuple(row.get("extra", "") for row in rows),
+    )
+    return Answered(
+        name,
+        prompts,
+        tuple(tuple(row["responses"]) for row in rows),
+        tuple(tuple(row["num_tokens"]) for row in rows),
+        tuple(results for _, results in pairs),
+    )
+
+
+def table_of(result: EvaluationResult) -> list[str]:
+    """Lines for a terminal: one a set, its figures of several samples below."""
+    width = max(len(s.name) for s in result.sets)
+    lines = [f"{'set':<{width}}  items    N    mean  95 % interval     tokens  left out"]
+    for s in result.sets:
+        interval = f"[{s.low:.4f}, {s.high:.4f}]" if s.low is not None and s.high is not None else "-"
+        lines.append(
+            f"{s.name:<{width}}  {s.num_items:5d} {s.num_samples:4d}  {s.mean:6.4f}  {interval:16}"
+            f" {s.mean_response_length:7.1f}  {s.num_masked:8d}"
+        )
+        for f in s.figures:
+            interval = f"[{f.low:.4f}, {f.high:.4f}]" if f.low is not None and f.high is not None else "-"
+            lines.append(f"{'':<{width}}  {f.name + '@' + str(f.k):>10}  {f.value:6.4f}  {interval}")
+    if len(result.sets) > 1:
+        lines.append(f"all: {result.accuracy:.4f} [{result.low:.4f}, {result.high:.4f}] over {result.num_items} items")
+    return lines
+
+
+def as_json(answered: Sequence[Answered]) -> dict[str, Any]:
+    """All figures, and the score of each response in the order of the file's rows of that set."""
+    result = summarize(answered)
+    sets = [
+        asdict(s) | {"scores": [[_value(r) for r in item] for item in a.results]}
+        for s, a in zip(result.sets, answered, strict=True)
+    ]
+    return {"mean": result.accuracy, "low": result.low, "high": result.high, "sets": sets}
+
+
+def _value(result: RewardResult) -> float | None:
+    return None if is_masked(result.status) else result.score
+
+
+def compare(first: Sequence[Answered], second: Sequence[Answered]) -> tuple[int, float, tuple[float, float] | None]:
+    """(items, mean difference, 95 % interval) of the second minus the first, over the prompts that both answered.
+
+    Paired: an item's difference is that of its two mean scores, and the interval is Student's over items. Raises
+    ValueError where they share no prompt.
+    """
+    means = [
+        {
+            (a.name, prompt): sum(scores) / len(scores)
+            for a in answered
+            for prompt, scores in zip(a.prompts.prompts, a.scores(), strict=True)
+            if scores
+        }
+        for answered in (first, second)
+    ]
+    shared = [key for key in means[0] if key in means[1]]
+    if not shared:
+        raise ValueError("the two files have no prompt of the same source in common; nothing can be compared.")
+    differences = [means[1][key] - means[0][key] for key in shared]
+    interval = interval_over_items([(difference,) for difference in differences]) if any(differences) else (0.0, 0.0)
+    return len(shared), sum(differences) / len(differences), interval
