@@ -22,7 +22,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help install engine-conformance test-sglang quickstart quickstart-ppo quickstart-seeds smollm2 smollm2-ppo test check map format test-dist parity split-invariance replay-layouts test-long chaos soak bench bench-kernels gpu-check sglang-cpu sglang-smoke clean
+.PHONY: help install engine-conformance test-sglang quickstart quickstart-ppo quickstart-seeds smollm2 smollm2-ppo test check map format test-dist parity split-invariance replay-layouts test-long chaos soak bench bench-kernels gpu-check sglang-cpu sglang-smoke clean clean-runs
 
 help:
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 20
@@ -119,9 +119,13 @@ bench-kernels: $(VENV)/.installed  ## the kernels on a CPU: ratios to naive and 
 gpu-check:  ## GPU tests and benchmarks with the system's Python and torch
 	$(PYTHON) -m benchmarks.gpu_check $(ARGS)
 
-clean:  ## remove the virtual environment, caches and runs
-	rm -rf $(VENV) .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis runs .cache
+clean:  ## remove virtual environments and build outputs; never a run, weights or .cache
+	rm -rf $(VENV) .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+clean-runs:  ## say what is under runs/ and .cache/; YES=1: remove it
+	@du -sh runs/* .cache/* 2>/dev/null || echo "nothing is there"
+	@if [ "$(YES)" = 1 ]; then rm -rf runs .cache && echo "removed"; else echo "YES=1 removes all of this"; fi
 
 .venv-sglang/.installed: tools/sglang_cpu/requirements.txt
 	$(PYTHON) -m venv .venv-sglang

@@ -41,7 +41,12 @@ class Job:
 
 def train(config: str, name: str, runs: Path, overrides: Sequence[str]) -> Path:
     """The run's directory. Raises RuntimeError when it fails or takes over LIMIT_S."""
-    words = [*overrides, f"trainer.experiment_name={name}", f"trainer.default_local_dir={runs}"]
+    words = [
+        *overrides,
+        f"trainer.experiment_name={name}",
+        f"trainer.default_local_dir={runs}",
+        "trainer.save_last=none",
+    ]
     runs.mkdir(parents=True, exist_ok=True)
     log = runs / f"{name}.log"
     with log.open("w") as file:

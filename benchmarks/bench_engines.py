@@ -41,7 +41,7 @@ from rlhf_megatron.rollout.http import HttpClient
 from rlhf_megatron.rollout.kinds import connect
 from rlhf_megatron.rollout.local.process import start_local_engines
 from rlhf_megatron.rollout.requests import build_requests
-from rlhf_megatron.scheduler.run_data import load_data, run_data
+from rlhf_megatron.scheduler.parts import load_data, run_data
 
 CONFIGS = {"quickstart": "configs/quickstart_sglang.yaml", "smollm2": "configs/smollm2_sglang.yaml"}
 ENGINES = ("local", "sglang", "sglang_seeded")

@@ -95,6 +95,7 @@ def run_ours(name: str, folder: Path, num_steps: int) -> Steps:
         "trainer.test_freq": 0,
         "trainer.default_local_dir": folder / "runs",
         "trainer.experiment_name": name,
+        "trainer.save_last": "none",
         "trainer.logger": "[jsonl]",
     }
     command = [sys.executable, "-m", "rlhf_megatron", "train", "configs/quickstart.yaml"]

@@ -54,7 +54,7 @@ def run_seed(seed: int, config: Path, runs: Path, overrides: Sequence[str]) -> d
     command = [sys.executable, "-m", "rlhf_megatron", "train", str(config), f"trainer.seed={seed}"]
     if load_run_config(config, overrides, with_files=False).config.model.init_seed is not None:
         command.append(f"model.init_seed={seed}")
-    command += [f"trainer.experiment_name={name}", f"trainer.default_local_dir={runs}"]
+    command += [f"trainer.experiment_name={name}", f"trainer.default_local_dir={runs}", "trainer.save_last=none"]
     print(f"seed {seed}: {' '.join(command[1:])} {' '.join(overrides)}", flush=True)
     code = subprocess.run([*command, *overrides], cwd=ROOT, env={"OMP_NUM_THREADS": "1", **os.environ}).returncode
     if code:

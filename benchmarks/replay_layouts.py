@@ -120,6 +120,7 @@ def train(config: Path, name: str, arguments: Sequence[str], runs: Path) -> Path
     runs.mkdir(parents=True, exist_ok=True)
     log = runs / f"{name}.log"
     shared = [f"trainer.default_local_dir={runs}", f"trainer.experiment_name={name}", "trainer.test_freq=0"]
+    shared += ["trainer.save_last=none"]
     shared += ["trainer.val_before_train=false", "trainer.device=cpu", "trainer.logger=[jsonl]", "model.dtype=float32"]
     command = [sys.executable, "-m", "rlhf_megatron", "train", str(config), *shared, *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}

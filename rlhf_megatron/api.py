@@ -74,6 +74,17 @@ class Run:
         path = self.directory / "summary.json"
         return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
+    def export(self, out: str | Path, step: int | None = None, *, best: bool = False, dtype: str | None = None) -> Path:
+        """Write the policy of a checkpoint to the new directory `out` in Hugging Face layout, and return that.
+
+        The newest checkpoint; that of `step`; or with `best` that with the largest trainer.keep_best. `dtype`:
+        "float32", "bfloat16", "float16"; None: that of the run. Raises ValueError where there is no such checkpoint.
+        """
+        from rlhf_megatron.recovery.export import find_weights
+
+        find_weights(self.directory, step, best).write(Path(out), dtype)
+        return Path(out)
+
     def report(self, out: Path | None = None) -> Path:
         """Write the report (HTML and pictures) and return its page. Raises ValueError before the first step."""
         return report([self.directory], out).page

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rlhf_megatron.runtime.worker_group import WorkerGroup
 
 CONTROLLER_ENV = "RLHF_MEGATRON_RUN_DIR"  # set in the controller's environment: where the run goes
-LOCK_ENV = "RLHF_MEGATRON_LOCK_FD"  # set in the controller's environment: the open run.lock that it inherits
+LOCK_ENV = "RLHF_MEGATRON_LOCK_FD"  # set in the controller's environment: the open files of the lock that it inherits
 CHECKED_ENV = "RLHF_MEGATRON_CHECKED"  # set in the environment of the ranks: the launcher has checked everything
 
 
@@ -115,13 +115,20 @@ class TrainJob:
         return pools_of(self.config)
 
     def _is_complete(self) -> bool:
-        """True, and said, where the run directory holds this very run with all of its steps."""
+        """True, and said, where the run directory holds this very run with all of its steps; with the weights that
+        trainer.save_hf asks for."""
         from rlhf_megatron.recovery.resume import completion
 
         said = completion(self.run_dir, self.config.trainer) if self.replay is None else None
-        if said is not None:
-            print(said)
-        return said is not None
+        if said is None:
+            return False
+        print(said)
+        if self.config.trainer.save_hf:
+            from rlhf_megatron.recovery.export import export_complete
+
+            for line in export_complete(self.run_dir, self.config):
+                print(line)
+        return True
 
     def _open_run_dir(self) -> OpenRunDir:
         """Locked for this process and those that inherit its lock."""
@@ -148,6 +155,7 @@ class TrainJob:
     ) -> int:
         """`place`: of the engines; None: beside this process."""
         from rlhf_megatron.proof.replay import NOT_REPRODUCED_EXIT_CODE, replay, replay_capsule
+        from rlhf_megatron.recovery.keeper import saves_state
         from rlhf_megatron.recovery.skips import NONFINITE_EXIT_CODE, NonFiniteNumbers
         from rlhf_megatron.rollout.engine import EngineError
         from rlhf_megatron.rollout.fleet.process import here
@@ -163,7 +171,7 @@ class TrainJob:
                 replay(config, group, run_dir, self.replay_from, self.replay, stop)
             elif not self._is_complete():  # ranks that torchrun has started come here without having asked
                 is_recorded = self.record or config.trainer.record
-                run.train(config, group, run_dir, is_recorded, lock.since, stop, place or here)
+                run.train(config, group, run_dir, is_recorded, lock, stop, place or here)
         except EngineError as error:
             raise ValueError(str(error)) from error
         except NonFiniteNumbers as error:
@@ -171,7 +179,7 @@ class TrainJob:
             return NONFINITE_EXIT_CODE
         except RunStopped as error:
             print(f"stopped: {error}", file=sys.stderr)
-            return STOPPED_EXIT_CODE if config.trainer.save_freq else 128 + signal.SIGTERM
+            return STOPPED_EXIT_CODE if saves_state(config.trainer) else 128 + signal.SIGTERM
         return 0
 
     def _inline(self, opened: OpenRunDir) -> int:
@@ -232,8 +240,8 @@ class TrainJob:
             if CHECKED_ENV not in os.environ:
                 self._check()
             opened = self._open_run_dir()
-            inherited = [opened.lock.descriptor]
-            os.environ |= {CONTROLLER_ENV: str(opened.path), LOCK_ENV: str(opened.lock.descriptor)}
+            inherited = opened.lock.descriptors
+            os.environ |= {CONTROLLER_ENV: str(opened.path), LOCK_ENV: ",".join(map(str, inherited))}
         return run_host(
             partial(_build_roles, self.config),
             self._pools(),
@@ -254,7 +262,7 @@ class TrainJob:
         from rlhf_megatron.observe.run_dir import RunLock
         from rlhf_megatron.runtime.torchrun.launcher import run_controller
 
-        lock = RunLock.inherited(int(os.environ.pop(LOCK_ENV)))
+        lock = RunLock.inherited(run_dir, [int(number) for number in os.environ.pop(LOCK_ENV).split(",")])
         stop = StopRequest()
 
         def run(group):  # type: ignore[no-untyped-def]

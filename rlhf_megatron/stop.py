@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+import time
 
-STOPPED_EXIT_CODE = (
-    75  # of a run that stopped when asked to and saved its state (sysexits' EX_TEMPFAIL: start it again)
-)
+STOPPED_EXIT_CODE = 75  # of a run that stopped when asked to and can go on (sysexits' EX_TEMPFAIL: start it again)
+
+
+def startup_exit_code(number: int) -> int:
+    """Of a run that signal `number` ended before its first step: nothing is lost, and the same command begins it."""
+    return 128 + number if number == signal.SIGINT else STOPPED_EXIT_CODE
 
 
 class RunStopped(Exception):
@@ -19,16 +24,23 @@ class StopRequest:
     def __init__(self) -> None:
         self._event = threading.Event()
         self.reason = ""
+        self._requested_at = 0.0
 
     def request(self, reason: str) -> None:
         """The first reason is kept."""
         if not self._event.is_set():
             self.reason = reason
+            self._requested_at = time.monotonic()
             self._event.set()
 
     @property
     def is_requested(self) -> bool:
         return self._event.is_set()
+
+    @property
+    def seconds(self) -> float:
+        """Since it was requested; 0 before."""
+        return time.monotonic() - self._requested_at if self.is_requested else 0.0
 
     def check(self) -> None:
         """Raises RunStopped when the run was asked to stop."""

@@ -1,24 +1,217 @@
-"""Sharded state on disk in megatron's torch_dist format, which loads under another layout."""
+"""Sharded state on disk in megatron's torch_dist format, which loads under another layout.
+
+A thread writes staged state while the rank's main thread goes on. It never communicates: process groups belong to the
+main thread. Whatever keeps a rank from writing (disk full, directory read-only or gone) comes out as an error on all
+ranks alike, and no rank waits for one that failed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
 
+from rlhf_megatron import faults
 from rlhf_megatron.checkpoint import safe_pickle as safe_reads
-from rlhf_megatron.checkpoint.async_save import COMMON, BackgroundSave, stage_sharded
+from rlhf_megatron.checkpoint.aside import fsync
+from rlhf_megatron.checkpoint.manifest import FileRecord, SaveResult, record_of
 from rlhf_megatron.checkpoint.safe_pickle import read_bytes, read_plain
 
+METADATA, COMMON = ".metadata", "common.pt"
 SAVE_TIMEOUT_S = 3600.0  # of a save that is waited for
 EXTRA_STATE = "_extra_state"
+logger = logging.getLogger(__name__)
+
+
+class StagedState:
+    """The copies in host memory that one rank will write. Their originals may change from now on."""
+
+    def __init__(self, plan: SavePlan, data: list[Any], metadata: Metadata | None, plain: dict[str, Any]) -> None:
+        self.plan = plan
+        self.metadata = metadata  # of all ranks' tensors; on the first rank only
+        self.plain = plain  # what is no tensor, alike on all ranks
+        self._planner = _StagedPlanner(plan, data)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of this rank's tensors that are not written yet."""
+        return sum(value.nbytes for value in self._planner.data if isinstance(value, Tensor))
+
+    def write(self, directory: Path) -> list[WriteResult]:
+        """This rank's files, flushed to disk; no communication, so a thread can do it. `directory` must exist.
+
+        Once only: each tensor is let go when it was written. Raises OSError, or RuntimeError from torch around one.
+        """
+        if not self.plan.items:
+            return []
+        return _Writer(directory, single_file_per_rank=True, thread_count=1).write_data(self.plan, self._planner).wait()
+
+    def complete(self, directory: Path, results: list[list[WriteResult]]) -> list[Path]:
+        """Write the files that say what is where. The first rank does it when all ranks have written theirs."""
+        assert self.metadata is not None, "only the first rank completes a checkpoint"
+        _Writer(directory).finish(self.metadata, results)
+        torch.save(self.plain, directory / COMMON)
+        save_config(CheckpointingConfig("torch_dist", 1), str(directory))
+        written = [directory / METADATA, directory / COMMON, directory / "metadata.json"]
+        for path in [*written, directory]:
+            fsync(path)
+        return written
+
+
+class _Writer(FileSystemWriter):
+    """torch's, which flushes each file."""
+
+    def storage_meta(self) -> None:  # torch would note the directory that the files are in only until it is renamed
+        return None
+
+
+class _StagedPlanner(DefaultSavePlanner):
+    """Hands out the copies, and lets go of each."""
+
+    def __init__(self, plan: SavePlan, data: list[Any]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self.data = data
+        self._position = {item.index: number for number, item in enumerate(plan.items)}
+        self._num_written = 0
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        if self._num_written == len(self.data) // 2:
+            faults.reach("ckpt.mid_data")
+        self._num_written += 1
+        number = self._position[write_item.index]
+        value, self.data[number] = self.data[number], None
+        return value
+
+
+def stage_sharded(state: dict[str, Any]) -> StagedState:
+    """Plan with all ranks who writes what of `state` (sharded tensors, and plain values, the latter alike on all ranks)
+    and copy this rank's share to host memory. All ranks; touches no file."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    sharded, plain = save_preprocess(state)
+    by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+    planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+    planner.set_up_planner(mcore_to_pyt_state_dict(by_key, False), is_coordinator=rank == 0)
+    own = planner.create_local_plan()
+    plans: list[Any] | None = [None] * num_ranks if rank == 0 else None
+    dist.gather_object(own, plans, dst=0)
+    metadata = planner.create_global_plan(plans)[1] if plans is not None else None
+    plan = planner.finish_plan(planner.create_decentralized_global_plan(own))
+    data = [_own_copy(planner.resolve_data(item)) for item in plan.items]
+    numbered = _Writer(".").prepare_global_plan([plan] * (rank + 1))[rank]  # names this rank's files
+    return StagedState(numbered, data, metadata, plain)
+
+
+def _own_copy(value: Any) -> Any:
+    """A CPU tensor is copied too: moving it "to the host" would hand out the one that training goes on changing."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+class BackgroundSave:
+    """Made on all ranks at once; writing begins right away. `directory` is made; its parent must exist.
+
+    `where`: this rank's coordinates, for errors.
+    """
+
+    def __init__(self, staged: StagedState, directory: Path, where: str) -> None:
+        self._staged = staged
+        self._directory = directory
+        self._where = where
+        self._results: list[WriteResult] = []
+        self._files: tuple[FileRecord, ...] = ()
+        self._error: str | None = None
+        self._seconds = 0.0
+        self._thread = threading.Thread(target=self._write, name=f"save {directory.name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        """This rank has written its files, or failed to."""
+        return not self._thread.is_alive()
+
+    def finish(self, timeout_s: float) -> SaveResult:
+        """Wait for this rank's files, then complete the checkpoint together. All ranks, on their main threads.
+
+        A rank that is still writing after `timeout_s` has failed. What the files of a
+        failed save came to is the caller's to remove.
+        """
+        self._thread.join(timeout_s)
+        late = f"{self._where} is still writing to {self._directory}, though it had {timeout_s} s more to end"
+        error = agreed_error(self._error if self.is_done else late)
+        if error is not None:
+            return SaveResult((), error)
+        num_ranks, is_first = dist.get_world_size(), dist.get_rank() == 0
+        results: list[list[WriteResult]] = [[] for _ in range(num_ranks)]
+        dist.gather_object(self._results, results if is_first else None, dst=0)
+        added: tuple[FileRecord, ...] = ()
+        if is_first:
+            added, error = attempt(self._where, lambda: self._records(self._staged.complete(self._directory, results)))
+        error = agreed_error(error)
+        if error is not None:
+            return SaveResult((), error)
+        return SaveResult((*self._files, *added), seconds=self._seconds)
+
+    def _write(self) -> None:
+        def write() -> tuple[FileRecord, ...]:
+            faults.reach("ckpt.before_data")
+            self._directory.mkdir(exist_ok=True)
+            self._results = self._staged.write(self._directory)
+            return self._records(sorted({self._directory / r.storage_data.relative_path for r in self._results}))
+
+        began = time.monotonic()
+        self._files, self._error = attempt(self._where, write)
+        self._seconds = time.monotonic() - began
+
+    def _records(self, paths: list[Path]) -> tuple[FileRecord, ...]:
+        return tuple(record_of(self._directory.parent, path) for path in paths)
+
+
+def write_together(where: str, write: Callable[[], tuple[FileRecord, ...]]) -> SaveResult:
+    """`write` on each rank of the pool, and what came of it on all of them."""
+    files, error = attempt(where, write)
+    error = agreed_error(error)
+    return SaveResult(files) if error is None else SaveResult((), error)
+
+
+def attempt(where: str, write: Callable[[], tuple[FileRecord, ...]]) -> tuple[tuple[FileRecord, ...], str | None]:
+    """(what was written, None), or ((), what went wrong on this rank): its peers must be told before it goes on."""
+    try:
+        return write(), None
+    except Exception as error:  # OSError; torch makes a RuntimeError of one that its writer meets
+        logger.warning("%s could not write: %s", where, error, exc_info=not isinstance(error, OSError))
+        return (), f"{where} could not write: {type(error).__name__}: {error}"
+
+
+def agreed_error(error: str | None) -> str | None:
+    """The first rank's error, the same on all ranks; None where no rank has one. All ranks of the pool."""
+    errors: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    found = [text for text in errors if text is not None]
+    if not found:
+        return None
+    more = f" (and {len(found) - 1} other ranks)" if len(found) > 1 else ""
+    return found[0] + more
 
 
 def without_extra_state(state: dict[str, Any]) -> dict[str, Any]:

@@ -44,6 +44,7 @@ class SaveResult:
 
     files: tuple[FileRecord, ...]  # those that this rank wrote; () where there is an error
     error: str | None = None  # the same on all ranks: which rank could not write, and why
+    seconds: float = 0.0  # that this rank was writing
 
 
 @dataclass(frozen=True)

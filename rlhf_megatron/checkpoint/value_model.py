@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch import Tensor
 
@@ -19,14 +19,6 @@ from rlhf_megatron.models.table import Rule
 
 WEIGHT, BIAS = f"{VALUE_HEAD}.weight", f"{VALUE_HEAD}.bias"
 _NOT_OF_A_CRITIC = ("lm_head.weight",)
-
-
-@runtime_checkable
-class NamedTensors(Protocol):
-    """A source that knows which tensors it has, and so may have a value head."""
-
-    @property
-    def names(self) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -53,7 +45,7 @@ def with_value_head(body: WeightSource, std: float, seed: int) -> ValueSource:
 
     A head without a bias gets the bias 0. First weights depend on `seed` only, not on the layout.
     """
-    names = body.names if isinstance(body, NamedTensors) else ()
+    names: tuple[str, ...] = getattr(body, "names", ())  # of a source that knows which tensors it has
     return ValueSource(body, frozenset(names) & {WEIGHT, BIAS}, RandomSource(seed, std))
 
 

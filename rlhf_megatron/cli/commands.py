@@ -135,6 +135,21 @@ def _from_verl(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lenient", action="store_true", help=text)
 
 
+def _export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run_dir", metavar="RUN_DIR", type=Path, help="directory of a run, or of one of its checkpoints"
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--step", metavar="N", type=int, help="the checkpoint of this step (default: the newest good one)"
+    )
+    which.add_argument("--best", action="store_true", help="the one with the largest trainer.keep_best")
+    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="new directory in Hugging Face layout")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="cast (default: that of the run)")
+    parser.add_argument("--model", metavar="DIR", type=Path, help="config.json and tokenizer (model.path of the run)")
+    parser.add_argument("--critic", action="store_true", help="the critic, as a token classifier of one label")
+
+
 def _convert(parser: argparse.ArgumentParser) -> None:
     module = "rlhf_megatron.cli.convert"
     actions = parser.add_subparsers(metavar="DIRECTION", required=True)
@@ -249,5 +264,11 @@ COMMANDS = (
         "rlhf_megatron.cli.algorithms:algorithms",
     ),
     Command("fetch", "download a real model without a model hub", _fetch, "rlhf_megatron.cli.convert:fetch"),
+    Command(
+        "export",
+        "write the weights of a checkpoint in Hugging Face layout",
+        _export,
+        "rlhf_megatron.cli.convert:export",
+    ),
     Command("convert", "change the layout of weights on disk", _convert, ""),
 )

@@ -1,16 +1,32 @@
-"""`rlhf-megatron convert` and `fetch`: weights on disk, between Hugging Face and per-rank Megatron layout."""
+"""`rlhf-megatron export`, `convert` and `fetch`: weights on disk, out of checkpoints and between layouts."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rlhf_megatron.checkpoint import smollm2
+from rlhf_megatron.models.families.base import table_for
+from rlhf_megatron.recovery.export import find_weights
 from rlhf_megatron.resharding import convert
 from rlhf_megatron.resharding.convert import OnRule
+
+
+def export(args: argparse.Namespace) -> None:
+    """Write the weights of a run's checkpoint, and say what was written and how it is used."""
+    role: Literal["actor", "critic"] = "critic" if args.critic else "actor"
+    found = find_weights(args.run_dir, args.step, args.best, args.model, role)
+    with _Bar(len(table_for(found.model.hf_config, head=found.model.head))) as bar:
+        num_tensors = found.write(args.out, args.dtype, bar.step("write"))
+    print(f"{args.out}: {num_tensors} tensors of step {found.step}, from {found.checkpoint}.")
+    if found.model.companions_from is None:
+        print("note: without a tokenizer, since the run's model directory is not here; --model DIR names another.")
+    if not args.critic:
+        print(f'next: transformers.AutoModelForCausalLM.from_pretrained("{args.out}"), or model.path of a run')
 
 
 def hf_to_megatron(args: argparse.Namespace) -> None:

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
+from types import FrameType
 
-from rlhf_megatron import api
+from rlhf_megatron.stop import startup_exit_code
 
 
 def train(args: argparse.Namespace) -> int:
     """Return the exit code of the process. Under torchrun every rank comes through here."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # until the launcher, a host or the controller takes them
+        signal.signal(number, _stop)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+    from rlhf_megatron import api
+
     options = {"fresh": args.fresh, "record": args.record, "replay": args.replay, "replay_from": args.replay_from}
     try:
         api.train(args.config, args.overrides, **options, is_own_process=False)
     except api.RunFailed as error:
         return error.exit_code
     return 0
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    sys.stderr.write(f"stopped: {signal.Signals(number).name} before the run has begun; the same command begins it\n")
+    raise SystemExit(startup_exit_code(number))

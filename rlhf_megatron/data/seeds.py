@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
+
 _MASK = (1 << 64) - 1
 
 
@@ -14,3 +18,9 @@ def derive_seed(*parts: int) -> int:
         state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK
         state ^= state >> 31
     return state >> 33
+
+
+def seed_process(*parts: int) -> None:
+    """Seed the generators of this process that belong to nobody, Python's and numpy's, by `parts`."""
+    random.seed(derive_seed(*parts, 0))
+    np.random.seed(derive_seed(*parts, 1))

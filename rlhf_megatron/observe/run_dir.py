@@ -9,7 +9,8 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,21 +21,43 @@ LOCK = "run.lock"
 _LOCK_ATTEMPTS = 5  # while others move the directory aside
 
 
-@dataclass(frozen=True)
 class RunLock:
-    """Held as long as any process has `descriptor` open: also by a child that inherited it, when its parent is dead."""
+    """Held as long as any process has `descriptors` open: also by a child that inherited them, when its parent is dead.
 
-    descriptor: int
-    since: float  # unix seconds: when it was taken
+    Locked are run.lock, where file systems of the network have locks, and the directory itself, whose lock nobody can
+    delete.
+    """
+
+    def __init__(self, run_dir: Path, descriptors: Sequence[int], since: float | None = None) -> None:
+        """`since`: unix seconds at which it was taken; None: as run.lock says."""
+        self.run_dir = run_dir
+        self.descriptors = list(descriptors)
+        self.since = float(_owner(self.descriptors[0]).get("since", time.time())) if since is None else since
 
     @staticmethod
-    def inherited(descriptor: int) -> RunLock:
+    def inherited(run_dir: Path, descriptors: Sequence[int]) -> RunLock:
         """In a child process. What that starts in turn does not hold the lock."""
-        os.set_inheritable(descriptor, False)
-        return RunLock(descriptor, float(_owner(descriptor).get("since", time.time())))
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)
+        return RunLock(run_dir, descriptors)
 
     def release(self) -> None:
-        os.close(self.descriptor)
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
+    def check(self) -> None:
+        """Make a run.lock again that was deleted. Raises ValueError where the directory is not this run's any more."""
+        path, (file, directory) = self.run_dir / LOCK, self.descriptors
+        if not _is_at(self.run_dir, directory):
+            raise ValueError(f"{self.run_dir} was moved or deleted while this run had it; the run ends.")
+        if _is_at(path, file):
+            return
+        again = _open(path)
+        if not _lock(again):
+            raise ValueError(f"{path} was deleted while this run had it, and another run has taken it; this one ends.")
+        os.close(file)
+        self.descriptors[0] = again
+        _sign(again, self.since)
 
 
 def take_lock(run_dir: Path) -> RunLock:
@@ -46,24 +69,39 @@ def take_lock(run_dir: Path) -> RunLock:
     for _ in range(_LOCK_ATTEMPTS):
         run_dir.mkdir(parents=True, exist_ok=True)
         _refuse_strange(run_dir)
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        except FileNotFoundError:  # the directory was moved aside in between
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = _owner(descriptor)
-            os.close(descriptor)
-            raise ValueError(
-                f"{run_dir} is in use by process {holder.get('pid', '?')} on {holder.get('host', '?')}, since"
-                f" {holder.get('started', '?')}; wait until that run has ended, end it, or set another"
-                " trainer.experiment_name."
-            ) from None
-        if _is_at(path, descriptor):
-            return _sign(descriptor)
-        os.close(descriptor)
+        with ExitStack() as opened:
+            try:
+                descriptors = [_open(path), os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)]
+            except FileNotFoundError:  # the directory was moved aside in between
+                continue
+            opened.callback(RunLock(run_dir, descriptors, 0.0).release)
+            if not all(map(_lock, descriptors)):
+                holder = _owner(descriptors[0])
+                raise ValueError(
+                    f"{run_dir} is in use by process {holder.get('pid', '?')} on {holder.get('host', '?')}, since"
+                    f" {holder.get('started', '?')}; wait until that run has ended, end it, or set another"
+                    " trainer.experiment_name."
+                )
+            if _is_at(path, descriptors[0]) and _is_at(run_dir, descriptors[1]):
+                opened.pop_all()
+                return RunLock(run_dir, descriptors, _sign(descriptors[0], time.time()))
     raise ValueError(f"{run_dir} is moved aside by others again and again; set another trainer.experiment_name.")
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+
+
+def _lock(descriptor: int) -> bool:
+    """False where another has it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        if not stat.S_ISDIR(os.fstat(descriptor).st_mode):  # NFS has no locks of directories
+            raise
+    return True
 
 
 def _refuse_strange(run_dir: Path) -> None:
@@ -80,13 +118,12 @@ def _refuse_strange(run_dir: Path) -> None:
                 )
 
 
-def _sign(descriptor: int) -> RunLock:
-    since = time.time()
+def _sign(descriptor: int, since: float) -> float:
     started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(since))
     owner = {"pid": os.getpid(), "host": socket.gethostname(), "started": started, "since": since}
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, json.dumps(owner).encode() + b"\n", 0)
-    return RunLock(descriptor, since)
+    return since
 
 
 def _owner(descriptor: int) -> dict[str, Any]:

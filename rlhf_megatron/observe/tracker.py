@@ -35,8 +35,11 @@ class Tracker:
         total_steps: int,
         facts: RunFacts = NOTHING_KNOWN,
         clock: RunClock | None = None,
+        watched: str | None = None,
     ) -> None:
+        """`watched`: metric whose values `watched_values` has by step."""
         self.run_dir = run_dir
+        self.watched_values: dict[int, float] = {}
         self.facts = facts
         self.clock = clock or RunClock(time.time())
         self.rewards: list[tuple[int, float]] = []  # step, mean reward
@@ -50,6 +53,7 @@ class Tracker:
         self._metrics: dict[str, float] = {}
         self._batch: TrainBatch | None = None
         self._version: int | None = None
+        self._watched = watched
         self.loggers = Loggers(loggers, run_dir, total_steps, facts)
 
     def __enter__(self) -> Tracker:
@@ -68,6 +72,7 @@ class Tracker:
         """`rows`: of metrics.jsonl that former processes of this run wrote, as far as they count."""
         self._start -= max((float(row["seconds"]) for row in rows), default=0.0)
         for row in rows:
+            self._watch(row["kind"], row["step"], row)
             if row["kind"] == "step":
                 self.rewards.append((row["step"], row["critic/rewards/mean"]))
                 self.health.seen(row["step"], row)
@@ -172,8 +177,13 @@ class Tracker:
 
     def write(self, step: int, kind: str, metrics: Mapping[str, float]) -> None:
         """A row of metrics to all loggers; metric names and units: `metric_names`."""
+        self._watch(kind, step, metrics)
         seconds = self.seconds
         self.loggers.tell(lambda logger: logger.row(kind, step, seconds, metrics))
+
+    def _watch(self, kind: str, step: int, row: Mapping[str, Any]) -> None:
+        if kind != "warmup" and self._watched is not None and row.get(self._watched) is not None:
+            self.watched_values[step] = float(row[self._watched])
 
 
 def result_of_row(row: Mapping[str, Any]) -> EvaluationResult:

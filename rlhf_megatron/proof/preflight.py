@@ -12,12 +12,12 @@ from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.observe.loggers import check_loggers
+from rlhf_megatron.observe.metrics.names import find
 from rlhf_megatron.recovery.capsule import read_capsule
 from rlhf_megatron.recovery.recorder import Recorder
 from rlhf_megatron.rewards.service.scorer import check_reward, check_sources
 from rlhf_megatron.rollout.fleet.start import EngineSetup
-from rlhf_megatron.scheduler.parts import load_parts
-from rlhf_megatron.scheduler.run_data import load_data, run_data
+from rlhf_megatron.scheduler.parts import load_data, load_parts, run_data
 
 
 def check_run(
@@ -50,6 +50,7 @@ def check_run(
         lambda: load_parts(config),
         weights,
         lambda: _check_output(config.trainer.default_local_dir),
+        lambda: _check_metric(config.trainer.keep_best),
     ]
     if capsule is not None:
         checks.append(lambda: read_capsule(capsule))
@@ -70,6 +71,14 @@ def check_run(
             problems.append(str(error))
     if problems:
         raise ConfigError(problems)
+
+
+def _check_metric(name: str | None) -> None:
+    if name is not None and find(name) is None:
+        raise ValueError(
+            f"trainer.keep_best ({name}) is no metric of a run; docs/metrics.md lists them, such as val/accuracy or"
+            " critic/rewards/mean."
+        )
 
 
 def _check_vocabulary(num_tokens: int, model: Path) -> None:

@@ -43,9 +43,8 @@ from rlhf_megatron.runtime.worker_group import WorkerGroup
 from rlhf_megatron.scheduler.advantages import AdvantageStage
 from rlhf_megatron.scheduler.loop import LoopPlan, run
 from rlhf_megatron.scheduler.mini_batches import supervised_mini_batch, weigh
-from rlhf_megatron.scheduler.parts import Parts, load_parts
-from rlhf_megatron.scheduler.run_data import load_data
-from rlhf_megatron.scheduler.stages import RunData, Stages
+from rlhf_megatron.scheduler.parts import Parts, RunData, load_data, load_parts
+from rlhf_megatron.scheduler.stages import Stages
 from rlhf_megatron.scheduler.supply.foreground import Foreground
 from rlhf_megatron.scheduler.warmup import warm_up_policy
 from rlhf_megatron.stop import StopRequest
@@ -106,7 +105,7 @@ class ReplayStages(Stages):
         weight_sync: Sync,
     ) -> None:
         data = RunData(None, (), tokenizer, ())
-        super().__init__(config, workers, None, data, parts, weight_sync, None, _no_scorer)
+        super().__init__(config, workers, None, data, parts, weight_sync, _no_scorer)
         self.source = recorder
 
     def next_prompts(self, step: int) -> PromptBatch:

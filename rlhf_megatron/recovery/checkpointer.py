@@ -2,9 +2,8 @@
 
 A save begins between two steps and is committed at the end of a later one: the hosts copy their state to memory, the
 run goes on while they write, and when all files are complete the directory is renamed. One save runs at a time.
-`RunState` is what the controller must know to go on from a checkpoint, beside the weights on the hosts. Before a save,
-and every so many steps, `check_replicas` compares what ranks hold alike, so that no checkpoint has weights that differ
-or are not finite.
+Before a save, and every so many steps, `check_replicas` compares what ranks hold alike, so that no checkpoint has
+weights that differ or are not finite.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,32 +22,12 @@ from rlhf_megatron.checkpoint.manifest import FileRecord, SaveResult, record_of
 from rlhf_megatron.checkpoint.run_checkpoint import CheckpointStore, Found
 from rlhf_megatron.config.schema import TrainerConfig
 from rlhf_megatron.data import codec
-from rlhf_megatron.data.stream import PromptCursor
 from rlhf_megatron.observe.run_facts import versions
+from rlhf_megatron.recovery.resume import CHECKPOINTS, CONFIG, RUN_STATE, RunState, read_state
 from rlhf_megatron.runtime.proxies import CriticProxy, HostProxy, TrainedProxy, Workers
 from rlhf_megatron.sync.colocation import Turns
 
-
-@codec.register
-@dataclass(frozen=True)
-class RunState:
-    """The state after `step`. Seeds of samples and shuffles follow from (trainer.seed, step)."""
-
-    step: int  # 0: after the warm-up, or before anything
-    policy_version: int  # weight syncs so far; these weights are that version also when they are sent again
-    cursor: PromptCursor | None  # of the prompt stream
-    kl: dict[str, float] = field(default_factory=dict)  # of the controller of the KL term in the reward; {}: none
-    num_warmup_steps: int = 0
-    warmup_accuracy: float | None = None
-    num_consecutive_skips: int = 0  # optimizer steps in a row with non-finite gradients
-    productive_s: float = 0.0  # time in steps, evaluations and warm-up that this state came from
-    architecture: dict[str, str] = field(default_factory=dict)  # of the policy: entries of its config.json, as JSON
-    plugins: dict[str, str] = field(default_factory=dict)  # as configured -> digest of the source
-    untrained: tuple[int, ...] = ()  # positions of the stream before the cursor whose groups were in flight
-
-
-CHECKPOINTS = "checkpoints"
-RUN_STATE, CONFIG, REFERENCE, RNG = "run_state.batch", "config.yaml", "reference", "rng"
+REFERENCE, RNG = "reference", "rng"
 PACKAGES = ("torch", "megatron-core", "rlhf-megatron")
 NUM_SHOWN = 20  # findings in a message
 SPARE_SHARE = 0.05  # of the estimated size, that must be free beside it
@@ -69,6 +48,7 @@ class _InFlight:
     policy_version: int
     files: tuple[FileRecord, ...]  # that stand already
     began: float  # time.monotonic()
+    staged_s: float  # until the run went on
 
 
 class Checkpointer:
@@ -79,7 +59,8 @@ class Checkpointer:
     well. `run_dir`: locked by this run. `note`: takes a line for whoever watches the run. `turns`: of trainer and
     engines that share devices; a save needs the trainer's.
 
-    `on_commit(step)` is called when a checkpoint has its name, from `save`, `poll` or `wait`.
+    `on_commit(step)` is called when a checkpoint has its name, from `save`, `poll` or `wait`. `best_of(steps)`: the one
+    that is kept beside the newest, None where none is.
     """
 
     def __init__(
@@ -95,6 +76,8 @@ class Checkpointer:
     ) -> None:
         self.store = CheckpointStore(run_dir / CHECKPOINTS, SETTLE_S if trainer.nnodes > 1 else 0.0)
         self.on_commit: Callable[[int], None] = lambda step: None
+        self.best_of: Callable[[Sequence[int]], int | None] = lambda steps: None
+        self.save_s: float | None = None  # that the last save took, without what the run did meanwhile
         self._trainer = trainer
         self._config_yaml = config_yaml
         self._has_frozen_start = has_frozen_start
@@ -130,8 +113,9 @@ class Checkpointer:
         except (OSError, ValueError) as error:
             self._failed(state.step, str(error))
             return
-        self._in_flight = _InFlight(state.step, state.policy_version, tuple(files), began)
         _results(worker.begin_save(directory=directory / worker.role) for worker in self._learning)
+        staged_s = time.monotonic() - began
+        self._in_flight = _InFlight(state.step, state.policy_version, tuple(files), began, staged_s)
         if not self._trainer.async_save:
             self.wait()
 
@@ -207,6 +191,7 @@ class Checkpointer:
     def _finish(self, timeout_s: float) -> None:
         assert self._in_flight is not None
         save, self._in_flight = self._in_flight, None
+        finishing = time.monotonic()
         results = _results(worker.finish_save(timeout_s=timeout_s) for worker in self._learning)
         try:
             files = [*save.files, *(record for of_role in results for record in _files_of(of_role))]
@@ -217,6 +202,8 @@ class Checkpointer:
             return
         self._last = found
         seconds = time.monotonic() - save.began
+        writing_s = max(result.seconds for of_role in results for result in of_role)
+        self.save_s = min(seconds, save.staged_s + writing_s + time.monotonic() - finishing)
         num_bytes = found.manifest.num_bytes
         self._metrics |= {
             "checkpoint/step": float(save.step),
@@ -226,7 +213,7 @@ class Checkpointer:
         }
         self._note(f"committed step {save.step}: {found.path} ({_size(num_bytes)}, {seconds:.1f} s)")
         self.on_commit(save.step)
-        self.store.prune(self._trainer.max_ckpt_to_keep)
+        self.store.prune(self._trainer.max_ckpt_to_keep, self.best_of(self.store.steps()))
 
     def _failed(self, step: int, problem: str) -> None:
         self.store.abandon(step)
@@ -266,14 +253,6 @@ class Checkpointer:
 def _results(calls: Iterable[Future[Result]]) -> list[Result]:
     """The results of calls that are all made before the first is awaited: different ranks work at the same time."""
     return [call.result() for call in list(calls)]
-
-
-def read_state(found: Found) -> RunState:
-    """Read the controller's state of a checkpoint. Raises ValueError."""
-    state = codec.read_file(found.path / RUN_STATE)
-    if not isinstance(state, RunState) or state.step != found.manifest.step:
-        raise ValueError(f"{found.path / RUN_STATE} is not the state of step {found.manifest.step}.")
-    return state
 
 
 def _files_of(results: Sequence[SaveResult]) -> list[FileRecord]:

@@ -4,6 +4,7 @@ journal/
     step_000007.groups    of the step that is generated: samples as they come, appended
     step_000007.scored    all of them with their rewards; the groups are gone
     step_000007.train     the batch to train on; the scored one is gone
+    group_00000042.samples    of the prompt at position 42 of the stream, where groups are made in the background
 
 A record is a length, a SHA-256 and `data.codec` bytes. One that does not fit its digest counts as absent, with a
 warning; so does one that was written under other settings.
@@ -15,7 +16,7 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from rlhf_megatron import faults
 from rlhf_megatron.data import codec
 from rlhf_megatron.data.batch import ScoredBatch, Spans, TrainBatch
 from rlhf_megatron.observe.line_file import explained
-from rlhf_megatron.recovery.checkpointer import RunState
+from rlhf_megatron.recovery.resume import RunState
 from rlhf_megatron.rollout.engine import GeneratedSample, VersionSpan
 from rlhf_megatron.rollout.requests import spans_of
 
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 MAGIC = b"RLJ1"
 _DIGEST_BYTES, _LENGTH_BYTES = 32, 8
 _HEADER_BYTES = len(MAGIC) + _LENGTH_BYTES + _DIGEST_BYTES
+_GROUP = re.compile(r"group_(\d{8,})\.samples")
 _NAME = re.compile(r"\.?step_(\d{6,})\.(groups|scored|train)")
 GROUPS, SCORED, TRAIN = "groups", "scored", "train"
 
@@ -116,9 +118,13 @@ class Journal:
     A disk that is full costs the journal, never the run: what could not be written is done again after a kill.
     """
 
-    def __init__(self, directory: Path, settings: str) -> None:
+    def __init__(
+        self, directory: Path, settings: str, on_regained: Callable[[float], None] = lambda seconds: None
+    ) -> None:
+        """`on_regained`: told the seconds that a former process spent on what is given back."""
         self.directory = directory
         self.settings = settings
+        self.on_regained = on_regained
         self._known_bytes = 0  # of the open file of groups that are good
 
     def groups(self, step: int) -> dict[int, list[GeneratedSample]]:
@@ -192,15 +198,8 @@ class Journal:
         self._drop(lambda other: other <= step)
 
     def saved(self, state: RunState) -> None:
+        """Forget what a run that goes on from the checkpoint of `state` does not need."""
         self.drop_through(state.step)
-
-    def clear(self) -> None:
-        self._drop(lambda step: True)
-
-    @property
-    def steps(self) -> list[int]:
-        """The steps that have any record."""
-        return sorted(self._files())
 
     def _read_batch(self, step: int, kind: str) -> JournalledBatch | None:
         path = self._path(step, kind)
@@ -228,6 +227,64 @@ class Journal:
 
     def _path(self, step: int, kind: str) -> Path:
         return self.directory / f"step_{step:06d}.{kind}"
+
+
+class GroupJournal:
+    """Finished groups that have not been trained, or whose training no checkpoint has: a file for each.
+
+    `settings`: digest of those that samples depend on; groups made under others count as absent. One thread appends,
+    another one drops.
+    """
+
+    def __init__(self, directory: Path, settings: str) -> None:
+        self.directory = directory
+        self._settings = settings
+
+    def append(self, number: int, samples: Sequence[Sequence[GeneratedSample]]) -> None:
+        """Of the prompt at position `number` of the stream, for each of its requests. On disk when this returns."""
+        path = self._path(number)
+        data = [record(JournalledGroup.of(self._settings, number, one)) for one in samples]
+
+        def write() -> None:
+            faults.reach("journal.before_write")
+            codec.write_whole(path, data)
+
+        guarded(path, write)
+
+    def groups(self) -> dict[int, list[list[GeneratedSample]]]:
+        """By position: the samples of each request. What a process that was killed was writing is removed."""
+        for path in self.directory.glob(".group_*.part"):
+            path.unlink(missing_ok=True)
+        found = {}
+        for number, path in self._files():
+            records, num_good = read_records(path)
+            is_whole = records and path.stat().st_size == num_good
+            if is_whole and all(isinstance(one, JournalledGroup) and one.settings == self._settings for one in records):
+                found[number] = [one.samples() for one in records]
+        return found
+
+    def saved(self, state: RunState) -> None:
+        """A checkpoint has what was trained or dropped before it."""
+        if state.cursor is not None:
+            untrained, num_drawn = {*state.untrained}, state.cursor.num_drawn
+            self._forget(lambda number: number < num_drawn and number not in untrained)
+
+    def keep(self, numbers: Collection[int]) -> None:
+        """Forget all others, also damaged ones and those of other settings: they are of another history of the run,
+        which may come back to their settings."""
+        self._forget(lambda number: number not in numbers)
+
+    def _forget(self, is_gone: Callable[[int], bool]) -> None:
+        for number, path in self._files():
+            if is_gone(number):
+                path.unlink(missing_ok=True)
+
+    def _files(self) -> list[tuple[int, Path]]:
+        paths = self.directory.iterdir() if self.directory.is_dir() else ()
+        return sorted((int(match[1]), path) for path in paths if (match := _GROUP.fullmatch(path.name)))
+
+    def _path(self, number: int) -> Path:
+        return self.directory / f"group_{number:08d}.samples"
 
 
 _told: set[Path] = set()  # directories of which a message was written since the last success

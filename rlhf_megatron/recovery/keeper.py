@@ -1,4 +1,4 @@
-"""`Keeper` decides when the state of a run is saved: every `save_freq` steps, after the last, and when the run stops.
+"""`Keeper` decides when the state of a run is saved: every `save_freq` steps, and as `save_last` says at the end.
 
 `StageGuard` stands around every stage of a step: it times it, gives it its deadline, and starts none when the run is to
 stop; between two stages it commits a checkpoint that is complete.
@@ -8,54 +8,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
 
 from rlhf_megatron.config.schema import TrainerConfig
 from rlhf_megatron.observe.tracker import Tracker
-from rlhf_megatron.recovery.checkpointer import RunState
+from rlhf_megatron.recovery.checkpointer import Checkpointer
+from rlhf_megatron.recovery.journal import GroupJournal, Journal
+from rlhf_megatron.recovery.resume import RunState
 from rlhf_megatron.stop import RunStopped, StopRequest
 
 
-class Saves(Protocol):
-    """The part of `checkpointer.Checkpointer` that a Keeper calls."""
-
-    on_commit: Callable[[int], None]
-
-    def save(self, state: RunState) -> None:
-        """Begin a checkpoint of the hosts as they are now, unless that step has one."""
-
-    def poll(self) -> dict[str, float]:
-        """Commit a checkpoint whose files are complete. Returns metrics of what was committed."""
-
-    def wait(self) -> None:
-        """Finish what is in flight."""
-
-
-class Journals(Protocol):
-    """The part of `journal.Journal` and `supply.group_journal.GroupJournal` that a Keeper calls."""
-
-    def saved(self, state: RunState) -> None:
-        """Forget what a run that goes on from the checkpoint of `state` does not need."""
+def saves_state(trainer: TrainerConfig) -> bool:
+    """Whether a run can go on once it was told to stop."""
+    return bool(trainer.save_freq) or trainer.save_last == "state"
 
 
 class Keeper:
     """Saves the state of a run through a checkpointer; without one it saves nothing.
 
-    `capture(step)` returns the state after that step.
+    `capture(step)` returns the state after that step. `save_weights` writes those that the hosts have.
+    `check_lock` raises when the run directory is not the run's any more.
     """
 
     def __init__(
         self,
         capture: Callable[[int], RunState] | None = None,
-        checkpointer: Saves | None = None,
-        journal: Journals | None = None,
+        checkpointer: Checkpointer | None = None,
+        journal: Journal | GroupJournal | None = None,
         config: TrainerConfig | None = None,
+        save_weights: Callable[[], None] | None = None,
+        check_lock: Callable[[], None] = lambda: None,
     ) -> None:
         self._capture = capture
-        self._save_freq = config.save_freq if config is not None else 0
-        self._last_step = config.total_training_steps if config is not None else 0
-        self._checkpointer = checkpointer if self._save_freq else None
+        self._check_lock = check_lock
+        self._config = config or TrainerConfig(save_last="none")
+        self._checkpointer = checkpointer if saves_state(self._config) else None
         self._journal = journal
+        self._save_weights = save_weights if self._config.save_last == "weights" else None
         self._state: RunState | None = None  # after the last whole step; a later one may be half done
         self._saving: dict[int, RunState] = {}  # states whose checkpoint is not committed, by step
         self._committed_step: int | None = None
@@ -64,21 +52,23 @@ class Keeper:
             self._checkpointer.on_commit = self._committed
 
     def begin(self, step: int, is_saved: bool) -> None:
-        """Take the state after `step`, before the next one begins. A warm-up is on disk when this returns."""
+        """Take the state after `step`, before the next one begins. With save_freq, a warm-up is on disk then."""
         if self._capture is None:
             return
         self._state = self._capture(step)
         if is_saved:
             self._committed_step = step
-        elif self._state.num_warmup_steps and self._checkpointer is not None:
+        elif self._state.num_warmup_steps and self._checkpointer is not None and self._config.save_freq:
             self._save()
             self._checkpointer.wait()
 
     def step_done(self, step: int) -> None:
         if self._capture is None:
             return
+        self._check_lock()
         self._state = self._capture(step)
-        if self._save_freq and (step % self._save_freq == 0 or step == self._last_step):
+        freq, is_last = self._config.save_freq, step == self._config.total_training_steps
+        if (freq and step % freq == 0) or (is_last and self._config.save_last == "state"):
             self._save()
 
     def poll(self) -> None:
@@ -93,26 +83,45 @@ class Keeper:
         return metrics
 
     @contextmanager
-    def saving_when_stopped(self) -> Iterator[None]:
-        """Save the last whole step when the block ends by RunStopped, if the run saves at all.
+    def saving_when_stopped(self, stop: StopRequest) -> Iterator[None]:
+        """Save the last whole step when the block ends by RunStopped, if the run saves at all and there is time.
 
         The journal keeps what it has of the step after it.
         """
         try:
             yield
         except RunStopped as stopped:
-            if self._checkpointer is None or self._state is None:
+            if self._state is None:
                 raise
-            self._save()
-            self._checkpointer.wait()
-            if self._committed_step != self._state.step:
+            kept = self._keep(self._state.step, self._config.stop_grace_s - stop.seconds)
+            if kept is None:
                 raise OSError(f"the state after step {self._state.step} could not be saved ({stopped})") from stopped
-            raise RunStopped(f"{stopped}; the state after step {self._state.step} is saved") from stopped
+            raise RunStopped("; ".join([str(stopped), *kept])) from stopped
 
     def finish(self) -> None:
         """Wait until every save is committed, or has failed with a note."""
         if self._checkpointer is not None:
             self._checkpointer.wait()
+
+    def _keep(self, step: int, left_s: float) -> list[str] | None:
+        """What is kept of a run that stops after `step` and has `left_s` for it, in words; None: a save has failed."""
+        said = []
+        if self._save_weights is not None:
+            self._save_weights()
+            said = [f"the weights after step {step} are written"]
+        if self._checkpointer is None:
+            return said
+        self._checkpointer.wait()
+        takes_s = self._checkpointer.save_s
+        if self._committed_step != step and takes_s is not None and takes_s > left_s:
+            return [
+                *said,
+                f"the state after step {step} is not saved: the last save took {takes_s:.0f} s, of trainer.stop_grace_s"
+                f" {max(0, left_s):.0f} s are left. Started again, the run goes on after step {self._committed_step}",
+            ]
+        self._save()
+        self._checkpointer.wait()
+        return [*said, f"the state after step {step} is saved"] if self._committed_step == step else None
 
     def _save(self) -> None:
         assert self._state is not None

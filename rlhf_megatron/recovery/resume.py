@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,40 @@ from rlhf_megatron.config.changes import OF_DATA_ORDER, Changes, compare, flat
 from rlhf_megatron.config.rules.schedule import takes_turns
 from rlhf_megatron.config.schema import RunConfig, ScheduleConfig, TrainerConfig
 from rlhf_megatron.config.show import as_yaml
-from rlhf_megatron.data.stream import PromptStream
+from rlhf_megatron.data import codec
+from rlhf_megatron.data.stream import PromptCursor, PromptStream
 from rlhf_megatron.observe.line_file import read_attempts
 from rlhf_megatron.plugins import digests
-from rlhf_megatron.recovery.checkpointer import CHECKPOINTS, CONFIG, RunState, read_state
+
+CHECKPOINTS = "checkpoints"
+RUN_STATE, CONFIG = "run_state.batch", "config.yaml"
+
+
+@codec.register
+@dataclass(frozen=True)
+class RunState:
+    """The state after `step`. Seeds of samples and shuffles follow from (trainer.seed, step)."""
+
+    step: int  # 0: after the warm-up, or before anything
+    policy_version: int  # weight syncs so far; these weights are that version also when they are sent again
+    cursor: PromptCursor | None  # of the prompt stream
+    kl: dict[str, float] = field(default_factory=dict)  # of the controller of the KL term in the reward; {}: none
+    num_warmup_steps: int = 0
+    warmup_accuracy: float | None = None
+    num_consecutive_skips: int = 0  # optimizer steps in a row with non-finite gradients
+    productive_s: float = 0.0  # time in steps, evaluations and warm-up that this state came from
+    architecture: dict[str, str] = field(default_factory=dict)  # of the policy: entries of its config.json, as JSON
+    plugins: dict[str, str] = field(default_factory=dict)  # as configured -> digest of the source
+    untrained: tuple[int, ...] = ()  # positions of the stream before the cursor whose groups were in flight
+
+
+def read_state(found: Found) -> RunState:
+    """Read the controller's state of a checkpoint. Raises ValueError."""
+    state = codec.read_file(found.path / RUN_STATE)
+    if not isinstance(state, RunState) or state.step != found.manifest.step:
+        raise ValueError(f"{found.path / RUN_STATE} is not the state of step {found.manifest.step}.")
+    return state
+
 
 _NO_ARCHITECTURE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "auto_map")
 
@@ -87,7 +117,7 @@ def find_start(config: RunConfig, run_dir: Path, stream: PromptStream | None) ->
     before = flat((found.path / CONFIG).read_text())
     now = digests(config.plugins)
     changes = compare(before | _sources(state.plugins), flat(as_yaml(config)) | _sources(now))
-    _check_architecture(config.model.path, state)
+    check_architecture(config.model.path, state)
     _check_steps(trainer.total_training_steps, state, found.path, is_same_run)
     check_schedule(config.schedule, config.algorithm.filter_groups.enable, state)
     _restore_stream(stream, state, changes)
@@ -115,7 +145,8 @@ def architecture_of(model_path: str) -> dict[str, str]:
     return {name: json.dumps(value, sort_keys=True) for name, value in entries.items() if name not in _NO_ARCHITECTURE}
 
 
-def _check_architecture(model_path: str, state: RunState) -> None:
+def check_architecture(model_path: str, state: RunState) -> None:
+    """Raise ValueError where a model directory is of another architecture than the policy of a checkpoint."""
     now, before = architecture_of(model_path), state.architecture
     different = [
         f"{name} is {now.get(name, 'missing')} and was {before.get(name, 'missing')}"

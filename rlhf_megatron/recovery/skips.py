@@ -37,7 +37,7 @@ class NonFiniteNumbers(Exception):
 class Skips:
     """The skips of a run, counted by the controller. Without `capsules` none are kept."""
 
-    trainer: TrainerConfig
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
     capsules: Capsules | None = None
     note: Callable[[str], None] = lambda text: None
     in_a_row: dict[str, int] = field(default_factory=dict)  # role -> skips since its last step that was made

@@ -21,7 +21,7 @@ from rlhf_megatron.checkpoint.hf_writer import MAX_SHARD_BYTES, TensorSpec, hf_d
 from rlhf_megatron.checkpoint.megatron_dir import MANIFEST, MegatronReader, megatron_directory_writer
 from rlhf_megatron.checkpoint.source import WeightSource
 from rlhf_megatron.models.families.base import HFConfig, table_for
-from rlhf_megatron.models.table import Rule, check_tensor_parallel, rules_of_stage, split
+from rlhf_megatron.models.table import Head, Rule, check_tensor_parallel, rules_of_stage, split
 from rlhf_megatron.resharding.digest import as_hex, digest
 from rlhf_megatron.resharding.manifest import DTYPE_BYTES
 
@@ -37,6 +37,7 @@ class Model:
     source: WeightSource
     companions_from: Path | None  # directory with the tokenizer's files
     digests: Mapping[str, str]  # as recorded by an earlier conversion; empty where there are none
+    head: Head = "vocabulary"
 
 
 def open_model(directory: Path, strict: bool = False) -> Model:
@@ -44,6 +45,11 @@ def open_model(directory: Path, strict: bool = False) -> Model:
     directory = Path(directory)
     if not directory.is_dir():
         raise ValueError(f"{directory} is not a directory; give one with a model in Hugging Face or Megatron layout.")
+    if (directory / "actor" / ".metadata").is_file() or (directory / "checkpoints").is_dir():
+        raise ValueError(
+            f"{directory} is a training checkpoint, or a run that has some; rlhf-megatron export {directory} --out DIR"
+            " writes its weights in Hugging Face layout."
+        )
     if (directory / MANIFEST).is_file():
         megatron = MegatronReader(directory)
         return Model(megatron.manifest.hf_config, megatron, directory, megatron.manifest.digests)
@@ -90,7 +96,7 @@ def write_hf(
 ) -> dict[str, str]:
     """A Hugging Face directory; arguments and errors as of `write_megatron`. `hf_config`: written in place of the
     model's own. Returns the digests written."""
-    table = table_for(model.hf_config)
+    table = table_for(model.hf_config, head=model.head)
     refuse_existing(Path(out))
     dtypes = {rule.megatron_name: dtype or model.source.dtype_of(rule) for rule in table}
     specs = [TensorSpec(hf.name, dtypes[rule.megatron_name], hf.shape) for rule in table for hf in rule.hf]

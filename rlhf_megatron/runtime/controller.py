@@ -49,7 +49,7 @@ def control(
         )
         stopping.watch(group)
         group.wait_until_built()
-        stopping.is_startup = not is_stoppable
+        stopping.has_begun, stopping.is_startup = True, not is_stoppable
         return run(group)
     finally:
         if group is not None:

@@ -70,6 +70,7 @@ def on_signals(signals: Sequence[int], act: Callable[[int], None]) -> None:
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     for number in signals:
         signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)  # whoever started this process may have had them blocked
     wanted = set(signals)
 
     def watch() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from rlhf_megatron.checkpoint.async_save import write_together
+from rlhf_megatron.checkpoint.dist_checkpoint import write_together
 from rlhf_megatron.checkpoint.hf_reader import HFReader, read_hf_config
 from rlhf_megatron.checkpoint.manifest import FileRecord, SaveResult, record_of, records_below
 from rlhf_megatron.checkpoint.rng_state import load_rng, save_rng
@@ -18,6 +18,7 @@ from rlhf_megatron.checkpoint.source import WeightSource, random_source
 from rlhf_megatron.checkpoint.value_model import read_value_model
 from rlhf_megatron.config.rules.run import has_critic, needs_reference
 from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.data.seeds import seed_process
 from rlhf_megatron.models.families.base import HFConfig, table_for
 from rlhf_megatron.parallel.device import device_for, local_rank
 from rlhf_megatron.parallel.world import World, create_world, destroy_world
@@ -189,7 +190,9 @@ class RoleBuilder:
     def __call__(self, pool: Pool) -> dict[str, object]:
         """The roles of this rank of `pool`, by name."""
         config = self.config
-        world = create_world(pool.layout, device_for(config.trainer.device, local_rank()), seed=config.trainer.seed)
+        seed = config.trainer.seed
+        world = create_world(pool.layout, device_for(config.trainer.device, local_rank()), seed=seed)
+        seed_process(seed, 1 + [ACTOR, CRITIC].index(pool.name), world.rank)
         roles: dict[str, object] = {"world": WorldRole()}
         if pool.name == ACTOR:
             roles |= self._actor_roles(world)

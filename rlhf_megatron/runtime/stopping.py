@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Protocol
 
 from rlhf_megatron.runtime.messages import Signalled
-from rlhf_megatron.stop import StopRequest
+from rlhf_megatron.stop import StopRequest, startup_exit_code
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 STOP_LIMIT_ENV = "RLHF_MEGATRON_STOP_LIMIT_S"  # seconds after a signal until the agent kills the ranks that are left
@@ -43,6 +43,7 @@ class ControllerStop:
 
     def __init__(self, stop: StopRequest, grace_s: float, parent: int | None = None) -> None:
         self.is_startup = parent is not None  # nothing to save yet: the first signal ends it
+        self.has_begun = parent is None  # the run itself; what ends it before says so by its exit code
         self._stop = stop
         self._grace_s = grace_s
         self._parent = parent
@@ -64,6 +65,7 @@ class ControllerStop:
         """Signals go here while it lasts. On the main thread. Then a controller with a parent is about to exit, and
         keeps its exit code whatever comes."""
         before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         try:
             yield
         finally:
@@ -122,20 +124,23 @@ class ControllerStop:
             if self._is_over or self._is_ended:
                 return
             self._is_over = True
-            _exit_after(CLEANUP_S, 128 + number)  # where the main thread does not come back to Python
+            _exit_after(CLEANUP_S, self._code(number))  # where the main thread does not come back to Python
             assert self._main is not None
             signal.pthread_kill(self._main, number)
 
     def _raise(self, number: int, wait_s: float) -> None:
         for other in SIGNALS:
             signal.signal(other, signal.SIG_IGN)
-        _exit_after(CLEANUP_S, 128 + number)
+        _exit_after(CLEANUP_S, self._code(number))
         deadline = time.monotonic() + wait_s
         while self._failure() is None and time.monotonic() < deadline:
             time.sleep(0.05)
         if (failure := self._failure()) is not None:  # torchrun ends all ranks when one has died
             raise failure
-        raise SystemExit(128 + number)
+        raise SystemExit(self._code(number))
+
+    def _code(self, number: int) -> int:
+        return 128 + number if self.has_begun else startup_exit_code(number)
 
 
 class HostStop:
@@ -185,7 +190,7 @@ class HostStop:
             time.sleep(0.5)  # until the other nodes have read its exit code
         else:  # a job is told to stop everywhere: the controller must not take this host for lost first
             time.sleep(REPEAT_S)
-        os._exit(128 + number)
+        os._exit(startup_exit_code(number))
 
     def _end(self, number: int) -> None:
         """The controller has not ended this host in time."""

@@ -16,7 +16,7 @@ from rlhf_megatron import faults
 from rlhf_megatron.observe.tracker import Tracker
 from rlhf_megatron.recovery.keeper import Keeper, StageGuard
 from rlhf_megatron.scheduler.stages import Stages
-from rlhf_megatron.scheduler.supply.base import Supply
+from rlhf_megatron.scheduler.supply.ledger import Supply
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""The registered parts that a configuration names, looked up and checked before any process is started."""
+"""What a configuration names, loaded and checked before a process is started: registered parts, prompts, tokenizer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +14,13 @@ from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.rules import told
 from rlhf_megatron.config.rules.parts import params_of, parts
 from rlhf_megatron.config.rules.run import needs_reference
-from rlhf_megatron.config.schema import AlgorithmConfig, RunConfig
+from rlhf_megatron.config.schema import AlgorithmConfig, DataConfig, ModelConfig, RunConfig
 from rlhf_megatron.config.source import Loaded
+from rlhf_megatron.data.items import prompt_batch
+from rlhf_megatron.data.prompts import PromptSets, load_prompts
+from rlhf_megatron.data.stream import PromptStream
+from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from rlhf_megatron.evaluation.evaluation import EvaluationSet
 from rlhf_megatron.plugins import load_plugins
 from rlhf_megatron.registry import Entry
 from rlhf_megatron.scheduler.schedules import Schedule, load_schedule
@@ -68,3 +73,43 @@ def _needs_log_probs(algorithm: AlgorithmConfig, estimator: Entry[AdvantageEstim
     section = algorithm.rollout_correction
     others = algorithm.use_kl_in_reward or correction_params(section).use_batch_norm
     return not is_bypass(section) or others or bool({"log_probs", "old_log_probs", "sum_squares"} & {*estimator.needs})
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What the controller reads prompts and text with."""
+
+    stream: PromptStream | None  # None in a replay
+    held_out: tuple[EvaluationSet, ...]
+    tokenizer: Tokenizer
+    stop_token_ids: tuple[int, ...]
+
+
+def load_data(model: ModelConfig, data: DataConfig) -> tuple[PromptSets, Tokenizer]:
+    """Prompts and tokenizer of a run. Raises ValueError for what a user can fix; starts nothing."""
+    tokenizer = load_tokenizer(model.tokenizer_path or model.path, model.path)
+    return load_prompts(data, tokenizer), tokenizer
+
+
+def run_data(data: DataConfig, seed: int, stop: Sequence[str], sets: PromptSets, tokenizer: Tokenizer) -> RunData:
+    """What the controller of a run reads. `seed`: of the order where `data` has none. `stop`: strings that end answers.
+
+    Raises ValueError for a stop string that is not one token.
+    """
+    stops = [*tokenizer.eos_token_ids, *(tokenizer.token_id(text) for text in stop)]
+    return RunData(
+        stream=PromptStream(
+            sets.sources, data.train_batch_size, data.shuffle, seed if data.seed is None else data.seed
+        ),
+        held_out=tuple(_evaluation_sets(sets)),
+        tokenizer=tokenizer,
+        stop_token_ids=tuple(dict.fromkeys(stops)),
+    )
+
+
+def _evaluation_sets(sets: PromptSets) -> Iterator[EvaluationSet]:
+    """Group ids count over all sets, so that no two prompts share the seeds of their samples."""
+    first = 0
+    for held_out in sets.held_out_sets:
+        yield EvaluationSet(held_out.name, prompt_batch(held_out.items, first))
+        first += len(held_out.items)

@@ -18,21 +18,23 @@ from rlhf_megatron.config.rules.schedule import takes_turns
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.show import as_yaml
 from rlhf_megatron.data.prompts import PromptSets
+from rlhf_megatron.data.seeds import seed_process
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.observe.line_file import DIRECTORY as SUPERSEDED
 from rlhf_megatron.observe.line_file import Attempts, RunClock, evaluation_seconds, read_rows, supersede
 from rlhf_megatron.observe.metrics.rates import HeadWatch, MemoryWatch
-from rlhf_megatron.observe.run_dir import write_text
+from rlhf_megatron.observe.run_dir import RunLock, write_text
 from rlhf_megatron.observe.run_facts import run_facts
 from rlhf_megatron.observe.summary import description, finish, layouts_of
 from rlhf_megatron.observe.tracker import Tracker
 from rlhf_megatron.plugins import digests
 from rlhf_megatron.recovery.capsule import Capsules
-from rlhf_megatron.recovery.checkpointer import Checkpointer, RunState
-from rlhf_megatron.recovery.journal import Journal
+from rlhf_megatron.recovery.checkpointer import Checkpointer
+from rlhf_megatron.recovery.export import best_step, closing_lines
+from rlhf_megatron.recovery.journal import GroupJournal, Journal
 from rlhf_megatron.recovery.keeper import Keeper, StageGuard
 from rlhf_megatron.recovery.recorder import RecordedStart, Recorder
-from rlhf_megatron.recovery.resume import CONFIG, Start, architecture_of, facts_of, find_start
+from rlhf_megatron.recovery.resume import CONFIG, RunState, Start, architecture_of, facts_of, find_start
 from rlhf_megatron.recovery.skips import Skips
 from rlhf_megatron.recovery.watchdog import StageWatchdog
 from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
@@ -48,11 +50,9 @@ from rlhf_megatron.runtime.pool import pools_of
 from rlhf_megatron.runtime.proxies import Workers
 from rlhf_megatron.runtime.worker_group import WorkerGroup
 from rlhf_megatron.scheduler.loop import LoopPlan, run
-from rlhf_megatron.scheduler.parts import load_parts
-from rlhf_megatron.scheduler.run_data import load_data, run_data
+from rlhf_megatron.scheduler.parts import load_data, load_parts, run_data
 from rlhf_megatron.scheduler.stages import Stages
-from rlhf_megatron.scheduler.supply.base import Supply
-from rlhf_megatron.scheduler.supply.group_journal import GroupJournal
+from rlhf_megatron.scheduler.supply.ledger import Supply
 from rlhf_megatron.scheduler.supply.make import make_supply, with_progress
 from rlhf_megatron.scheduler.warmup import warm_up_policy
 from rlhf_megatron.stop import StopRequest
@@ -66,15 +66,16 @@ def train(
     connect_group: Callable[[], WorkerGroup],
     run_dir: Path,
     is_recorded: bool,
-    since: float,
+    lock: RunLock,
     stop: StopRequest,
     place: Place = here,
 ) -> None:
     """A run from the first sync to the summary, or what is left of it.
 
-    `connect_group` waits for the hosts; `since`: when this process was launched, unix seconds; `place`: where servers
-    run. Raises RunStopped where `stop` asks for it, after the state was saved if the run has checkpoints.
+    `connect_group` waits for the hosts; `lock`: of the directory; `place`: where servers run. Raises RunStopped where
+    `stop` asks for it, after the state was saved if the run has checkpoints.
     """
+    seed_process(config.trainer.seed, 0)
     parts = load_parts(config)
     sets, tokenizer = load_data(config.model, config.data)
     data = run_data(config.data, config.trainer.seed, config.rollout.stop, sets, tokenizer)
@@ -84,7 +85,7 @@ def train(
     with ExitStack() as stack:
         layouts = {pool.name: str(pool.layout) for pool in pools_of(config)}
         facts = facts_of(start, trainer.resume_from_path, config.plugins)
-        stack.enter_context(attempts.attempt(since, layouts=layouts, **facts))
+        stack.enter_context(attempts.attempt(lock.since, layouts=layouts, **facts))
         write_text(run_dir / CONFIG, as_yaml(config))
         tracker = stack.enter_context(_tracker(config, run_dir, tokenizer, start, attempts))
         engines = f"{num_engines(config)} {config.rollout.engine}"
@@ -93,34 +94,12 @@ def train(
         hosts = _hosts(stack, config, connect_group) if config.rollout.colocated else None
         fleet, transfer_dir = _engines(stack, config, run_dir, tracker, stop, place)
         group = hosts or _hosts(stack, config, connect_group)
-        workers = Workers(group, tracker.trace.watch)
         watchdog.look_at(group, fleet.calls)
-        turns: Turns = Turns()
-        if config.rollout.colocated:
-            reference = workers.reference if needs_reference(config) else None
-            turns = Colocation(workers.learning(has_critic(config)), reference, fleet)
-            turns.to_trainer()
+        workers = Workers(group, tracker.trace.watch)
+        turns = _turns(config, workers, fleet)
         scorer = stack.enter_context(make_scorer(config.reward, run_dir / REWARD_LOG))
-        bucket_bytes = config.rollout.update_weights_bucket_megabytes * MIB
-        prompts = [item.prompt_ids for item in sets.train]
-        probe = refuse_probe if config.rollout.colocated else Probe(config, workers.actor, prompts)
-        weight_sync = WeightSync(
-            workers.host,
-            fleet,
-            transfer_dir,
-            bucket_bytes,
-            config.rollout.dtype or config.model.dtype,
-            probe=probe,
-            transport=config.rollout.weight_transport,
-            model_path=Path(config.model.path),
-            turns=turns,
-        )
-        recorder = Recorder(run_dir / "record") if is_recorded else None
-        is_foreground = takes_turns(config.schedule)
-        digest, journals = settings_digest(flat(as_yaml(config)), digests(config.plugins)), run_dir / "journal"
-        journal = Journal(journals, digest) if trainer.save_freq and is_foreground else None
-        groups = GroupJournal(journals, digest) if trainer.save_freq and not is_foreground else None
-        skips = Skips(trainer, Capsules(run_dir, as_yaml(config), trainer.capsules_kept, tracker.note), tracker.note)
+        journal = _journal(config, run_dir, tracker)
+        capsules = Capsules(run_dir, as_yaml(config), trainer.capsules_kept, tracker.note)
         policies = (workers.actor, workers.reference) if parts.needs_reference else (workers.actor,)
         stages = Stages(
             config,
@@ -128,38 +107,39 @@ def train(
             fleet,
             data,
             parts,
-            weight_sync,
-            recorder,
+            _weight_sync(config, workers, fleet, transfer_dir, turns, sets),
             scorer,
-            journal,
-            on_regained=tracker.clock.add,
-            skips=skips,
+            recorder=Recorder(run_dir / "record") if is_recorded else None,
+            journal=journal if isinstance(journal, Journal) else None,
+            skips=Skips(trainer, capsules, tracker.note),
             turns=turns,
-            heads=HeadWatch(policies, tracker.note),
-            memory=MemoryWatch(workers),
+            watches=(HeadWatch(policies, tracker.note).metrics, MemoryWatch(workers).metrics),
         )
         has_frozen_start = parts.needs_reference and config.reference.path is None
         checkpointer = Checkpointer(
             trainer, as_yaml(config), workers, parts.needs_values, has_frozen_start, run_dir, tracker.note, turns
         )
-        state = (
-            _resumed(start, stages, checkpointer, tracker) if start else _warmed_up(config, stages, tracker, sets, stop)
-        )
+        checkpointer.best_of = partial(best_step, tracker.watched_values)
+        if start is not None:
+            state = _resumed(start, stages, checkpointer, tracker)
+        else:
+            state = _warmed_up(config, stages, tracker, sets, stop)
         stages.sync()
-        supply = make_supply(stages, fleet, scorer, state, groups, stop.check, tracker.waiting)
-        stack.enter_context(supply)
+        groups = journal if isinstance(journal, GroupJournal) else None
+        supply = stack.enter_context(make_supply(stages, fleet, scorer, state, groups, stop.check, tracker.waiting))
         captured = partial(capture, stages, supply, tracker.clock, state)
-        keeper = Keeper(captured, checkpointer, journal or groups, config.trainer)
+        save_hf = partial(stages.save_hf, run_dir)
+        keeper = Keeper(captured, checkpointer, journal, trainer, save_hf, lock.check)
         keeper.begin(state.step, is_saved=start is not None and start.is_same_run)
         is_evaluated = state.step in [step for step, _ in tracker.evaluations]
         plan = LoopPlan(
             trainer.total_training_steps, state.step, trainer.test_freq, trainer.val_before_train, is_evaluated
         )
-        with keeper.saving_when_stopped():
+        with keeper.saving_when_stopped(stop):
             run(stages, supply, tracker, StageGuard(tracker, stop, watchdog, keeper), keeper, plan)
         keeper.finish()
-        if trainer.save_hf:
-            stages.save_hf(run_dir)
+        if trainer.save_hf or trainer.save_last == "weights":
+            save_hf()
         finish(
             trainer,
             config.rollout,
@@ -172,6 +152,43 @@ def train(
             layouts_of(group),
             stop.check,
         )
+        for line in closing_lines(run_dir, trainer, tracker.watched_values):
+            tracker.note(line)
+
+
+def _turns(config: RunConfig, workers: Workers, fleet: EngineFleet) -> Turns:
+    if not config.rollout.colocated:
+        return Turns()
+    reference = workers.reference if needs_reference(config) else None
+    turns = Colocation(workers.learning(has_critic(config)), reference, fleet)
+    turns.to_trainer()
+    return turns
+
+
+def _weight_sync(
+    config: RunConfig, workers: Workers, fleet: EngineFleet, transfer_dir: Path, turns: Turns, sets: PromptSets
+) -> WeightSync:
+    prompts = [item.prompt_ids for item in sets.train]
+    return WeightSync(
+        workers.host,
+        fleet,
+        transfer_dir,
+        config.rollout.update_weights_bucket_megabytes * MIB,
+        config.rollout.dtype or config.model.dtype,
+        probe=refuse_probe if config.rollout.colocated else Probe(config, workers.actor, prompts),
+        transport=config.rollout.weight_transport,
+        model_path=Path(config.model.path),
+        turns=turns,
+    )
+
+
+def _journal(config: RunConfig, run_dir: Path, tracker: Tracker) -> Journal | GroupJournal | None:
+    if not config.trainer.save_freq:
+        return None
+    digest = settings_digest(flat(as_yaml(config)), digests(config.plugins))
+    if takes_turns(config.schedule):
+        return Journal(run_dir / "journal", digest, tracker.clock.add)
+    return GroupJournal(run_dir / "journal", digest)
 
 
 def _where(config: RunConfig) -> str:
@@ -192,7 +209,8 @@ def _tracker(
         rows = read_rows(run_dir)
         clock.productive_s = start.state.productive_s + evaluation_seconds(rows, resumed_from_step)
     facts = run_facts(config, run_dir.name, tokenizer, resumed_from_step)
-    tracker = Tracker(run_dir, config.trainer.logger, config.trainer.total_training_steps, facts, clock)
+    trainer = config.trainer
+    tracker = Tracker(run_dir, trainer.logger, trainer.total_training_steps, facts, clock, trainer.keep_best)
     tracker.restore(rows)
     if start is not None:
         again = f"; rows of later steps: {num_superseded}, now in {SUPERSEDED}/" if num_superseded else ""

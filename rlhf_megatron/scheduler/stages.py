@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlhf_megatron import faults
@@ -16,12 +16,9 @@ from rlhf_megatron.data.batch import (
     ScoredBatch,
     TrainBatch,
 )
-from rlhf_megatron.data.stream import PromptStream
-from rlhf_megatron.data.tokenizer import Tokenizer
-from rlhf_megatron.evaluation.evaluation import EvaluationResult, EvaluationSet, evaluate, first_items
+from rlhf_megatron.evaluation.evaluation import EvaluationResult, evaluate, first_items
 from rlhf_megatron.observe.metrics.batch import bad_columns, version_metrics
 from rlhf_megatron.observe.metrics.mismatch import MismatchCheck
-from rlhf_megatron.observe.metrics.rates import HeadWatch, MemoryWatch
 from rlhf_megatron.recovery.checkpointer import check_replicas
 from rlhf_megatron.recovery.journal import Journal
 from rlhf_megatron.recovery.recorder import Recorder
@@ -32,67 +29,46 @@ from rlhf_megatron.rollout.fleet.fleet import EngineFleet
 from rlhf_megatron.rollout.requests import build_requests, collect
 from rlhf_megatron.runtime.proxies import Workers
 from rlhf_megatron.scheduler.advantages import AdvantageStage
-from rlhf_megatron.scheduler.filter_groups import filtered, teaches_nothing
-from rlhf_megatron.scheduler.parts import Parts
-from rlhf_megatron.scheduler.samples import greedy_length_metrics, of_groups, resampled, reward_samples, to_scored
+from rlhf_megatron.scheduler.parts import Parts, RunData
+from rlhf_megatron.scheduler.samples import (
+    filtered,
+    greedy_length_metrics,
+    of_groups,
+    resampled,
+    reward_samples,
+    teaches_nothing,
+    to_scored,
+)
 from rlhf_megatron.scheduler.update import UpdateSettings, actor_update, annotate, critic_update, leave_out, run_updates
 from rlhf_megatron.sync.colocation import Turns
 from rlhf_megatron.sync.weight_sync import Sync
 
 
-@dataclass(frozen=True)
-class RunData:
-    """What the controller reads prompts and text with."""
-
-    stream: PromptStream | None  # None in a replay
-    held_out: tuple[EvaluationSet, ...]
-    tokenizer: Tokenizer
-    stop_token_ids: tuple[int, ...]
-
-
+@dataclass
 class Stages:
     """One object a run. Every method is one line of the loop page.
 
     `generate` hands back what the journal has of a step, with the columns of later stages; those pass it on as it is.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        workers: Workers,
-        fleet: EngineFleet | None,
-        data: RunData,
-        parts: Parts,
-        weight_sync: Sync,
-        recorder: Recorder | None,
-        scorer: Callable[[Sequence[RewardSample]], list[RewardResult]],
-        journal: Journal | None = None,
-        on_regained: Callable[[float], None] = lambda seconds: None,
-        skips: Skips | None = None,
-        turns: Turns | None = None,
-        heads: HeadWatch | None = None,
-        memory: MemoryWatch | None = None,
-    ) -> None:
-        """`on_regained`: told the seconds that a former process spent on what the journal gave back.
+    config: RunConfig
+    workers: Workers
+    fleet: EngineFleet | None  # None in a replay
+    data: RunData
+    parts: Parts
+    weight_sync: Sync
+    scorer: Callable[[Sequence[RewardSample]], list[RewardResult]]
+    recorder: Recorder | None = None
+    journal: Journal | None = None
+    skips: Skips = field(default_factory=Skips)
+    turns: Turns = field(default_factory=Turns)  # of trainer and engines, where they share devices
+    watches: Sequence[Callable[[], dict[str, float]]] = ()  # metrics that each step adds
 
-        `turns`: of trainer and engines, where they share devices.
-        """
-        self.config = config
-        self.workers = workers
-        self.fleet = fleet
-        self.data = data
-        self.parts = parts
-        self.weight_sync = weight_sync
-        self.recorder = recorder
-        self.scorer = scorer
-        self.journal = journal
-        self.on_regained = on_regained
+    def __post_init__(self) -> None:
+        config = self.config
         self.mismatch = MismatchCheck(config.checks, config.model.dtype, config.rollout.dtype)
-        self.advantage_stage = AdvantageStage(config.algorithm, parts)
-        self.skips = skips or Skips(config.trainer)
-        self.turns = turns or Turns()
-        self.heads = heads
-        self.memory = memory
+        self.advantage_stage = AdvantageStage(config.algorithm, self.parts)
+        self.trained_version = 0  # of the policy that the last batch was given to
         self._settings = UpdateSettings.of(config)
         self._step_metrics: dict[str, float] = {}
         self._step_began = 0.0
@@ -101,8 +77,6 @@ class Stages:
         self._greedy: RolloutBatch | None = None  # of the batch that is generated, until it is scored
         self._greedy_of_step: list[RolloutBatch] = []
         self._is_policy_new = True  # the engines have not got it
-        self.on_generated: Callable[[Sequence[int]], None] = lambda group_ids: None  # their samples have come
-        self.trained_version = 0  # of the policy that the last batch was given to
 
     @property
     def version(self) -> int:
@@ -147,7 +121,6 @@ class Stages:
         def on_groups(first: int, groups: Sequence[Sequence[GeneratedSample]]) -> None:
             if self.journal is not None:
                 self.journal.append(step, begin + first, groups)
-            self.on_generated(prompts.group_ids[first : first + len(groups)])  # of greedy samples there is none
 
         assert self.fleet is not None
         self.turns.to_engines()
@@ -248,8 +221,8 @@ class Stages:
         else:
             self._step_metrics |= run_updates(updates, step, self.skips)
         self._step_metrics |= self._check_replicas(step)
-        self._step_metrics |= self.heads.metrics() if self.heads is not None else {}
-        self._step_metrics |= self.memory.metrics() if self.memory is not None else {}
+        for metrics_of in self.watches:
+            self._step_metrics |= metrics_of()
         self._step_metrics |= version_metrics(self.trained_version, batch)
         self._step_metrics["rollout/num_samples"] = float(len(batch))
         if self.data.stream is not None and len(batch):  # a group's id is its place in the stream
@@ -308,14 +281,14 @@ class Stages:
     def _journalled(self, step: int) -> ScoredBatch | None:
         """What a former process had of this step, after the controller was brought to where that one had left it."""
         found = self.journal.batch(step) if self.journal is not None else None
-        if found is None:
+        if self.journal is None or found is None:
             return None
         self._step_metrics |= found.metrics
         if found.num_drawn is not None and self.data.stream is not None:
             self.data.stream.go_to(found.num_drawn)
         if isinstance(found.batch, TrainBatch) and self.advantage_stage.kl is not None:
             self.advantage_stage.kl.restore(found.kl)
-        self.on_regained(found.seconds)
+        self.journal.on_regained(found.seconds)
         return found.batch
 
     def _write_journal(self, step: int, batch: ScoredBatch) -> None:

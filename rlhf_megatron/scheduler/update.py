@@ -16,12 +16,13 @@ from rlhf_megatron.config.correction_presets import is_bypass
 from rlhf_megatron.config.schema import ActorConfig, CriticConfig, RunConfig
 from rlhf_megatron.data.batch import AnnotatedBatch, MiniBatch, ScoredBatch, TokenBatch, TrainBatch, gain
 from rlhf_megatron.observe.metrics.batch import BadColumn
-from rlhf_megatron.recovery.skips import RoleSkips, Skips
+from rlhf_megatron.recovery.skips import Skips
 from rlhf_megatron.runtime.proxies import TrainedProxy, Workers
 from rlhf_megatron.scheduler.mini_batches import of_epochs, picked, weighed, weighed_values
 from rlhf_megatron.scheduler.parts import Parts
 from rlhf_megatron.workers.contract import UpdateResult
 
+NOTHING_MADE = {"actor/num_epochs": 0.0, "actor/num_optimizer_steps": 0.0, "actor/num_skipped_steps": 0.0}
 CALLS_IN_FLIGHT = 2  # of a role: one that runs and one that waits, so that a pool is never idle
 
 
@@ -145,16 +146,16 @@ def run_updates(updates: Sequence[RoleUpdate], step: int = 0, skips: Skips | Non
     Pools of their own work at the same time. A role's next mini-batch goes out when its last but one is done.
     `skips` sees each outcome; once it has had enough nothing is sent any more, and NonFiniteNumbers raised.
     """
+    skips = skips or Skips()
     runs = [_RoleRun(update, step, skips) for update in updates]
     for turn in zip_longest(*(update.mini_batches for update in updates)):
         for run, mini_batch in zip(runs, turn, strict=True):
-            if mini_batch is not None and not (skips is not None and skips.is_over):
+            if mini_batch is not None and not skips.is_over:
                 run.send(mini_batch)
-    metrics = {"actor/num_epochs": 0.0, "actor/num_optimizer_steps": 0.0, "actor/num_skipped_steps": 0.0}
+    metrics = dict(NOTHING_MADE)
     for run in runs:
         run.finish()
-    if skips is not None:
-        skips.settle(step, [(run.skips, run.update.samples_of) for run in runs if run.skips])
+    skips.settle(step, [(run.skips, run.update.samples_of) for run in runs])
     for run in runs:
         metrics |= update_metrics(run.update.worker.role, run.update.num_epochs, run.results)
     return metrics
@@ -163,16 +164,13 @@ def run_updates(updates: Sequence[RoleUpdate], step: int = 0, skips: Skips | Non
 class _RoleRun:
     """The calls of one role in a step."""
 
-    def __init__(self, update: RoleUpdate, step: int, skips: Skips | None) -> None:
+    def __init__(self, update: RoleUpdate, step: int, skips: Skips) -> None:
         self.update = update
         self.results: list[UpdateResult] = []
-        self._send = update.send
-        self._waiting: deque[tuple[Future[UpdateResult], TokenBatch]] = deque()
+        self.skips = skips.begin(step, update.worker, update.token_budget, dict(update.send.keywords))
         self._all_skips = skips
-        self.skips: RoleSkips | None = None
-        if skips is not None:
-            self.skips = skips.begin(step, update.worker, update.token_budget, dict(update.send.keywords))
-            self._send = partial(update.send, capsule=self.skips.place)
+        self._send = partial(update.send, capsule=self.skips.place)
+        self._waiting: deque[tuple[Future[UpdateResult], TokenBatch]] = deque()
 
     def send(self, mini_batch: TokenBatch) -> None:
         if len(self._waiting) == CALLS_IN_FLIGHT:
@@ -186,8 +184,7 @@ class _RoleRun:
     def _take(self) -> None:
         call, mini_batch = self._waiting.popleft()
         result = call.result()
-        if self._all_skips is not None and self.skips is not None:
-            self._all_skips.seen(self.skips, len(self.results), mini_batch, result)
+        self._all_skips.seen(self.skips, len(self.results), mini_batch, result)
         self.results.append(result)
         if self.update.worker.role == "actor":
             faults.reach("update.after_mini_batch")
@@ -204,7 +201,7 @@ def leave_out(
     """In place of `run_updates`, for a batch with `columns` that are not finite: metrics of steps that were skipped."""
     roles = {update.worker.role: update for update in updates}
     skips.leave_out(workers, step, list(roles), batch, columns)
-    metrics = {"actor/num_epochs": 0.0, "actor/num_optimizer_steps": 0.0, "actor/num_skipped_steps": 0.0}
+    metrics = dict(NOTHING_MADE)
     for role, update in roles.items():
         count = float(sum(1 for _ in update.mini_batches))
         metrics |= {f"{role}/num_optimizer_steps": count, f"{role}/num_skipped_steps": count, f"{role}/num_epochs": 0.0}

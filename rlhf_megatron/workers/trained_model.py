@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_megatron import faults
-from rlhf_megatron.checkpoint.async_save import BackgroundSave, stage_sharded
 from rlhf_megatron.checkpoint.dist_checkpoint import (
     EXTRA_STATE,
     SAVE_TIMEOUT_S,
+    BackgroundSave,
     load_plain,
     load_sharded,
+    stage_sharded,
     without_extra_state,
 )
 from rlhf_megatron.checkpoint.load_model import load_hf, local_shards, named_parameters

@@ -11,6 +11,7 @@ from dist_pool import DistPool
 from table_samples import StateSource, random_state
 
 from rlhf_megatron.checkpoint.dist_checkpoint import load_sharded, save_sharded, without_extra_state
+from rlhf_megatron.checkpoint.dist_source import DistSource
 from rlhf_megatron.checkpoint.load_model import load_hf, named_parameters
 from rlhf_megatron.models.build import MegatronModel, build_model
 from rlhf_megatron.models.families.base import table_for
@@ -75,6 +76,11 @@ def test_checkpoints_of_biases(
     marked = dist_pool.run(save, **saved, timeout_s=300, config=config, directory=directory)
     replicated = [rule for rule in table_for(config) if rule.split == "replicated"]
     assert all(sorted(names) == sorted(rule.megatron_name for rule in replicated) for names in marked)
+    source, state = DistSource(directory), StateSource(random_state(config))
+    for rule in table_for(config):  # one process, whatever layout wrote it
+        for found, wanted in zip(source.hf_tensors(rule), state.hf_tensors(rule), strict=True):
+            assert torch.equal(found, wanted), rule.megatron_name
+        assert source.dtype_of(rule) == "float32"
     ranks = dist_pool.run(load, **loaded, timeout_s=300, config=config, directory=directory)
     assert all(all(rank.values()) for rank in ranks), ranks
     biases = {name for rank in ranks for name in rank if name.endswith(".bias")}

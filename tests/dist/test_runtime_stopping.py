@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from runtime_tools import Start, toy_runs
 
+from benchmarks.chaos.program import Launch
+from benchmarks.chaos.task import LAYOUTS, overrides, place, write_task
 from rlhf_megatron.runtime.stopping import CLEANUP_S
 from rlhf_megatron.stop import STOPPED_EXIT_CODE
 
@@ -74,6 +76,36 @@ def test_a_second_signal_ends_it_at_once(start: Start, victim: str, wait_s: floa
     assert run.wait() == 128 + signal.SIGTERM, run.console()
     assert time.monotonic() - began < CLEANUP_S
     run.assert_no_orphans(3)
+
+
+@pytest.mark.parametrize(
+    "newest",
+    [
+        "launcher",
+        pytest.param("agent", marks=pytest.mark.chaos),
+        "rank1",
+        pytest.param("controller", marks=pytest.mark.chaos),
+    ],
+)
+def test_a_signal_in_the_first_seconds_says_that_the_run_can_be_started_again(tmp_path: Path, newest: str) -> None:
+    """A real run, told to stop as soon as that process lives: nothing has begun."""
+    values = {**LAYOUTS["tp2"], **place(tmp_path)}
+    launch = Launch([str(write_task(tmp_path)), *overrides(values)], tmp_path, tmp_path / "console", {})
+    try:
+        while not takes_sigterm(launch.pid) if newest == "launcher" else launch.find(newest) is None:
+            assert launch.exit_code is None and launch.seconds < 60, launch.console.read_text()
+            time.sleep(0.01)
+        os.kill(launch.pid, signal.SIGTERM)
+        assert launch.wait(60.0) == STOPPED_EXIT_CODE, launch.console.read_text()
+        assert "Traceback" not in launch.console.read_text() and not launch.left_over(10.0)
+    finally:
+        launch.kill()
+
+
+def takes_sigterm(pid: int) -> bool:
+    """Whether a process has a handler of its own."""
+    caught = Path(f"/proc/{pid}/status").read_text().split("SigCgt:")[1].split()[0]
+    return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
 
 
 def test_one_signal_to_all_processes_is_one_signal(start: Start) -> None:

@@ -24,6 +24,7 @@ def test_the_example_of_the_document(tmp_path: Path, capsys: pytest.CaptureFixtu
         ("configs/quickstart.yaml", str(small)),
         ('steps": 20', 'steps": 2'),
         ('freq": 10', 'freq": 1'),
+        ('"my_model"', f'"{tmp_path / "my_model"}"'),
     ):
         assert shown in code
         code = code.replace(shown, short)
@@ -32,5 +33,6 @@ def test_the_example_of_the_document(tmp_path: Path, capsys: pytest.CaptureFixtu
     run = names["run"]
     assert isinstance(run, rlhf_megatron.Run) and [row["step"] for row in run.metrics()] == [1, 2]
     assert list(run.checkpoints()) == [0, 1, 2] and run.config.trainer.total_training_steps == 2
+    assert (tmp_path / "my_model" / "model.safetensors").is_file()
     printed = capsys.readouterr().out
     assert f"open {run.directory / 'report'}" in printed and "step 2" in printed

@@ -66,7 +66,7 @@ def test_one_rank_writes_what_it_promises(one_rank: Finished) -> None:
     names = {path.name for path in one_rank.run_dir.iterdir()}
     assert names == {
         *("summary.json", "metrics.jsonl", "curve.png", "tensorboard", "config.yaml", "engines", "logs", "record"),
-        *("samples.jsonl", "mismatch.jsonl", "trace.json", "run.lock", "attempts.jsonl"),
+        *("samples.jsonl", "mismatch.jsonl", "trace.json", "run.lock", "attempts.jsonl", "checkpoints"),
     }
     samples = [json.loads(line) for line in (one_rank.run_dir / "samples.jsonl").read_text().splitlines()]
     assert [sample["step"] for sample in samples] == [1] * 6 + [2] * 6
@@ -76,9 +76,11 @@ def test_one_rank_writes_what_it_promises(one_rank: Finished) -> None:
         assert max(group["max"] for group in row["groups"]) == row["worst"][0]["difference"] == largest
     events = json.loads((one_rank.run_dir / "trace.json").read_text())
     calls = {event["name"] for event in events if event.get("cat") == "call"}
-    assert {"actor.log_probs", "actor.update", "host.send_weights"} <= calls
+    calls_of_steps = {"actor.log_probs", "actor.update", "host.send_weights"}
+    assert calls_of_steps <= calls
     spent = {
-        name: sum(e["dur"] for e in events if e.get("cat") == name and e["args"]["step"]) for name in ("step", "call")
+        kind: sum(e["dur"] for e in events if e.get("cat") == kind and e["args"]["step"] and e["name"] in names)
+        for kind, names in (("step", {"step 1", "step 2"}), ("call", calls_of_steps))
     }
     assert 0 < spent["call"] < spent["step"]
     assert (one_rank.run_dir / "curve.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

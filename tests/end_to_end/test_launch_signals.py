@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from end_to_end_tools import MARKER, overrides, processes_with, write_config
+from end_to_end_tools import MARKER, greedy_score, overrides, processes_with, write_config
 from launch_tools import TIMEOUT_S, TORCHRUN
 from places import ROOT
 
+from rlhf_megatron import api
 from rlhf_megatron.recovery.watchdog import HANG_REPORT
 from rlhf_megatron.stop import STOPPED_EXIT_CODE
 
@@ -174,3 +175,36 @@ def test_a_run_that_crashes_goes_on_by_itself(start, tmp_path: Path) -> None:
     console = run.console()
     assert "the run is started again (2 of 3)" in console and "(3 of 3)" not in console, console
     run.seconds_until_gone()
+
+
+SCORED = {"trainer.test_freq": 2, "warmup.max_steps": 3}
+
+
+def score_after(run: Run, step: int) -> float:
+    rows = map(json.loads, (run.run_dir / "metrics.jsonl").read_text().splitlines())
+    return next(row["val/accuracy"] for row in rows if (row["kind"], row["step"]) == ("evaluation", step))
+
+
+def test_a_run_that_was_stopped_is_exported_with_its_score(start, tmp_path: Path) -> None:
+    """Without save_freq: what is kept is the state at the stop. The run is started again for its evaluation only."""
+    run = start(ENDLESS | SCORED | {"trainer.save_freq": 0})
+    run.wait_for_steps(3)
+    os.kill(run.pid("rank1"), signal.SIGTERM)
+    assert run.wait() == STOPPED_EXIT_CODE, run.console()
+    run.seconds_until_gone()
+    (step,) = api.Run(run.run_dir).checkpoints()
+    assert f"the state after step {step} is saved" in run.console()
+    out = api.Run(run.run_dir).export(tmp_path / "model")
+    again = start(ENDLESS | SCORED | {"trainer.save_freq": 0, "trainer.total_training_steps": step})
+    assert again.wait() == 0, again.console()
+    assert greedy_score(out, tmp_path / "val.jsonl") == score_after(run, step)
+
+
+def test_a_run_that_was_killed_is_exported_with_its_score(start, tmp_path: Path) -> None:
+    run = start(ENDLESS | SCORED)
+    run.wait_for_steps(5)
+    os.kill(run.pid("controller"), signal.SIGKILL)
+    assert run.wait() != 0
+    run.seconds_until_gone()
+    out = api.Run(run.run_dir).export(tmp_path / "model", step=4)
+    assert greedy_score(out, tmp_path / "val.jsonl") == score_after(run, 4)

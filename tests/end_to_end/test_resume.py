@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from end_to_end_tools import write_config, write_rows
+from end_to_end_tools import greedy_score, write_config, write_rows
 from forked_runs import Attempt, ForkServer, asked_seeds
 from places import ROOT
 
+from rlhf_megatron.api import Run
 from rlhf_megatron.data.seeds import derive_seed
+from rlhf_megatron.recovery.export import find_weights
 
 pytestmark = pytest.mark.dist
 
@@ -95,6 +97,8 @@ def test_a_run_that_is_killed_again_and_again_is_the_run_that_was_left_alone(
     assert [attempt.code for attempt in attempts[:-1]] == [-signal.SIGKILL] * len(KILLS)
     assert last.rows() == undisturbed.rows()
     assert last.weights() == undisturbed.weights()
+    rng = "checkpoints/step_000005/rng/rank0.safetensors"
+    assert (last.run_dir / rng).read_bytes() == (undisturbed.run_dir / rng).read_bytes()
     for name in ("samples.jsonl", "mismatch.jsonl"):
         assert (last.run_dir / name).read_bytes() == (undisturbed.run_dir / name).read_bytes()
     steps = [start["resumed_from_step"] for start in last.starts()]
@@ -150,6 +154,31 @@ def test_a_complete_run_says_so_and_is_left_as_it_is(server: ForkServer, alone: 
     again = server.train(config)
     assert again.code == 0 and "is already complete: 5 steps were made" in again.console
     assert {path: path.stat().st_mtime_ns for path in attempt.run_dir.rglob("*")} == before
+
+
+def test_a_finished_run_is_exported_with_the_score_that_it_had(
+    server: ForkServer, alone: tuple[Path, Attempt], tmp_path: Path
+) -> None:
+    config, attempt = alone
+    out = Run(attempt.run_dir).export(tmp_path / "model")
+    assert (out / "model.safetensors").read_bytes() == attempt.weights()
+    assert (out / "config.json").read_bytes() == (attempt.run_dir / "hf" / "config.json").read_bytes()
+    assert greedy_score(out, config.parent / "val.jsonl") == attempt.rows()[-1]["val/accuracy"]
+    older = Run(attempt.run_dir).export(tmp_path / "older", step=4, dtype="bfloat16")
+    assert (older / "model.safetensors").stat().st_size < 0.6 * len(attempt.weights())
+    with pytest.raises(ValueError, match="has no checkpoint of step 3; there are 2, 4, 5"):
+        Run(attempt.run_dir).export(tmp_path / "none", step=3)
+    assert f"weights: {attempt.run_dir / 'hf'}" in attempt.console
+    assert f"state after step 5: {attempt.run_dir / 'checkpoints' / 'step_000005'}" in attempt.console
+
+
+def test_a_complete_run_that_is_asked_for_its_weights_writes_them(
+    server: ForkServer, alone: tuple[Path, Attempt], tmp_path: Path
+) -> None:
+    config, run_dir = copy_of(alone, tmp_path, without=("hf",))
+    again = server.train(config)
+    assert again.code == 0 and "is already complete" in again.console, again.console
+    assert (run_dir / "hf" / "model.safetensors").read_bytes() == alone[1].weights()
 
 
 def test_what_a_changed_configuration_does(server: ForkServer, alone: tuple[Path, Attempt], tmp_path: Path) -> None:
@@ -252,6 +281,9 @@ def test_critic_reference_and_kl_controller_go_on_too(server: ForkServer, tmp_pa
     assert killed.rows() == alone.rows() and killed.weights() == alone.weights()
     critic = "hf_critic/model.safetensors"
     assert (killed.run_dir / critic).read_bytes() == (alone.run_dir / critic).read_bytes()
+    find_weights(killed.run_dir, role="critic").write(tmp_path / "critic")
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "critic" / name).read_bytes() == (killed.run_dir / "hf_critic" / name).read_bytes()
     steps = [row for row in killed.rows() if row["kind"] == "step"]
     assert len({row["actor/reward_kl_penalty_coeff"] for row in steps}) == 4, "the weight moves in every step"
     assert [row["policy/version"] for row in steps] == [2, 3, 4, 5]

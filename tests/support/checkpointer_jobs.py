@@ -22,7 +22,8 @@ from rlhf_megatron.config.show import as_yaml
 from rlhf_megatron.data.stream import PromptCursor
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.parallel.world import World, create_world, destroy_world
-from rlhf_megatron.recovery.checkpointer import Checkpointer, RunState, SaveFailed
+from rlhf_megatron.recovery.checkpointer import Checkpointer, SaveFailed
+from rlhf_megatron.recovery.resume import RunState
 from rlhf_megatron.runtime.inline import InlineGroup
 from rlhf_megatron.runtime.proxies import Workers
 

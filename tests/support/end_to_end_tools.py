@@ -158,3 +158,18 @@ def train(
     name = settings.get("trainer.experiment_name", "tiny") + ("-replay" if "--replay" in options else "")
     parent = Path(settings.get("trainer.default_local_dir", directory / "runs"))
     return Finished(directory, parent / name, exit_code, (directory / "console").read_text(), marker)
+
+
+def greedy_score(model: Path, rows: Path) -> float:
+    """The share of `rows` whose answer is the first character that transformers' greedy decoding of `model` gives."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    policy, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    items = [json.loads(line) for line in rows.read_text().splitlines()]
+    num_right = 0
+    for item in items:
+        prompt = torch.tensor([tokenizer(item["prompt"], add_special_tokens=False)["input_ids"]])
+        ids = policy.generate(prompt, max_new_tokens=4, do_sample=False)[0, prompt.shape[1] :]
+        num_right += tokenizer.decode(ids, skip_special_tokens=True)[:1] == item["answer"]
+    return num_right / len(items)

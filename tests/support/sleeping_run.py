@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from supply_tools import TOKENIZER
+from watched_foreground import WatchedForeground
 
 from rlhf_megatron.config.schema import FilterGroupsConfig, ScheduleConfig
 from rlhf_megatron.data.batch import AnnotatedBatch, PromptBatch, RolloutBatch, ScoredBatch, gain
@@ -32,7 +33,6 @@ from rlhf_megatron.scheduler.schedules.flow import Event, Flow
 from rlhf_megatron.scheduler.schedules.synchronous import Synchronous
 from rlhf_megatron.scheduler.supply.background import Background, Work
 from rlhf_megatron.scheduler.supply.drive import ScoreGroups
-from rlhf_megatron.scheduler.supply.foreground import Foreground
 from rlhf_megatron.simulator.durations import Workload
 from rlhf_megatron.simulator.plan import Plan
 
@@ -236,7 +236,7 @@ def sleep_through(plan: Plan, section: ScheduleConfig, workload: Workload) -> Sl
     flow, schedule = Flow(plan.batch_size, plan.last_step, version=1), load_schedule(section)
     watch = Stopwatch()
     if isinstance(schedule, Synchronous):
-        supply: Any = Foreground(stages, flow, schedule, on_events=events.extend)
+        supply: Any = WatchedForeground(stages, flow, schedule, on_events=events.extend)
     else:
         session = fleet.open_session()
 

@@ -20,7 +20,7 @@ from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
 from rlhf_megatron.rollout.engine import GeneratedSample, GenerateRequest, SamplingParams, VersionSpan
 from rlhf_megatron.rollout.requests import build_requests
-from rlhf_megatron.scheduler.filter_groups import FewGroups
+from rlhf_megatron.scheduler.samples import FewGroups
 from rlhf_megatron.scheduler.schedules import Schedule, load_schedule
 from rlhf_megatron.scheduler.schedules.base import OnStale, OnSync
 from rlhf_megatron.scheduler.schedules.flow import Event, Flow

@@ -98,7 +98,13 @@ def idle_run_settings(c: RunConfig) -> Iterator[Idle]:
     is_never = c.trainer.test_freq > c.trainer.total_training_steps
     yield is_never, ("trainer.test_freq",), "trainer.total_training_steps", "make it smaller than that"
     of_saving = ("trainer.async_save", "trainer.max_ckpt_to_keep", "trainer.save_failure")
-    yield not c.trainer.save_freq, of_saving, SAVE_FREQ, "give that a number of steps"
+    yield (
+        not c.trainer.save_freq and c.trainer.save_last != "state",
+        of_saving,
+        SAVE_FREQ,
+        "give that a number of steps",
+    )
+    yield not c.trainer.save_freq, ("trainer.keep_best",), SAVE_FREQ, "give that a number of steps"
     fix = "set it to resume_path"
     yield c.trainer.resume_mode != "resume_path", (RESUME_FROM,), RESUME_MODE, fix
 

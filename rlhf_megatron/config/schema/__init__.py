@@ -130,14 +130,24 @@ class TrainerConfig:
         None,
         POSITIVE,
     )
-    seed: int = doc("seed of everything that is random", 1, SEED)
+    seed: int = doc("seed of everything that is random, in the controller and each rank", 1, SEED)
     total_training_steps: int = doc("steps of the loop", 100)
     critic_warmup: int = doc("first steps of the loop in which only the critic is updated", 0)
     val_before_train: bool = doc("evaluate before the first step", True)
     test_freq: int = doc("steps between evaluations; 0: only before and after", 10)
     test_samples: int | None = doc("held-out items of an evaluation between steps; null: all", None, COUNT)
     save_hf: bool = doc("write the trained weights in Hugging Face layout at the end", False)
-    save_freq: int = doc("steps between checkpoints; 0: none, and the run cannot be resumed", 0)
+    save_freq: int = doc("steps between checkpoints; 0: none before the end", 0)
+    save_last: Literal["state", "weights", "none"] = doc(
+        "kept after the last step and when the run is told to stop: state: a checkpoint to go on from, or to export;"
+        " weights: those in Hugging Face layout",
+        "state",
+    )
+    keep_best: str | None = doc(
+        "metric, such as val/accuracy, whose largest value among the checkpoints keeps that one beside"
+        " max_ckpt_to_keep; null: none is",
+        None,
+    )
     async_save: bool = doc("write a checkpoint's files while the run goes on", True)
     max_ckpt_to_keep: int = doc("newest checkpoints that are kept; 0: all", 3)
     save_failure: Literal["continue", "stop"] = doc("after a checkpoint that could not be written", "continue")

@@ -109,6 +109,7 @@ def fold_config(config: schema.RunConfig, folded: Folded, directory: Path) -> sc
             val_before_train=False,
             test_freq=0,
             save_hf=True,
+            save_last="none",
             logger=("jsonl",),
         ),
     )

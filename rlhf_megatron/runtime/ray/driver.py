@@ -140,7 +140,7 @@ def run_driver(run: Callable[[RoutedGroups, Place], int], job: RayJob, stop: Sto
     from rlhf_megatron.runtime.ray.cluster import Cluster
 
     stopping = ControllerStop(stop, job.deadlines.stop_s)
-    stopping.is_startup = True  # nothing to save yet
+    stopping.has_begun, stopping.is_startup = False, True  # nothing to save yet
     num_cpus = cpus_of_own_cluster(_bundles(job, _Devices(False, 0), ""), os.cpu_count() or 1)
     with (
         stopping.installed(),

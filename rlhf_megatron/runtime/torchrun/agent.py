@@ -22,6 +22,9 @@ import threading
 from collections.abc import Sequence
 from types import FrameType
 
+if __name__ == "__main__":  # what comes while torch is imported waits until `Ranks.take_signals`
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT))
+
 # Read when torch is imported. A store that goes away is an ordinary end here, no reason for a stack trace in C++.
 _LOG_LEVEL_ENV = "TORCH_CPP_LOG_LEVEL"
 _HAS_LOG_LEVEL = _LOG_LEVEL_ENV in os.environ
@@ -39,6 +42,7 @@ from rlhf_megatron.runtime.processes import AGENTS_PARENT_ENV, children_with, di
 from rlhf_megatron.runtime.stopping import SIGNALS, STOP_LIMIT_ENV  # noqa: E402
 from rlhf_megatron.runtime.torchrun.nodes import OtherNodes, interface_towards, told  # noqa: E402
 from rlhf_megatron.runtime.torchrun.stores import bind_stores  # noqa: E402
+from rlhf_megatron.stop import startup_exit_code  # noqa: E402
 
 ELASTIC = "torch.distributed.elastic"
 USAGE_EXIT_CODE = 2
@@ -61,7 +65,9 @@ class Ranks:
         assert hasattr(elastic_processes, "_terminate_process_handler"), "this torch takes signals in another way"
         self._torchs_handler = elastic_processes._terminate_process_handler
         setattr(elastic_processes, "_terminate_process_handler", self._on_signal)  # noqa: B010  mypy sees a function
-        signal.signal(signal.SIGUSR1, self._on_signal)  # newer versions alone can be told to handle it
+        for number in SIGNALS:  # torch sets those that it knows once more; SIGUSR1 only newer versions do
+            signal.signal(number, self._on_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def end(self) -> None:
         """The run is over elsewhere. On any thread."""
@@ -73,8 +79,7 @@ class Ranks:
             self._torchs_handler(number, frame)
         pids = children_with("TORCHELASTIC_RUN_ID")
         if not pids:  # not started yet, or all ended
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+            os._exit(startup_exit_code(number))
         _send(pids, number)
         if not self._has_limit:
             self._has_limit = True
@@ -146,6 +151,8 @@ def _run(parsed: argparse.Namespace) -> int:
         codes = [failures.exitcode for _, failures in sorted(error.failures.items())]
         # A rank that was killed may have ended first; the first rank of the node has the controller's code.
         code: int = codes[0] if codes[0] > 0 else failure.exitcode
+        if -code in SIGNALS:  # a rank that can tell the controller of a signal takes it
+            return startup_exit_code(-code)
         return 128 - code if code < 0 else code
     except SignalException as error:
         return 128 + error.sigval

@@ -73,6 +73,7 @@ def launch_single_node(
     command += ["--nproc-per-node", str(num_processes), "-m", module, *arguments]
     sys.stdout.flush()
     sys.stderr.flush()
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until the agent takes them
     os.execve(sys.executable, command, environment)
 
 

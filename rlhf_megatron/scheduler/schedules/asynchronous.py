@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_megatron.scheduler.schedules import common
-from rlhf_megatron.scheduler.schedules.base import SCHEDULES, OnStale, OnSync
+from rlhf_megatron.scheduler.schedules.base import SCHEDULES, OnStale, OnSync, Schedule
 from rlhf_megatron.scheduler.schedules.flow import Flow
 
 
 @dataclass(frozen=True)
-class Asynchronous:
+class Asynchronous(Schedule):
     """`late` wait: a step that would leave a group behind waits for it; none is lost. drop, again: no step waits, and a
     late group is dropped with its prompt, or generated anew.
     """
@@ -75,12 +75,6 @@ class Asynchronous:
 
     def batch(self, flow: Flow) -> Sequence[int] | None:
         return common.oldest_in_time(flow, self.max_lag) if self.late == "wait" else common.oldest(flow)
-
-    def leftover(self, flow: Flow) -> Sequence[int]:
-        return ()
-
-    def stale(self, flow: Flow) -> Sequence[int]:
-        return common.past_lag(flow, self.max_lag)
 
 
 SCHEDULES.register("asynchronous", Asynchronous)(Asynchronous)

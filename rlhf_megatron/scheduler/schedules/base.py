@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from rlhf_megatron.registry import Registry
+from rlhf_megatron.scheduler.schedules.common import past_lag
 from rlhf_megatron.scheduler.schedules.flow import Flow
 
 
@@ -39,8 +40,9 @@ class Schedule(Protocol):
 
     A weight sync is an event, and may begin where `on_sync` is CONTINUE or no group is generated.
 
-    A schedule may have `takes_turns = True`: a step's groups are generated, then it trains, and the run asks nothing
-    else of it; and `needs_filter`, whether groups that it starts beyond a batch train only where the filter takes some.
+    One that derives from this class says only where it differs. It may have `takes_turns = True`: a step's groups are
+    generated, then it trains, and the run asks nothing else of it; and `needs_filter`, whether groups that it starts
+    beyond a batch train only where the filter takes some.
     """
 
     @property
@@ -48,14 +50,17 @@ class Schedule(Protocol):
         """No sample trains with a larger lag: policy version at training less the oldest version of its tokens."""
 
     @property
-    def on_sync(self) -> OnSync: ...
+    def on_sync(self) -> OnSync:
+        return OnSync.WAIT
 
     @property
-    def on_stale(self) -> OnStale: ...
+    def on_stale(self) -> OnStale:
+        return OnStale.DROP
 
     @property
     def annotates_early(self) -> bool:
         """Finished groups get their log-probs while the batch is still awaited. Else they get them with the batch."""
+        return False
 
     def num_to_start(self, flow: Flow) -> int:
         """Groups to start now; 0 at most times."""
@@ -63,6 +68,7 @@ class Schedule(Protocol):
     def to_annotate(self, flow: Flow) -> Sequence[int]:
         """Numbers of scored groups whose log-probs may be computed now; empty while a step is trained, and where
         `annotates_early` is False."""
+        return ()
 
     def batch(self, flow: Flow) -> Sequence[int] | None:
         """Numbers of the groups that the next step trains on, ascending; None: not yet. All of them are SCORED and
@@ -70,9 +76,11 @@ class Schedule(Protocol):
 
     def leftover(self, flow: Flow) -> Sequence[int]:
         """Asked when a batch was taken: groups in flight that are given up then."""
+        return ()
 
     def stale(self, flow: Flow) -> Sequence[int]:
         """Groups in flight that can be trained within `max_lag` no more."""
+        return past_lag(flow, self.max_lag)
 
 
 SCHEDULES: Registry[type[Schedule]] = Registry("schedule")

@@ -8,33 +8,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from rlhf_megatron.scheduler.schedules.base import SCHEDULES, OnStale, OnSync
-from rlhf_megatron.scheduler.schedules.common import first_scored, past_lag
+from rlhf_megatron.scheduler.schedules.base import SCHEDULES, Schedule
+from rlhf_megatron.scheduler.schedules.common import first_scored
 from rlhf_megatron.scheduler.schedules.flow import Flow
 
 
 @SCHEDULES.register("one_step_off")
-class OneStepOff:
+class OneStepOff(Schedule):
     """Lag 1, 0 at the first step."""
 
     max_lag: ClassVar[int] = 1
-    on_sync: ClassVar[OnSync] = OnSync.WAIT
-    on_stale: ClassVar[OnStale] = OnStale.DROP
-    annotates_early: ClassVar[bool] = False
 
     def num_to_start(self, flow: Flow) -> int:
         if flow.is_updated:  # the sync waits for those that are generated
             return 0
         return max(0, min(flow.batch_size - len(flow.in_flight), flow.num_wanted))
 
-    def to_annotate(self, flow: Flow) -> Sequence[int]:
-        return ()
-
     def batch(self, flow: Flow) -> Sequence[int] | None:
         return first_scored(flow)
-
-    def leftover(self, flow: Flow) -> Sequence[int]:
-        return ()
-
-    def stale(self, flow: Flow) -> Sequence[int]:
-        return past_lag(flow, self.max_lag)

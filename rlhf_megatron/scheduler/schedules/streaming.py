@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from rlhf_megatron.scheduler.schedules import common
-from rlhf_megatron.scheduler.schedules.base import SCHEDULES, OnStale, OnSync
+from rlhf_megatron.scheduler.schedules.base import SCHEDULES, OnSync, Schedule
 from rlhf_megatron.scheduler.schedules.flow import Flow
 
 
 @dataclass(frozen=True)
-class Streaming:
+class Streaming(Schedule):
     """`tail` wait: a step has the groups that were started first. drop: those that were done first; others are lost.
     carry_over: those with the oldest tokens; others go on over the sync with the new weights and train later, and a
     step that could leave one of them behind for good waits for it.
@@ -26,7 +26,6 @@ class Streaming:
     tail: Literal["wait", "drop", "carry_over"] = "wait"  # what becomes of the slowest groups of a step
     max_lag: int = 0  # syncs that a carried group may see before it is trained
 
-    on_stale: ClassVar[OnStale] = OnStale.DROP
     annotates_early: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -82,9 +81,6 @@ class Streaming:
 
     def leftover(self, flow: Flow) -> Sequence[int]:
         return () if self.tail == "carry_over" else list(flow.in_flight)
-
-    def stale(self, flow: Flow) -> Sequence[int]:
-        return common.past_lag(flow, self.max_lag)
 
 
 SCHEDULES.register("streaming", Streaming)(Streaming)

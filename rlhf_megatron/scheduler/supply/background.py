@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from rlhf_megatron import faults
 from rlhf_megatron.data.batch import AnnotatedBatch, ScoredBatch, concat, select
 from rlhf_megatron.observe.metrics.batch import lags
+from rlhf_megatron.recovery.journal import GroupJournal
 from rlhf_megatron.recovery.keeper import Stage
-from rlhf_megatron.scheduler.filter_groups import FewGroups, alike
-from rlhf_megatron.scheduler.samples import greedy_length_metrics
+from rlhf_megatron.rollout.fleet.work import Session
+from rlhf_megatron.scheduler.samples import FewGroups, alike, greedy_length_metrics
 from rlhf_megatron.scheduler.schedules.base import OnSync, Schedule
 from rlhf_megatron.scheduler.schedules.flow import Event, Flow
-from rlhf_megatron.scheduler.supply.base import Draw, Finished, MakeRequests, Progress, Score, Scored, Session
-from rlhf_megatron.scheduler.supply.drive import WAIT_S, Driver, Keeps, Scoring, start
-from rlhf_megatron.scheduler.supply.ledger import Ledger, Taken
+from rlhf_megatron.scheduler.supply.drive import WAIT_S, Driver, Scoring, start
+from rlhf_megatron.scheduler.supply.ledger import Draw, Finished, Ledger, MakeRequests, Progress, Score, Scored, Taken
 from rlhf_megatron.stop import RunStopped
 
 Annotate = Callable[[int, ScoredBatch], AnnotatedBatch]  # step that trains on the samples, samples
@@ -43,7 +43,7 @@ class EarlyAnnotations:
 
     def piece(self, groups: Sequence[Scored]) -> list[Scored]:
         """Those of `groups` that are to be annotated now; none while they are too few."""
-        new = [group for group in groups if group.number not in self._by_group]
+        new = self.missing(groups)
         return new if sum(len(group.batch) for group in new) >= self._min_samples else []
 
     def add(self, step: int, groups: Sequence[Scored]) -> None:
@@ -89,65 +89,42 @@ class Found:
     lost: tuple[int, ...] = ()  # numbers of the others
 
 
-def _no_lock() -> AbstractContextManager[None]:
-    return nullcontext()
-
-
+@dataclass(eq=False)
 class Background:
-    """A `base.Supply`. All but the constructor is called by the main thread.
+    """A `ledger.Supply`. All but the constructor is called by the main thread.
 
-        with Background(flow, schedule, work, version=lambda: sync.version, mini_batch_size=64) as supply:
-            batch = supply.take(step, guard)
-            ...
-            with supply.syncing():
-                sync()
-
-    `flow`: where the run stands; the engines serve `flow.version`, and the next prompt that it starts is the one at its
-    `next_number` of the stream. `version()`: of the policy, which `syncing` reads at its end. `mini_batch_size`:
-    samples that an early piece has at least. `begin_step`: called first in `take`. `exclusive`: in it the session
-    leaves the engines alone. `is_serving()`: False where no engine will end what runs before it gets new weights.
-    `few`: of `algorithm.filter_groups`, None without it. `journal`: keeps finished groups. `found`: what to go on with;
-    None: nothing was drawn yet. `report`: told what is waited for. `on_events`: gets the lines of the Flow, in order.
+    with Background(flow, schedule, work, version=lambda: sync.version, mini_batch_size=64) as supply:
+        batch = supply.take(step, guard)
+        ...
+        with supply.syncing():
+            sync()
     """
 
-    def __init__(
-        self,
-        flow: Flow,
-        schedule: Schedule,
-        work: Work,
-        *,
-        version: Callable[[], int],
-        mini_batch_size: int,
-        begin_step: Callable[[], None] = lambda: None,
-        should_stop: Callable[[], None] = lambda: None,
-        exclusive: Callable[[], AbstractContextManager[object]] = _no_lock,
-        is_serving: Callable[[], bool] = lambda: True,
-        few: FewGroups | None = None,
-        journal: Keeps | None = None,
-        found: Found | None = None,
-        report: Callable[[str], None] = lambda text: None,
-        on_events: Callable[[Sequence[Event]], None] = lambda events: None,
-    ) -> None:
-        self.ledger = Ledger(flow, schedule, few.most_groups if few else None, on_events)
-        self._schedule = schedule
-        self._work = work
-        self._version = version
-        self._begin_step = begin_step
-        self._should_stop = should_stop
-        self._exclusive = exclusive
-        self._is_serving = is_serving
-        self._few = few
-        self._journal = journal
-        self._report = report
-        self._early = EarlyAnnotations(work.annotate, mini_batch_size)
+    flow: Flow  # where the run stands; the engines serve its version, and its next number is the next prompt's
+    schedule: Schedule
+    work: Work
+    version: Callable[[], int]  # of the policy; `syncing` reads it at its end
+    mini_batch_size: int  # samples that an early piece has at least
+    begin_step: Callable[[], None] = lambda: None  # called first in `take`
+    should_stop: Callable[[], None] = lambda: None
+    exclusive: Callable[[], AbstractContextManager[object]] = nullcontext  # in it the session leaves the engines alone
+    is_serving: Callable[[], bool] = lambda: True  # False: no engine will end what runs before it gets new weights
+    few: FewGroups | None = None  # of `algorithm.filter_groups`
+    journal: GroupJournal | None = None  # keeps finished groups
+    found: Found = Found(0)  # what to go on with
+    report: Callable[[str], None] = lambda text: None  # told what is waited for
+    on_events: Callable[[Sequence[Event]], None] = lambda events: None  # gets the lines of the Flow, in order
+
+    def __post_init__(self) -> None:
+        self.ledger = Ledger(self.flow, self.schedule, self.few.most_groups if self.few else None, self.on_events)
+        self._early = EarlyAnnotations(self.work.annotate, self.mini_batch_size)
         self._threads: list[threading.Thread] = []
         self._metrics: dict[str, float] = {}
-        found = found or Found(0)
-        self.ledger.begin(found.num_drawn, found.known, found.lost)
+        self.ledger.begin(self.found.num_drawn, self.found.known, self.found.lost)
 
     def __enter__(self) -> Background:
-        ledger, work = self.ledger, self._work
-        driver = Driver(ledger, work.session, work.draw, work.make_requests, self._journal)
+        ledger, work = self.ledger, self.work
+        driver = Driver(ledger, work.session, work.draw, work.make_requests, self.journal)
         scoring = Scoring(ledger, work.score)
         self._threads = [
             start("supply-drive", driver.run, ledger.failed),
@@ -162,7 +139,7 @@ class Background:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def take(self, step: int, stage: Stage) -> ScoredBatch:
-        self._begin_step()
+        self.begin_step()
         began, seconds = time.monotonic(), 0.0
         while True:
             with stage("take"):
@@ -190,11 +167,11 @@ class Background:
     def syncing(self) -> Iterator[None]:
         self._early.clear()
         self.ledger.updated()
-        if self._schedule.on_sync is OnSync.WAIT:
+        if self.schedule.on_sync is OnSync.WAIT:
             self._await_engines()
-        with self._exclusive():
+        with self.exclusive():
             yield
-        self.ledger.synced(self._version())
+        self.ledger.synced(self.version())
 
     def progress(self) -> Progress:
         return self.ledger.progress()
@@ -207,8 +184,8 @@ class Background:
         """The batch of the step, or groups whose log-probs are to be made while it is awaited."""
         ledger = self.ledger
         while True:
-            self._should_stop()
-            self._work.session.mend()
+            self.should_stop()
+            self.work.session.mend()
             with ledger.changed:
                 if ledger.changed.wait_for(lambda: ledger.error or ledger.batch or self._piece(), WAIT_S):
                     if ledger.error:
@@ -216,10 +193,10 @@ class Background:
                     taken = ledger.fetch()
                     return taken, [] if taken else self._piece()
                 text = str(ledger)
-            self._report(f"step {step} waits for groups: {text}")
+            self.report(f"step {step} waits for groups: {text}")
 
     def _piece(self) -> list[Scored]:
-        if not self._schedule.annotates_early or self.ledger.flow.is_training:
+        if not self.schedule.annotates_early or self.ledger.flow.is_training:
             return []
         return self._early.piece(self.ledger.to_annotate())
 
@@ -231,18 +208,18 @@ class Background:
         """Nothing is generated when this returns, or no engine serves, or the run is to stop: then what runs is not
         waited for. The deadline of the stage sync ends it too."""
         ledger = self.ledger
-        while self._is_serving() and not self._is_to_stop():
+        while self.is_serving() and not self._is_to_stop():
             with ledger.changed:
                 if ledger.changed.wait_for(lambda: ledger.error or not ledger.flow.num_running, WAIT_S):
                     if ledger.error:
                         raise ledger.error
                     return
                 text = str(ledger)
-            self._report(f"the sync waits for groups: {text}")
+            self.report(f"the sync waits for groups: {text}")
 
     def _is_to_stop(self) -> bool:
         try:
-            self._should_stop()
+            self.should_stop()
         except RunStopped:
             return True
         return False
@@ -250,7 +227,7 @@ class Background:
     def _metrics_of(self, taken: Taken, batch: ScoredBatch, seconds: float) -> dict[str, float]:
         """Raises AssertionError where a sample is older than the schedule allows."""
         oldest = int(lags(taken.version, batch).max())
-        bound = self._schedule.max_lag
+        bound = self.schedule.max_lag
         assert oldest <= bound, f"a sample of step {taken.step} has lag {oldest}, the schedule's bound is {bound}"
         metrics = {
             "schedule/wait_s": seconds,
@@ -261,7 +238,7 @@ class Background:
             metrics[f"schedule/dropped_{reason.replace(' ', '_')}"] = float(taken.counts[reason])
         if greedy := [group.greedy for group in taken.groups if group.greedy is not None]:
             metrics |= greedy_length_metrics(concat(greedy))
-        if self._few is not None:
+        if self.few is not None:
             num_kept = len(taken.groups) if taken.has_signal else 0
-            metrics |= self._few(num_kept, taken.num_scored, taken.num_with_signal)
+            metrics |= self.few(num_kept, taken.num_scored, taken.num_with_signal)
         return metrics

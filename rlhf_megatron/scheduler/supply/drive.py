@@ -8,34 +8,27 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from rlhf_megatron import faults
 from rlhf_megatron.config.schema import FilterGroupsConfig
 from rlhf_megatron.data.batch import PromptBatch
 from rlhf_megatron.data.tokenizer import Tokenizer
+from rlhf_megatron.recovery.journal import GroupJournal
 from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
 from rlhf_megatron.rewards.service.scorer import check_error_rate
+from rlhf_megatron.rollout.fleet.work import Session
 from rlhf_megatron.rollout.requests import collect
-from rlhf_megatron.scheduler.filter_groups import teaches_nothing
-from rlhf_megatron.scheduler.samples import reward_samples, to_scored
-from rlhf_megatron.scheduler.supply.base import Draw, Finished, MakeRequests, Score, Scored, Session
-from rlhf_megatron.scheduler.supply.ledger import Ledger, Order
+from rlhf_megatron.scheduler.samples import reward_samples, teaches_nothing, to_scored
+from rlhf_megatron.scheduler.supply.ledger import Draw, Finished, Ledger, MakeRequests, Order, Score, Scored
 
 WAIT_S = 0.1  # for something to happen before the threads look whether they are to end
-
-
-class Keeps(Protocol):
-    """Finished groups that a later process can go on with; see `group_journal`."""
-
-    def append(self, finished: Finished) -> None: ...
 
 
 class Driver:
     """Submits and aborts as the ledger orders, and tells it what has come."""
 
     def __init__(
-        self, ledger: Ledger, session: Session, draw: Draw, make_requests: MakeRequests, journal: Keeps | None
+        self, ledger: Ledger, session: Session, draw: Draw, make_requests: MakeRequests, journal: GroupJournal | None
     ) -> None:
         self._ledger = ledger
         self._session = session
@@ -74,7 +67,7 @@ class Driver:
             prompt, attempt = self._running.pop(number)
             finished = Finished(number, prompt, samples)
             if self._journal is not None:
-                self._journal.append(finished)
+                self._journal.append(number, samples)
             self._ledger.generated(finished, attempt)
             faults.reach("rollout.mid_generate")
 

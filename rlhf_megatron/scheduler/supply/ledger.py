@@ -9,12 +9,85 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
+from rlhf_megatron.data.batch import PromptBatch, RolloutBatch, ScoredBatch
+from rlhf_megatron.recovery.keeper import Stage
+from rlhf_megatron.rollout.engine import GeneratedSample, GenerateRequest
 from rlhf_megatron.scheduler.schedules.base import OnStale, Schedule
 from rlhf_megatron.scheduler.schedules.flow import DropReason, Event, Flow, GroupStage
-from rlhf_megatron.scheduler.supply.base import Finished, Progress, Scored
+
+Samples = Sequence[Sequence[GeneratedSample]]  # a list for each request of a group
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Which prompts of the stream are done with: those at the first `num_drawn` positions, but for `untrained`."""
+
+    num_drawn: int
+    untrained: tuple[int, ...] = ()  # ascending
+
+
+class Supply(Protocol):
+    """A context manager around the whole loop: what works in the background begins and ends with it."""
+
+    def __enter__(self) -> Supply:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+    def take(self, step: int, stage: Stage) -> ScoredBatch:
+        """The samples that the step trains on; with log-probs and values where these were made early.
+
+        `stage`: around each part of the work, by its name.
+
+        Raises RunStopped, and whatever went wrong in the background.
+        """
+
+    def syncing(self) -> AbstractContextManager[None]:
+        """Around the weight sync that ends a step, also where that leaves the policy as it is."""
+        return nullcontext()
+
+    def progress(self) -> Progress:
+        """As it stands between two steps: what a checkpoint keeps."""
+
+    def take_metrics(self) -> dict[str, float]:
+        """Of the batch that was taken last. They leave with the call."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A group whose samples have come."""
+
+    number: int
+    prompts: PromptBatch  # of its one prompt
+    samples: Samples
+
+    @property
+    def versions(self) -> set[int]:
+        """Of all tokens that may train: those of the first request."""
+        versions = {sample.policy_version for sample in self.samples[0]}
+        return versions | {span.version for sample in self.samples[0] for span in sample.version_spans}
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A group with its rewards."""
+
+    number: int
+    batch: ScoredBatch
+    greedy: RolloutBatch | None = None  # its greedy sample, which trains nothing
+    has_signal: bool = True  # False: `algorithm.filter_groups` leaves it out
+
+
+Draw = Callable[[Sequence[int]], PromptBatch]  # positions of the prompt stream -> the prompts there
+MakeRequests = Callable[[PromptBatch, int], list[list[GenerateRequest]]]  # prompts, version -> requests of each
+Score = Callable[[Sequence[Finished]], list[Scored]]  # called by one thread, with all groups that have come
+
 
 _PASSES = 100  # of questions after one event
 

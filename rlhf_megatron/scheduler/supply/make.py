@@ -10,20 +10,20 @@ from rlhf_megatron.config.rules.schedule import takes_turns
 from rlhf_megatron.config.schema import SamplingConfig
 from rlhf_megatron.data.batch import PromptBatch
 from rlhf_megatron.data.stream import PromptStream
-from rlhf_megatron.recovery.checkpointer import RunState
+from rlhf_megatron.recovery.journal import GroupJournal
+from rlhf_megatron.recovery.resume import RunState
 from rlhf_megatron.rewards.service.scorer import Scorer
 from rlhf_megatron.rollout.engine import GenerateRequest
 from rlhf_megatron.rollout.fleet.fleet import EngineFleet
 from rlhf_megatron.rollout.requests import build_requests
-from rlhf_megatron.scheduler.filter_groups import FewGroups
+from rlhf_megatron.scheduler.samples import FewGroups
 from rlhf_megatron.scheduler.schedules import load_schedule
 from rlhf_megatron.scheduler.schedules.flow import Flow
 from rlhf_megatron.scheduler.stages import Stages
 from rlhf_megatron.scheduler.supply.background import Background, Found, Work
-from rlhf_megatron.scheduler.supply.base import Finished, Progress, Supply
 from rlhf_megatron.scheduler.supply.drive import LastSamples, ScoreGroups
 from rlhf_megatron.scheduler.supply.foreground import Foreground
-from rlhf_megatron.scheduler.supply.group_journal import GroupJournal
+from rlhf_megatron.scheduler.supply.ledger import Finished, Progress, Supply
 
 
 def make_supply(
@@ -39,18 +39,17 @@ def make_supply(
     background and has checkpoints."""
     config, stream = stages.config, stages.data.stream
     assert stream is not None, "a run draws prompts"
-    schedule = load_schedule(config.schedule)
+    if takes_turns(config.schedule):
+        return Foreground(stages)
     steps = config.trainer.total_training_steps
     flow = Flow(config.data.train_batch_size, steps, stages.version, state.step, stream.num_drawn)
-    if takes_turns(config.schedule):
-        return Foreground(stages, flow, schedule)
     filter_groups = config.algorithm.filter_groups
     num_samples = config.data.train_batch_size * config.rollout.n
     score = LastSamples(scorer.unbounded, num_samples, config.reward.max_error_rate, str(scorer.log))
     found = find_groups(journal, stream, Progress(stream.num_drawn, state.untrained), stages.version)
     return Background(
         flow,
-        schedule,
+        load_schedule(config.schedule),
         Work(
             session=fleet.open_session(),
             draw=stream.at,

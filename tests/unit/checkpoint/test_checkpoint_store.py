@@ -230,6 +230,13 @@ def test_old_ones_go_and_broken_ones_do_not_count(store: CheckpointStore) -> Non
     assert CheckpointStore(store.directory).prune(1) == [] and store.steps() == [7]
 
 
+def test_the_best_checkpoint_is_kept_beside_the_newest(store: CheckpointStore) -> None:
+    for step in range(1, 6):
+        make(store, step)
+    assert store.prune(2, best=2) == [3, 1] and store.steps() == [5, 4, 2]
+    assert store.prune(2, best=4) == [2] and store.steps() == [5, 4]
+
+
 def test_links_keep_a_file_that_is_pruned_elsewhere(store: CheckpointStore) -> None:
     make(store, 1)
     partial = store.begin(2)

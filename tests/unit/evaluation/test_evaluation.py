@@ -27,7 +27,7 @@ from rlhf_megatron.evaluation.intervals import interval_over_items, t95, wilson_
 from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
 from rlhf_megatron.rewards.scorers.base import masked
 from rlhf_megatron.rollout.engine import GeneratedSample
-from rlhf_megatron.scheduler.run_data import run_data
+from rlhf_megatron.scheduler.parts import run_data
 
 
 @pytest.mark.parametrize(

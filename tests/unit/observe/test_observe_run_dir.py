@@ -1,5 +1,6 @@
 """Who may write to a run directory, and what stays in it: the lock, a former run, attempts.jsonl."""
 
+import fcntl
 import json
 import os
 import subprocess
@@ -38,7 +39,7 @@ def test_a_second_run_in_one_directory_is_refused_and_touches_nothing(tmp_path: 
 
 def test_the_lock_outlives_its_taker_in_a_child_that_inherits_it(tmp_path: Path) -> None:
     lock = take_lock(tmp_path)
-    child = subprocess.Popen(["sleep", "60"], pass_fds=[lock.descriptor])
+    child = subprocess.Popen(["sleep", "60"], pass_fds=lock.descriptors)
     lock.release()  # as when this process is killed
     try:
         with pytest.raises(ValueError, match=f"in use by process {os.getpid()} "):
@@ -47,7 +48,34 @@ def test_the_lock_outlives_its_taker_in_a_child_that_inherits_it(tmp_path: Path)
         child.kill()
         child.wait()
     again = take_lock(tmp_path)
-    assert RunLock.inherited(os.dup(again.descriptor)).since == again.since
+    assert RunLock.inherited(tmp_path, [os.dup(each) for each in again.descriptors]).since == again.since
+
+
+def test_a_lock_file_that_was_deleted_admits_no_second_run(tmp_path: Path) -> None:
+    lock = take_lock(tmp_path)
+    (tmp_path / "run.lock").unlink()
+    with pytest.raises(ValueError, match="is in use by process"):
+        take_lock(tmp_path)
+    lock.check()
+    owner = json.loads((tmp_path / "run.lock").read_text())
+    assert (owner["pid"], owner["since"]) == (os.getpid(), lock.since)
+    with pytest.raises(ValueError, match=f"is in use by process {os.getpid()} "):
+        take_lock(tmp_path)
+    lock.release()
+    take_lock(tmp_path).release()
+
+
+def test_a_run_notices_that_its_directory_is_another_runs(tmp_path: Path) -> None:
+    lock = take_lock(tmp_path / "x")
+    fcntl.flock(lock.descriptors[1], fcntl.LOCK_UN)  # as on NFS, which has no locks of directories
+    (tmp_path / "x" / "run.lock").unlink()
+    take_lock(tmp_path / "x")
+    with pytest.raises(ValueError, match="another run has taken it"):
+        lock.check()
+    (tmp_path / "x").rename(tmp_path / "y")
+    (tmp_path / "x").mkdir()
+    with pytest.raises(ValueError, match="was moved or deleted"):
+        lock.check()
 
 
 def test_a_directory_that_only_a_refused_start_left_is_used(tmp_path: Path) -> None:

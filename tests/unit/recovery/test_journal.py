@@ -171,8 +171,8 @@ def test_a_step_counts_only_after_whole_steps(journal: Journal) -> None:
     journal.write(7, scored_batch(), {}, {}, 0.0)
     journal.write(8, train_batch(), {}, {}, 0.0)
     again = Journal(journal.directory, "these")
-    assert isinstance(again.batch(6).batch, TrainBatch) and again.steps == [6, 7, 8]
-    assert not isinstance(again.batch(7).batch, TrainBatch) and again.steps == [6, 7]
+    assert isinstance(again.batch(6).batch, TrainBatch) and sorted(again._files()) == [6, 7, 8]
+    assert not isinstance(again.batch(7).batch, TrainBatch) and sorted(again._files()) == [6, 7]
     assert again.batch(8) is None
 
 
@@ -182,8 +182,8 @@ def test_a_checkpoint_ends_the_steps_that_it_has(journal: Journal) -> None:
     journal.groups(7)
     journal.append(7, 0, [group(10)])
     journal.drop_through(5)
-    assert journal.steps == [6, 7]
-    journal.clear()
+    assert sorted(journal._files()) == [6, 7]
+    journal.drop_through(7)
     assert files(journal) == []
 
 

@@ -23,9 +23,10 @@ from rlhf_megatron.observe.line_file import (
 )
 from rlhf_megatron.observe.run_facts import RunFacts
 from rlhf_megatron.observe.tracker import Tracker
-from rlhf_megatron.recovery.checkpointer import RunState
+from rlhf_megatron.recovery.export import best_step
 from rlhf_megatron.recovery.keeper import Keeper
-from rlhf_megatron.stop import RunStopped
+from rlhf_megatron.recovery.resume import RunState
+from rlhf_megatron.stop import RunStopped, StopRequest
 
 RESULT = EvaluationResult(0.25, 0.2, 0.3, 40, 3.5, ())
 
@@ -155,7 +156,9 @@ class Checkpoints:
 
     def __init__(self, broken: bool = False) -> None:
         self.on_commit: Any = None
+        self.save_s: float | None = None
         self.begun: list[RunState] = []
+        self.weights: list[int] = []  # one for each time that they were written
         self.broken = broken
 
     def save(self, state: RunState) -> None:
@@ -169,11 +172,12 @@ class Checkpoints:
             self.on_commit(self.begun[-1].step)
 
 
-def keeper_of(checkpoints: Checkpoints, save_freq: int, num_warmup_steps: int = 0) -> Keeper:
+def keeper_of(checkpoints: Checkpoints, save_freq: int, num_warmup_steps: int = 0, **settings: Any) -> Keeper:
     def capture(step: int) -> RunState:
         return RunState(step, step + 1, None, num_warmup_steps=num_warmup_steps)
 
-    return Keeper(capture, checkpoints, None, TrainerConfig(save_freq=save_freq, total_training_steps=5))
+    config = TrainerConfig(save_freq=save_freq, total_training_steps=5, **settings)
+    return Keeper(capture, checkpoints, None, config, lambda: checkpoints.weights.append(1))
 
 
 def test_states_are_saved_every_so_often_and_after_the_last_step() -> None:
@@ -193,6 +197,63 @@ def test_nothing_is_saved_that_a_checkpoint_has_or_that_is_worth_nothing() -> No
         assert checkpoints.begun == []
 
 
+@pytest.mark.parametrize(
+    ("save_freq", "save_last", "expected"),
+    [(0, "state", [5]), (0, "weights", []), (0, "none", []), (2, "none", [2, 4]), (2, "weights", [2, 4])],
+)
+def test_what_is_saved_at_the_end(save_freq: int, save_last: str, expected: list[int]) -> None:
+    checkpoints = Checkpoints()
+    keeper = keeper_of(checkpoints, save_freq, save_last=save_last)
+    keeper.begin(0, is_saved=False)
+    for number in range(1, 6):
+        keeper.step_done(number)
+    assert [state.step for state in checkpoints.begun] == expected
+
+
+def test_a_stop_without_time_for_a_save_says_which_step_the_run_goes_on_from() -> None:
+    checkpoints, stop = Checkpoints(), StopRequest()
+    keeper = keeper_of(checkpoints, 2, stop_grace_s=60.0)
+    keeper.begin(0, is_saved=False)
+    for number in range(1, 4):
+        keeper.step_done(number)
+    checkpoints.wait()
+    checkpoints.save_s = 61.0
+    stop.request("SIGTERM")
+    said = r"^SIGTERM; the state after step 3 is not saved: .* took 61 s, .* (59|60) s are left.* goes on after step 2$"
+    with pytest.raises(RunStopped, match=said), keeper.saving_when_stopped(stop):
+        stop.check()
+    checkpoints.save_s = 50.0
+    with pytest.raises(RunStopped, match="the state after step 3 is saved"), keeper.saving_when_stopped(stop):
+        stop.check()
+    assert [state.step for state in checkpoints.begun] == [2, 3]
+
+
+def test_a_stop_writes_the_weights_where_these_are_kept() -> None:
+    checkpoints = Checkpoints()
+    keeper = keeper_of(checkpoints, 0, save_last="weights")
+    keeper.begin(0, is_saved=False)
+    with (
+        pytest.raises(RunStopped, match=r"^x; the weights after step 0 are written$"),
+        keeper.saving_when_stopped(StopRequest()),
+    ):
+        raise RunStopped("x")
+    assert checkpoints.weights == [1] and not checkpoints.begun
+
+
+def test_values_of_the_watched_metric_are_known_by_step_over_a_restart(tmp_path: Path) -> None:
+    with Tracker(tmp_path, ("jsonl",), 4, watched="val/accuracy") as tracker:
+        tracker.evaluation(2, RESULT)
+        tracker.write(1, "warmup", {"val/accuracy": 1.0})
+    with Tracker(tmp_path, ("jsonl",), 4, watched="val/accuracy") as again:
+        again.restore(read_rows(tmp_path))
+        assert tracker.watched_values == again.watched_values == {2: 0.25}
+
+
+def test_the_best_step_is_the_later_one_of_two() -> None:
+    values = {1: 0.5, 2: 0.75, 3: float("nan"), 4: 0.75, 5: 0.9}
+    assert best_step(values, [4, 3, 2, 1]) == 4 and best_step(values, [3]) is None and best_step({}, [1]) is None
+
+
 def test_a_stop_saves_the_last_whole_step_once() -> None:
     checkpoints = Checkpoints()
     keeper = keeper_of(checkpoints, save_freq=3)
@@ -200,11 +261,11 @@ def test_a_stop_saves_the_last_whole_step_once() -> None:
     keeper.step_done(1)
     with (
         pytest.raises(RunStopped, match=r"SIGTERM to .*; the state after step 1 is saved"),
-        keeper.saving_when_stopped(),
+        keeper.saving_when_stopped(StopRequest()),
     ):
         raise RunStopped("SIGTERM to [actor dp0 pp0 tp1]")
     assert [state.step for state in checkpoints.begun] == [1]
-    with pytest.raises(RunStopped), keeper.saving_when_stopped():
+    with pytest.raises(RunStopped), keeper.saving_when_stopped(StopRequest()):
         raise RunStopped("again")
     assert len(checkpoints.begun) == 1
 
@@ -212,9 +273,12 @@ def test_a_stop_saves_the_last_whole_step_once() -> None:
 def test_a_stop_that_cannot_save_is_an_error_and_one_without_checkpoints_is_none() -> None:
     keeper = keeper_of(Checkpoints(broken=True), save_freq=3)
     keeper.begin(0, is_saved=False)
-    with pytest.raises(OSError, match=r"the state after step 0 could not be saved \(x\)"), keeper.saving_when_stopped():
+    with (
+        pytest.raises(OSError, match=r"the state after step 0 could not be saved \(x\)"),
+        keeper.saving_when_stopped(StopRequest()),
+    ):
         raise RunStopped("x")
-    keeper = keeper_of(Checkpoints(), save_freq=0)
+    keeper = keeper_of(Checkpoints(), save_freq=0, save_last="none")
     keeper.begin(0, is_saved=False)
-    with pytest.raises(RunStopped, match=r"^x$"), keeper.saving_when_stopped():
+    with pytest.raises(RunStopped, match=r"^x$"), keeper.saving_when_stopped(StopRequest()):
         raise RunStopped("x")

@@ -1,7 +1,9 @@
 """Seeds, requests, what engines return as a batch, mini-batches, metrics of a batch."""
 
+import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from data_samples import scored
@@ -12,7 +14,7 @@ from rlhf_megatron.algorithms import metric_names as loss_names
 from rlhf_megatron.algorithms.aggregate import AGGREGATIONS
 from rlhf_megatron.config.schema import ActorConfig, DataConfig, PolicyLossConfig, RunConfig
 from rlhf_megatron.data.batch import PromptBatch, TokenBatch, TrainBatch, select
-from rlhf_megatron.data.seeds import derive_seed
+from rlhf_megatron.data.seeds import derive_seed, seed_process
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.observe.metrics import batch as batch_metrics
 from rlhf_megatron.observe.metrics import names as metric_names
@@ -46,6 +48,17 @@ def test_seeds_are_those_of_splitmix64_and_stay_what_they_are() -> None:
         610773012,
         492990349,
     ]
+
+
+def test_a_process_is_seeded_by_what_it_is() -> None:
+    def draws(*parts: int) -> list[float]:
+        seed_process(*parts)
+        return [random.random(), float(np.random.rand())]
+
+    assert (
+        draws(1, 0) == draws(1, 0)
+        and len({value for parts in ((1, 0), (1, 1), (2, 0)) for value in draws(*parts)}) == 6
+    )
 
 
 def test_seeds_differ_in_every_part_and_fit_31_bits() -> None:

@@ -26,8 +26,8 @@ from rlhf_megatron.observe.tracker import Tracker
 from rlhf_megatron.recovery.recorder import RecordedStart, Recorder
 from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
 from rlhf_megatron.rollout.engine import GeneratedSample, GenerateRequest, SamplingParams
-from rlhf_megatron.scheduler.parts import Parts
-from rlhf_megatron.scheduler.stages import RunData, Stages
+from rlhf_megatron.scheduler.parts import Parts, RunData
+from rlhf_megatron.scheduler.stages import Stages
 
 
 class CannedFleet:
@@ -56,7 +56,7 @@ def test_an_item_counts_once_however_many_samples_it_has() -> None:
         return [RewardResult(float(sample.response == sample.label)) for sample in samples]
 
     parts = Parts(None, None, needs_reference=False)
-    stages = Stages(RunConfig(), None, fleet, data, parts, dict, None, reward)
+    stages = Stages(RunConfig(), None, fleet, data, parts, dict, reward)
     result = stages.accuracy(None, SamplingConfig(temperature=0.5, n=2))
     assert (result.accuracy, result.num_items) == (0.5, 3)
     assert result.mean_response_length == pytest.approx((2 + 2 + 1 + 3 + 1 + 1) / 6)
@@ -76,7 +76,7 @@ def test_evaluation_has_a_sampling_of_its_own() -> None:
     val = SamplingConfig(temperature=0.6, n=3, top_p=0.9, top_k=20, min_p=0.05)
     config = RunConfig(rollout=RolloutConfig(n=3, temperature=0.8, val_kwargs=val))
     parts = Parts(None, None, needs_reference=False)
-    stages = Stages(config, None, fleet, data, parts, dict, None, lambda samples: [RewardResult(0.0) for _ in samples])
+    stages = Stages(config, None, fleet, data, parts, dict, lambda samples: [RewardResult(0.0) for _ in samples])
     length = config.data.max_response_length
     assert stages.evaluate() is not None
     assert fleet.requests[0].params == SamplingParams(length, 0.6, (14,), top_p=0.9, top_k=20, min_p=0.05)

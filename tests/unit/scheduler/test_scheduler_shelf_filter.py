@@ -21,8 +21,8 @@ from rlhf_megatron.observe.metrics.names import CATALOGUE as METRICS
 from rlhf_megatron.recovery.journal import Journal
 from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
 from rlhf_megatron.rollout.engine import GeneratedSample, GenerateRequest
-from rlhf_megatron.scheduler.parts import load_parts
-from rlhf_megatron.scheduler.stages import RunData, Stages
+from rlhf_megatron.scheduler.parts import RunData, load_parts
+from rlhf_megatron.scheduler.stages import Stages
 from rlhf_megatron.sync.weight_sync import Sync
 
 # By the token of the prompt: 2 samples are right and wrong (M), both right (R), both wrong (W).
@@ -91,9 +91,8 @@ def stages_of(fleet: Fleet, journal: Journal | None = None, estimator: str = "rl
         data,
         load_parts(config),
         Sync(1),
-        None,
         reward,
-        journal,  # type: ignore[arg-type]
+        journal=journal,  # type: ignore[arg-type]
     )
 
 

@@ -20,9 +20,9 @@ from rlhf_megatron.recovery.recorder import Recorder
 from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
 from rlhf_megatron.rewards.scorers.base import masked
 from rlhf_megatron.rollout.engine import GeneratedSample, GenerateRequest
-from rlhf_megatron.scheduler.parts import load_parts
+from rlhf_megatron.scheduler.parts import RunData, load_parts
 from rlhf_megatron.scheduler.samples import of_groups
-from rlhf_megatron.scheduler.stages import RunData, Stages
+from rlhf_megatron.scheduler.stages import Stages
 
 PROMPTS = PromptBatch(
     ((3, 4), (5,), (6, 7)), ("34", "5", "67"), ("12", "12", "12"), ("s",) * 3, (10, 11, 12), ("",) * 3
@@ -80,7 +80,7 @@ def stages_of(estimator: str, fleet: Fleet, journal: Journal | None = None, num_
         rollout=RolloutConfig(n=2),
     )
     data = RunData(None, (), fleet.tokenizer, (14,))
-    return Stages(config, None, fleet, data, load_parts(config), dict, None, reward, journal)  # type: ignore[arg-type]
+    return Stages(config, None, fleet, data, load_parts(config), dict, reward, journal=journal)  # type: ignore[arg-type]
 
 
 def run(stages: Stages) -> ScoredBatch:

@@ -15,7 +15,7 @@ from supply_tools import Bench, Hasty, HeldSession, expected_log_probs, in_threa
 from rlhf_megatron.config.schema import FilterGroupsConfig
 from rlhf_megatron.data.batch import AnnotatedBatch
 from rlhf_megatron.scheduler.schedules.flow import Flow
-from rlhf_megatron.scheduler.supply.base import Finished, Scored
+from rlhf_megatron.scheduler.supply.ledger import Finished, Scored
 from rlhf_megatron.stop import RunStopped, StopRequest
 
 

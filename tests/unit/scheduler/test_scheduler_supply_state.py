@@ -11,23 +11,21 @@ import pytest
 import torch
 from data_samples import scored
 from supply_tools import NUM_SAMPLES, TOKENIZER, Bench, Hasty, HeldSession, make_requests, right_or_wrong, stream_of
+from watched_foreground import WatchedForeground
 
 from rlhf_megatron.config.schema import FilterGroupsConfig, ScheduleConfig
 from rlhf_megatron.data.batch import PromptBatch, RolloutBatch, ScoredBatch
 from rlhf_megatron.data.stream import PromptCursor
-from rlhf_megatron.recovery.checkpointer import RunState
-from rlhf_megatron.recovery.resume import check_schedule
+from rlhf_megatron.recovery.journal import GroupJournal
+from rlhf_megatron.recovery.resume import RunState, check_schedule
 from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
 from rlhf_megatron.rewards.service.scorer import RewardError
 from rlhf_megatron.rollout.engine import GeneratedSample, VersionSpan
 from rlhf_megatron.scheduler.schedules import load_schedule
 from rlhf_megatron.scheduler.schedules.flow import Flow
 from rlhf_megatron.scheduler.supply.background import Found
-from rlhf_megatron.scheduler.supply.base import Finished, Progress
 from rlhf_megatron.scheduler.supply.drive import Driver, LastSamples, ScoreGroups
-from rlhf_megatron.scheduler.supply.foreground import Foreground
-from rlhf_megatron.scheduler.supply.group_journal import GroupJournal
-from rlhf_megatron.scheduler.supply.ledger import Ledger, Order
+from rlhf_megatron.scheduler.supply.ledger import Finished, Ledger, Order, Progress
 from rlhf_megatron.scheduler.supply.make import find_groups
 
 
@@ -41,7 +39,7 @@ def finished(number: int, *versions: int) -> Finished:
 def journal_with(directory: Path, *groups: Finished) -> GroupJournal:
     journal = GroupJournal(directory, "these")
     for group in groups:
-        journal.append(group)
+        journal.append(group.number, group.samples)
     return journal
 
 
@@ -225,7 +223,7 @@ def test_a_synchronous_run_has_its_ledger_too() -> None:
         return nullcontext()
 
     schedule = load_schedule(ScheduleConfig("synchronous"))
-    with Foreground(made, Flow(2, 2, 1), schedule, lambda events: lines.extend(map(str, events))) as supply:
+    with WatchedForeground(made, Flow(2, 2, 1), schedule, lambda events: lines.extend(map(str, events))) as supply:
         for step in (1, 2):
             assert supply.take(step, stage).group_ids.tolist() == [2 * step - 2, 2 * step - 2, 2 * step - 1]
             with supply.syncing():
@@ -250,7 +248,7 @@ class MadeOfTwo(Made):
 def test_what_a_synchronous_filter_leaves_out_leaves_the_ledger() -> None:
     made, lines = MadeOfTwo(), []
     schedule = load_schedule(ScheduleConfig("synchronous"))
-    supply = Foreground(made, Flow(2, 2, 1), schedule, lambda events: lines.extend(map(str, events)))
+    supply = WatchedForeground(made, Flow(2, 2, 1), schedule, lambda events: lines.extend(map(str, events)))
     supply.take(1, lambda name: nullcontext())
     with supply.syncing():
         made.version += 1
