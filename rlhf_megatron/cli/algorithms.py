@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import inspect
 import json
 import re
@@ -23,6 +24,10 @@ from rlhf_megatron.config.show import as_text
 from rlhf_megatron.registry import Entry, Registry
 from rlhf_megatron.rewards.scorers import OWN_PROCESS, REWARDS
 from rlhf_megatron.scheduler.schedules import SCHEDULES
+from rlhf_megatron.verl.algorithm import KL_TYPES, LOSSES
+
+OF_VERL = LOSSES | KL_TYPES
+"""Names of verl -> ours."""
 
 WIDTH, INDENT = 118, 24
 _PAPER = re.compile(r'(?:"([^"]+)"[\s,]*)?\(?arXiv\s+(\d{4}\.\d{4,5})|"([^"]+)"\s+\(([A-Z][a-z]+ \d{4})\)')
@@ -66,11 +71,12 @@ def algorithms(args: argparse.Namespace) -> None:
     """Print all parts, or those of one name. Raises ValueError with the nearest name if there is none."""
     chosen = list(parts())
     if args.name is not None:
-        names: Registry[str] = Registry("name")
-        for name in dict.fromkeys(part.name for part in chosen):
-            names.register(name)(name)
-        wanted = names.get(args.name).name
-        chosen = [part for part in chosen if part.name == wanted]
+        names = {part.name: part.name for part in chosen} | OF_VERL
+        if args.name not in names:
+            near = difflib.get_close_matches(args.name, names)
+            hint = f"near to it: {', '.join(near)}" if near else "`rlhf-megatron algorithms` lists all"
+            raise ValueError(f"no part is called {args.name!r}; {hint}.")
+        chosen = [part for part in chosen if part.name == names[args.name]]
     if args.json:
         sys.stdout.write(json.dumps([asdict(part) for part in chosen], indent=2, ensure_ascii=False) + "\n")
     else:

@@ -116,10 +116,15 @@ def _config(parser: argparse.ArgumentParser) -> None:
     reference = actions.add_parser("reference", help="settings as Markdown: type, default, meaning")
     reference.add_argument("section", nargs="?", default="", help="only those of this section, such as rollout")
     reference.set_defaults(run=f"{module}:reference")
+    explain = actions.add_parser("explain", help="one setting: meaning, range, default, value, what it goes with")
+    explain.add_argument("key", metavar="KEY", help="such as actor.optim.lr, or a name of verl")
+    explain.add_argument("config", metavar="RUN.yaml", type=Path, nargs="?", help="also its value there, and whence")
+    explain.add_argument("overrides", metavar="key=value", nargs="*", help="settings over those of the file")
+    explain.set_defaults(run=f"{module}:explain")
     verl = actions.add_parser("from-verl", help="translate a configuration of verl")
     _from_verl(verl)
     verl.set_defaults(run="rlhf_megatron.cli.from_verl:from_verl")
-    for action in (show, check, reference, verl):
+    for action in (show, check, explain, reference, verl):
         add_traceback(action)
 
 

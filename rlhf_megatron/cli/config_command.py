@@ -1,4 +1,4 @@
-"""`rlhf-megatron config show | check | reference`."""
+"""`rlhf-megatron config show | check | explain | reference`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import sys
 from contextlib import suppress
 
+from rlhf_megatron.config import explain as config_explain
 from rlhf_megatron.config import reference as config_reference
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import load_run_config, read_run_config
@@ -46,3 +47,9 @@ def check(args: argparse.Namespace) -> None:
 
 def reference(args: argparse.Namespace) -> None:
     sys.stdout.write(config_reference.reference(args.section))
+
+
+def explain(args: argparse.Namespace) -> None:
+    """Print what is known of one setting. Raises ValueError for one that does not exist."""
+    loaded = read_run_config(args.config, args.overrides) if args.config else None
+    sys.stdout.write(config_explain.explain(args.key, loaded))

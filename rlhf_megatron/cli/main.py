@@ -41,7 +41,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args, rest = parser.parse_known_args(argv)
     strange = [item for item in rest if item.startswith("-") or "=" not in item or not hasattr(args, "overrides")]
     if strange:
-        parser.error(f"unrecognized arguments: {' '.join(strange)}")
+        settings = [item.lstrip("-") for item in strange if item.startswith("--") and "=" in item]
+        hint = f"; a setting is given without dashes: {' '.join(settings)}" if settings else ""
+        parser.error(f"unrecognized arguments: {' '.join(strange)}{hint}")
     if rest:
         args.overrides = [*args.overrides, *rest]
     return args

@@ -75,6 +75,25 @@ def entry_of(key: str) -> VerlName | None:
     return None
 
 
+ELSEWHERE = {
+    "learning_rate": "actor.optim.lr",
+    "num_generations": "rollout.n",
+    "group_size": "rollout.n",
+    "beta": "actor.kl_loss_coef",
+    "kl_coef": "actor.kl_loss_coef",
+    "epochs": "trainer.total_training_steps (steps of the loop; prompts are drawn anew when all were drawn)",
+    "num_train_epochs": "trainer.total_training_steps (steps of the loop; prompts are drawn anew when all were drawn)",
+    "max_steps": "trainer.total_training_steps",
+    "save_steps": "trainer.save_freq",
+    "eval_steps": "trainer.test_freq",
+    "output_dir": "trainer.default_local_dir",
+    "model_name_or_path": "model.path",
+    "bf16": "model.dtype (bfloat16)",
+    "val_only": "a command: rlhf-megatron evaluate RUN.yaml",
+}
+"""Last parts of names that other trainers have -> what it is here."""
+
+
 def suggest(key: str) -> Suggestion:
     """What an unknown key of a run may have meant."""
     path = current_path(key)
@@ -82,6 +101,8 @@ def suggest(key: str) -> Suggestion:
     if path != key and path in known:
         return Suggestion(f"Here it is {path}.", (path,))
     entry = entry_of(path)
+    if entry is None and (name := path.rpartition(".")[2]) in ELSEWHERE:
+        return Suggestion(f"Here it is {ELSEWHERE[name]}.", (ELSEWHERE[name].partition(" ")[0],))
     if entry is None:
         return nearest(path, [name for name in known if not path.startswith(name + ".")])
     if entry.target is None:

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -113,15 +112,16 @@ def test_an_error_is_one_line_and_a_bug_keeps_its_traceback(
         main(["value", "--traceback"])
 
 
-def test_the_program_starts_fast_and_survives_a_closed_pipe(run_file: Path) -> None:
+def test_the_program_imports_nothing_heavy_and_survives_a_closed_pipe(run_file: Path) -> None:
     command = [sys.executable, "-m", "rlhf_megatron", "config", "show", str(run_file)]
-    start = time.monotonic()
-    done = subprocess.run([sys.executable, "-m", "rlhf_megatron", "--help"], capture_output=True, text=True, cwd=ROOT)
-    seconds = time.monotonic() - start
-    assert done.returncode == 0 and "train a policy" in done.stdout
-    assert seconds < 5, (
-        "the parser must not import what it does not need"
-    )  # about 0.2 s; importing torch alone takes longer
+    code = """if True:
+        import sys
+        from rlhf_megatron.cli.main import build_parser
+        build_parser().format_help()
+        assert not {"torch", "numpy", "aiohttp", "yaml"} & sys.modules.keys()
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
     piped = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     assert piped.stdout is not None and piped.stderr is not None
     piped.stdout.close()

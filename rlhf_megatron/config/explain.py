@@ -1,0 +1,70 @@
+"""Everything that is known of one setting: `rlhf-megatron config explain KEY [RUN.yaml]`."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from functools import cache
+
+from rlhf_megatron.config.keys import leaf_keys, leaves, section_keys, value_of
+from rlhf_megatron.config.reference import type_name
+from rlhf_megatron.config.rules import IDLE_RULES, RULES, validate
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.schema.fields import NOT_NEGATIVE
+from rlhf_megatron.config.show import as_text
+from rlhf_megatron.config.source import Loaded
+from rlhf_megatron.config.verl_names import RENAMED_SECTIONS, VERL_NAMES, current_path, suggest
+
+_WORD = re.compile(r"[a-z]\w*(?:\.\w+)+")
+
+
+def explain(key: str, loaded: Loaded | None = None) -> str:
+    """Lines on a setting: meaning, type, range, default, verl's name, the settings that rules hold beside it, and with
+    a configuration its value there and where that comes from. Of a section: its settings.
+
+    Raises ValueError for a key that does not exist, with what it may have meant.
+    """
+    here = current_path(key)
+    if here in section_keys(RunConfig):
+        lines = [f"{leaf.key}: {leaf.doc}" for leaf in leaves(RunConfig) if leaf.key.startswith(here + ".")]
+        return "\n".join([f"{here} is a section:", *lines]) + "\n"
+    leaf = next((leaf for leaf in leaves(RunConfig) if leaf.key == here), None)
+    if leaf is None:
+        raise ValueError(f"{key} is no setting. {suggest(key).text}".strip())
+    limits = "" if leaf.bounds == NOT_NEGATIVE else f", {leaf.bounds}"
+    rows = [
+        (here, leaf.doc),
+        ("type", type_name(leaf.type) + limits),
+        ("default", as_text(value_of(RunConfig(), here))),
+    ]
+    if loaded is not None:
+        rows.append(("value", f"{as_text(value_of(loaded.config, here))} ({loaded.origin(here)})"))
+    rows += [("verl", name) for name in _verl_names(here)]
+    rows += [("goes with", ", ".join(related))] if (related := _related(here)) else []
+    return "".join(f"{name}: {text}\n" for name, text in rows)
+
+
+def _verl_names(key: str) -> Iterator[str]:
+    """The names that verl has for it, where they are others."""
+    for entry in VERL_NAMES:
+        if entry.target == key:
+            yield f"{entry.name}{f' ({entry.note})' if entry.note else ''}"
+    for old, new in RENAMED_SECTIONS[:4]:
+        if key.startswith(new + ".") and not any(entry.target == key for entry in VERL_NAMES):
+            yield old + key.removeprefix(new)
+
+
+@cache
+def _together() -> tuple[frozenset[str], ...]:
+    """The settings that each rule names."""
+    assert validate, "the rules are registered when their modules are imported"
+    known = set(leaf_keys(RunConfig))
+    found = (frozenset(_WORD.findall(inspect.getsource(rule))) & known for rule in (*RULES, *IDLE_RULES))
+    return tuple(keys for keys in found if len(keys) > 1)
+
+
+def _related(key: str) -> list[str]:
+    """Settings that a rule names together with this one, those of small rules first."""
+    rules = sorted((keys for keys in _together() if key in keys), key=len)
+    return list(dict.fromkeys(other for keys in rules[:2] for other in sorted(keys - {key})))[:12]
