@@ -146,7 +146,7 @@ def _export(worker: Any) -> Weights:
     """This rank's shards by Megatron name, the last stage's copy of a tied embedding too."""
     from rlhf_megatron.checkpoint.load_model import named_parameters
 
-    exported = {rule.megatron_name: shard.clone() for rule, shard in worker.export()}
+    exported = {rule.megatron_name: shard.clone() for rule, shard in worker.export() if shard is not None}
     return {name: p.detach().clone() for name, p in named_parameters(worker.model.chunks).items()} | exported
 
 

@@ -40,7 +40,7 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-FAMILIES: dict[str, dict[str, Any]] = {
+DENSE_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_tied": {**_COMMON, "model_type": "qwen3", "tie_word_embeddings": True},
     "qwen3_untied": {**_COMMON, "model_type": "qwen3", "tie_word_embeddings": False},
     "llama_tied": {**_COMMON, "model_type": "llama", "tie_word_embeddings": True},
@@ -71,6 +71,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
     },
 }
+_EXPERTS = {**_COMMON, "tie_word_embeddings": False, "num_experts_per_tok": 2}
+_QWEN3_MOE = {**_EXPERTS, "model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 32}
+EXPERT_FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {**_QWEN3_MOE, "norm_topk_prob": True, "mlp_only_layers": [0]},
+    "qwen3_moe_plain": {**_QWEN3_MOE, "norm_topk_prob": False, "mlp_only_layers": [], "tie_word_embeddings": True},
+    "mixtral": {**_EXPERTS, "model_type": "mixtral", "num_local_experts": 8, "intermediate_size": 32},
+}
+FAMILIES = {**DENSE_FAMILIES, **EXPERT_FAMILIES}
 
 
 @dataclass(frozen=True)
@@ -132,7 +140,7 @@ def make_state(family: str, role: Role = "actor") -> dict[str, Tensor]:
 
 def _policy_state(hf_config: dict[str, Any]) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(11)
-    hidden, ffn = hf_config["hidden_size"], hf_config["intermediate_size"]
+    hidden = hf_config["hidden_size"]
     heads, groups = hf_config["num_attention_heads"], hf_config["num_key_value_heads"]
     dim = hf_config.get("head_dim", hidden // heads)
 
@@ -152,11 +160,10 @@ def _policy_state(hf_config: dict[str, Any]) -> dict[str, Tensor]:
             f"{prefix}.self_attn.v_proj.weight": matrix(groups * dim, hidden, 0.1),
             f"{prefix}.self_attn.o_proj.weight": matrix(hidden, heads * dim, 0.1),
             f"{prefix}.post_attention_layernorm.weight": norm(hidden),
-            f"{prefix}.mlp.gate_proj.weight": matrix(ffn, hidden, 0.1),
-            f"{prefix}.mlp.up_proj.weight": matrix(ffn, hidden, 0.1),
-            f"{prefix}.mlp.down_proj.weight": matrix(hidden, ffn, 0.1),
         }
-        if hf_config["model_type"] == "qwen3":
+        for name, rows, columns, scale in _mlp(hf_config, layer):
+            state[f"{prefix}.{name}.weight"] = matrix(rows, columns, scale)
+        if hf_config["model_type"].startswith("qwen3"):
             state |= {f"{prefix}.self_attn.{name}_norm.weight": norm(dim) for name in ("q", "k")}
         for name in _biased(hf_config):
             rows = state[f"{prefix}.{name}.weight"].shape[0]
@@ -164,6 +171,27 @@ def _policy_state(hf_config: dict[str, Any]) -> dict[str, Tensor]:
     if not hf_config["tie_word_embeddings"]:
         state["lm_head.weight"] = matrix(VOCAB, hidden, 0.2)
     return state
+
+
+def _mlp(hf_config: dict[str, Any], layer: int) -> list[tuple[str, int, int, float]]:
+    """Name, rows, columns and scale of the matrices of a layer's MLP, or of its router and experts."""
+    hidden, ffn = hf_config["hidden_size"], hf_config["intermediate_size"]
+    if hf_config["model_type"] == "mixtral":
+        block, matrices, num = "block_sparse_moe", ("w1", "w3", "w2"), hf_config["num_local_experts"]
+    elif "num_experts" in hf_config and layer not in hf_config["mlp_only_layers"]:
+        block, matrices, num = "mlp", ("gate_proj", "up_proj", "down_proj"), hf_config["num_experts"]
+        ffn = hf_config["moe_intermediate_size"]
+    else:
+        return [
+            ("mlp.gate_proj", ffn, hidden, 0.1),
+            ("mlp.up_proj", ffn, hidden, 0.1),
+            ("mlp.down_proj", hidden, ffn, 0.1),
+        ]
+    found = [(f"{block}.gate", num, hidden, 0.3)]
+    for expert in range(num):
+        shapes = ((ffn, hidden), (ffn, hidden), (hidden, ffn))
+        found += [(f"{block}.experts.{expert}.{name}", *shape, 0.1) for name, shape in zip(matrices, shapes)]
+    return found
 
 
 def _biased(hf_config: dict[str, Any]) -> list[str]:

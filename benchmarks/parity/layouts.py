@@ -20,6 +20,7 @@ RECOMPUTE: dict[str | None, dict[str, Any]] = {
     "core_attn": {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)},
     "mlp": {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
     "layernorm_mlp": {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp")},
+    "moe": {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "moe")},
 }
 """What an Axes calls a way of recomputing -> settings."""
 
@@ -38,6 +39,15 @@ class Axes:
     overlap: bool = False  # of the gradient reduction; with `distributed` also of the parameter gather
     recompute: str | None = None  # a key of RECOMPUTE
     impl: Impl = "local"
+    ep: int = 1
+    etp: int = 0  # 0: as tp
+    is_gathered: bool = False  # tokens reach experts by all-gather, not all-to-all
+    first_layers: int = 0  # of the first stage; 0: as many as the others have
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether only a model with experts can have it."""
+        return self.ep > 1 or self.etp > 0 or self.is_gathered or self.recompute == "moe"
 
     @property
     def num_ranks(self) -> int:
@@ -47,8 +57,12 @@ class Axes:
     def name(self) -> str:
         """ "tp2_sequence_pp2_vpp2_dp2_distributed_overlap_recompute_full": safe in a file name."""
         parts = [f"tp{self.tp}" if self.tp > 1 else "", "sequence" if self.sequence_parallel else ""]
-        sizes = {"pp": self.pp, "vpp": self.vpp, "cp": self.cp, "dp": self.dp}
+        sizes = {"pp": self.pp, "vpp": self.vpp, "cp": self.cp, "ep": self.ep}
         parts += [f"{axis}{size}" for axis, size in sizes.items() if size > 1]
+        parts += [f"etp{self.etp}"] if self.etp else []
+        parts += [f"dp{self.dp}"] if self.dp > 1 else []
+        parts += [f"first{self.first_layers}"] if self.first_layers else []
+        parts += ["allgather"] if self.is_gathered else []
         if self.num_ranks == 1:
             parts.append("one_rank")
         parts += ["distributed" if self.distributed else "", "overlap" if self.overlap else ""]
@@ -68,6 +82,10 @@ class Axes:
             overlap_grad_reduce=self.overlap,
             overlap_param_gather=self.overlap and self.distributed,
             transformer_impl=self.impl,
+            expert_model_parallel_size=self.ep,
+            expert_tensor_parallel_size=self.etp or None,
+            moe_token_dispatcher_type="allgather" if self.is_gathered else "alltoall",
+            num_layers_in_first_pipeline_stage=self.first_layers or None,
             **RECOMPUTE[self.recompute],
         )
 
@@ -76,7 +94,14 @@ def divides(axes: Axes, hf_config: Mapping[str, Any]) -> bool:
     """Whether a model of that config.json can be split so (and recomputed: megatron-core cannot an MLP with biases)."""
     heads, layers = hf_config["num_key_value_heads"], hf_config["num_hidden_layers"]
     is_recomputable = not hf_config.get("mlp_bias") or "mlp" not in axes.megatron.recompute_modules
-    return heads % axes.tp == 0 and layers % (axes.pp * axes.vpp) == 0 and is_recomputable
+    if hf_config["model_type"] in ("qwen3_moe", "mixtral"):
+        needs_sequence = axes.tp > 1 and not axes.sequence_parallel
+        if needs_sequence or axes.impl == TE or "mlp" in axes.megatron.recompute_modules:
+            return False
+    elif axes.of_experts:
+        return False
+    is_even = axes.first_layers > 0 or layers % (axes.pp * axes.vpp) == 0
+    return heads % axes.tp == 0 and is_even and is_recomputable
 
 
 TE: Impl = "transformer_engine"
@@ -142,7 +167,36 @@ _EIGHT = (
     Axes(tp=2, sequence_parallel=True, pp=4, recompute="core_attn"),
     Axes(pp=2, cp=4, impl=TE),
 )
-LAYOUTS: dict[str, Axes] = {axes.name: axes for axes in (*_ONE, *_TWO, *_THREE, *_FOUR, *_EIGHT)}
+_EXPERTS = (
+    Axes(recompute="moe"),
+    Axes(ep=2, dp=2),
+    Axes(ep=2, dp=2, distributed=True, overlap=True),
+    Axes(ep=2, dp=2, recompute="full"),
+    Axes(tp=2, sequence_parallel=True, is_gathered=True),
+    Axes(tp=2, sequence_parallel=True, etp=1),
+    Axes(tp=2, sequence_parallel=True, etp=1, distributed=False, recompute="moe"),
+    Axes(etp=2, dp=2),
+    Axes(etp=2, dp=2, distributed=True),
+    Axes(tp=2, sequence_parallel=True, ep=2, etp=1),
+    Axes(tp=2, sequence_parallel=True, ep=2, etp=1, is_gathered=True, recompute="full"),
+    Axes(cp=2, ep=2),
+    Axes(cp=2, ep=2, is_gathered=True, distributed=True),
+    Axes(pp=2, first_layers=1),
+    Axes(pp=2, ep=2, dp=2),
+    Axes(pp=2, vpp=2, ep=2, dp=2),
+    Axes(pp=2, first_layers=3, ep=2, dp=2, distributed=True),
+    Axes(tp=2, sequence_parallel=True, pp=2, ep=2, etp=1),
+    Axes(tp=2, sequence_parallel=True, ep=2, dp=2),
+    Axes(tp=2, sequence_parallel=True, ep=4, etp=1, dp=2),
+    Axes(tp=2, sequence_parallel=True, ep=2, etp=1, dp=2, distributed=True, overlap=True),
+    Axes(cp=2, tp=2, sequence_parallel=True, ep=2, etp=1),
+    Axes(ep=2, etp=2, dp=4),
+    Axes(ep=2, dp=4, distributed=True),
+    Axes(tp=2, sequence_parallel=True, pp=2, ep=4, etp=1, dp=2, distributed=True, overlap=True),
+    Axes(tp=2, sequence_parallel=True, pp=2, vpp=2, cp=2, ep=2),
+)
+"""Of models with experts; but for the stages of unequal depth."""
+LAYOUTS: dict[str, Axes] = {axes.name: axes for axes in (*_ONE, *_TWO, *_THREE, *_FOUR, *_EIGHT, *_EXPERTS)}
 
 VALUES: dict[str, tuple[Any, ...]] = {
     "tp": (1, 2),

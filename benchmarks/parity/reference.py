@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.parity.cases import Cut, Recipe, Role
+from benchmarks.parity.fused_experts import fused, unfused
 from benchmarks.parity.rounding import orders, renumbered
 from benchmarks.parity.value_reference import ValueModel, padded, token_values, tokens_of, value_losses
 
@@ -34,14 +35,18 @@ def make_model(
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
         "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+        "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+        "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
     }[hf_config["model_type"]]
     # A copy: transformers completes the mappings that it is given.
     arguments = {key: value for key, value in copy.deepcopy(hf_config).items() if key != "model_type"}
     # sdpa computes in the model's type; the other implementations take the softmax in float32.
-    model = model_kind(config_kind(**arguments, attn_implementation="sdpa"))
+    config = config_kind(**arguments, attn_implementation="sdpa")
+    config._experts_implementation = "eager"
+    model = model_kind(config)
     if role == "critic":
         model = ValueModel(model, state["score.weight"], state["score.bias"])
-    missing, unexpected = model.load_state_dict(state, strict=False)
+    missing, unexpected = model.load_state_dict(fused(state), strict=False)
     tied = ["lm_head.weight"] if role == "actor" and hf_config["tie_word_embeddings"] else []
     assert missing == tied and not unexpected, f"missing {missing}, unexpected {unexpected}"
     model = model.to(dtype)
@@ -49,11 +54,21 @@ def make_model(
         for module in model.modules():
             if type(module).__name__.endswith("RMSNorm"):
                 module.forward = MethodType(_exact_norm, module)
+            elif type(module).__name__.endswith("TopKRouter"):
+                module.forward = MethodType(_exact_router, module)
     return model
 
 
 def _exact_norm(module: Any, x: Tensor) -> Tensor:
     return module.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + module.variance_epsilon))
+
+
+def _exact_router(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logits = nn.functional.linear(x.reshape(-1, module.hidden_dim), module.weight)
+    scores, picked = logits.softmax(-1).topk(module.top_k, -1)
+    if getattr(module, "norm_topk_prob", True):
+        scores = scores / scores.sum(-1, keepdim=True)
+    return logits, scores, picked
 
 
 def policy_columns(model: nn.Module, batch: Columns, samples: range, recipe: Recipe) -> Columns:
@@ -167,6 +182,7 @@ def run_reference(
         step_optimizer()
     result["grad_norms"] = torch.stack(norms)
     result |= {f"weights/{name}": p.detach().clone() for name, p in parameters.items()}
+    result = unfused(result, hf_config["model_type"])
     with torch.no_grad():
         name, column = next(iter(COLUMNS[role](model, batch, every_sample, recipe).items()))
     result[f"{name}_after"] = column

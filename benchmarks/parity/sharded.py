@@ -22,7 +22,7 @@ from rlhf_megatron.config.schema import MegatronConfig
 from rlhf_megatron.data.batch import LogProbs, TrainBatch, Values, select
 from rlhf_megatron.data.plan import ReplicaPlan, restore, take
 from rlhf_megatron.models.families.base import table_for
-from rlhf_megatron.models.table import join
+from rlhf_megatron.models.table import holders, join
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.parallel.world import World
 from rlhf_megatron.runtime.dispatch import scatter_calls
@@ -108,7 +108,7 @@ def _run_cut(
         update = subject.update(worker, take(mini_batch, share), share)
         norms += [update.grad_norm] if update else []
     # What a weight sync would send now; then the last stage's copy of a tied embedding.
-    weights = {rule.megatron_name: shard.clone() for rule, shard in worker.export()}
+    weights = {rule.megatron_name: shard.clone() for rule, shard in worker.export() if shard is not None}
     after = subject.columns(worker, take(batch, plan), plan)
     weights = {name: p.detach().clone() for name, p in named_parameters(worker.model.chunks).items()} | weights
     return RankResult(before, after, plan, gradients, weights, norms)
@@ -122,7 +122,7 @@ def _watch_gradients(worker: Any, world: World) -> dict[str, Tensor]:
     def watched(*args: Any) -> Any:
         worker.optimizer.step = step
         gradients = _reduced_gradients(worker.model.chunks, world)
-        if world.coordinates.dp == world.coordinates.cp == 0:
+        if world.is_first_copy:
             seen.update(gradients)
         return step(*args)
 
@@ -140,10 +140,12 @@ def _reduced_gradients(chunks: Sequence[Any], world: World) -> dict[str, Tensor]
 
     gathered: dict[Any, Tensor] = {}
     for chunk in chunks:
-        for buffer in chunk.buffers:
+        groups = [(buffer, world.dp_cp_group) for buffer in chunk.buffers]
+        groups += [(buffer, world.expert_dp_group) for buffer in chunk.expert_parallel_buffers]
+        for buffer, group in groups:
             if buffer.ddp_config.use_distributed_optimizer:
                 for bucket in buffer.buckets:
-                    whole = _gather(bucket.grad_data, world.dp_cp_group)
+                    whole = _gather(bucket.grad_data, group)
                     for parameter in bucket.params_list:
                         start, stop, _ = buffer.param_index_map[parameter]
                         gathered[parameter] = whole[start - bucket.offset : stop - bucket.offset].view(parameter.shape)
@@ -212,26 +214,34 @@ def hf_tensors(
 ) -> dict[str, dict[str, Tensor]]:
     """Copy -> HF name -> full tensor. FIRST is the model; every other copy must equal it.
 
-    Copies are: each replica and cp rank, what a tp rank holds of tensors that tp does not split, and the head's tied
-    embedding. `is_whole` False: only the ranks of the first copy hold tensors.
+    Copies are: each replica and cp rank, what a tp rank holds of tensors that tp does not split, experts on other ranks
+    than the first that have them, and the head's tied embedding. `is_whole` False: only the ranks of the first copy
+    hold tensors.
     """
-    layout = Layout(axes.num_ranks, axes.tp, axes.pp, axes.cp)
+    layout = Layout(axes.num_ranks, axes.tp, axes.pp, axes.cp, ep=axes.ep, etp=axes.etp)
     table = table_for(hf_config, axes.tp, axes.impl, HEADS[role])
     names = {rule.megatron_name for rule in table}
-    groups = list(product(range(axes.dp), range(axes.cp))) if is_whole else [(0, 0)]
+    replicas = list(product(range(axes.dp), range(axes.cp))) if is_whole else [(0, 0)]
     copies: dict[str, dict[str, Tensor]] = {}
     for rule in table:
         held = {rule.megatron_name: ""}
         if rule.megatron_name == EMBEDDING and HEAD not in names:
             held[HEAD] = "_head"
-        for (name, suffix), (dp, cp) in product(held.items(), groups):
-            ranks = [layout.rank(dp, pp, tp, cp) for pp in range(axes.pp) for tp in range(axes.tp)]
+        if rule.expert is None:
+            groups = {f"dp{dp}_cp{cp}": [layout.rank(dp, 0, tp, cp) for tp in range(axes.tp)] for dp, cp in replicas}
+        else:
+            copy_size = axes.ep * layout.etp
+            firsts = [copy * copy_size for copy in range(layout.edp if is_whole else 1)]
+            groups = {f"experts{first}": [first + place for place in holders(rule, layout)] for first in firsts}
+        for (name, suffix), (group, places) in product(held.items(), groups.items()):
+            ranks = [stage * layout.stage_size + place for stage in range(axes.pp) for place in places]
             parts = [shards[rank][name] for rank in ranks if name in shards[rank]]
             if not parts and suffix:
                 continue  # one stage holds both: there is no second copy
-            assert len(parts) == axes.tp, f"{name} is on {len(parts)} ranks of dp {dp} cp {cp}, not on {axes.tp}"
+            assert len(parts) == len(places), f"{name} is on {len(parts)} ranks of {group}, not on {len(places)}"
             fulls = parts if rule.split == "replicated" else [join(rule.split, parts)]
             for tp, full in enumerate(fulls):
-                target = copies.setdefault(f"dp{dp}_cp{cp}_tp{tp}{suffix}", {})
+                copy = FIRST if group == "experts0" else f"{group}_tp{tp}{suffix}"
+                target = copies.setdefault(copy, {})
                 target |= {hf.name: t.clone() for hf, t in zip(rule.hf, rule.to_hf(full), strict=True)}
     return copies

@@ -10,29 +10,45 @@ from torch import Tensor, nn
 
 from rlhf_megatron.checkpoint.source import WeightSource
 from rlhf_megatron.models.table import Rule, check_tensor_parallel, split
+from rlhf_megatron.parallel.world import World
 
 _HEAD = "output_layer.weight"
 
 
+def load_on_rank(chunks: Sequence[nn.Module], table: Sequence[Rule], source: WeightSource, world: World) -> None:
+    """`load_hf` at this rank's place."""
+    layout = world.layout
+    load_hf(chunks, table, source, world.coordinates.tp, layout.tp, layout.etp_rank(world.rank), layout.etp)
+
+
 def load_hf(
-    chunks: Sequence[nn.Module], table: Sequence[Rule], source: WeightSource, tp_rank: int, tp_size: int
+    chunks: Sequence[nn.Module],
+    table: Sequence[Rule],
+    source: WeightSource,
+    tp_rank: int,
+    tp_size: int,
+    etp_rank: int | None = None,
+    etp_size: int | None = None,
 ) -> None:
     """Fill the parameters of this rank's model chunks. Call on every rank; no rank waits for another.
 
-    Values are rounded to each parameter's own type. Memory: one rule at a time. The last stage's copy of a tied
-    embedding is filled from the embedding. Raises ValueError when the table and the model do not fit.
+    `etp_rank`, `etp_size`: of the ranks that split an expert; None: those that split the other layers. Values are
+    rounded to each parameter's own type. Memory: one rule at a time. The last stage's copy of a tied embedding is
+    filled from the embedding. Raises ValueError when the table and the model do not fit.
     """
-    check_tensor_parallel(table, tp_size)
+    etp_rank, etp_size = (tp_rank, tp_size) if etp_rank is None or etp_size is None else (etp_rank, etp_size)
+    check_tensor_parallel(table, tp_size, etp_size)
     parameters = named_parameters(chunks)
     for rule in table:
         for name in _names_on_this_rank(rule, table, parameters):
             full = rule.to_megatron(*source.hf_tensors(rule))
-            shard = split(rule.split, full, tp_size)[tp_rank]
+            rank, size = (tp_rank, tp_size) if rule.expert is None else (etp_rank, etp_size)
+            shard = split(rule.split, full, size)[rank]
             target = parameters.pop(name)
             if target.shape != shard.shape:
                 raise ValueError(
                     f"{name}: the model's parameter has shape {tuple(target.shape)}, the table's shard"
-                    f" {tuple(shard.shape)} at tensor parallel size {tp_size}; model and config.json differ."
+                    f" {tuple(shard.shape)} at tensor parallel size {size}; model and config.json differ."
                 )
             with torch.no_grad():
                 target.copy_(shard)
@@ -40,19 +56,24 @@ def load_hf(
         raise ValueError(f"the weight table has no rule for the parameters {', '.join(sorted(parameters))}.")
 
 
-def local_shards(chunks: Sequence[nn.Module], table: Sequence[Rule]) -> Iterator[tuple[Rule, Tensor]]:
-    """This rank's shards with their rules, in table order: views of the parameters, no copies.
+def local_shards(chunks: Sequence[nn.Module], table: Sequence[Rule]) -> Iterator[tuple[Rule, Tensor | None]]:
+    """The rules of this rank's stage with its shards, in table order: views of the parameters, no copies; None for an
+    expert that other ranks of the stage have.
 
     A tied embedding is given once, by the first stage.
     """
     parameters = named_parameters(chunks)
+    layers = {rule.layer for rule in table if rule.expert is not None and rule.megatron_name in parameters}
     for rule in table:
         if rule.megatron_name in parameters:
             yield rule, parameters[rule.megatron_name].detach()
+        elif rule.expert is not None and rule.layer in layers:
+            yield rule, None
 
 
 def named_parameters(chunks: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
-    """Parameters of all chunks under their global names: layers counted over the whole model, wrappers peeled off."""
+    """Parameters of all chunks under their global names: layers and experts counted over the whole model, wrappers
+    peeled off."""
     parameters: dict[str, nn.Parameter] = {}
     for chunk in chunks:
         model = unwrap(chunk)
@@ -71,13 +92,17 @@ def unwrap(chunk: nn.Module) -> nn.Module:
 
 
 def global_name(model: Any, name: str) -> str:
-    """Name of a parameter or module of this chunk, with its layer counted over the whole model."""
+    """Name of a parameter or module of this chunk, with its layer and expert counted over the whole model."""
     prefix = "decoder.layers."
     if not name.startswith(prefix):
         return name
     local, dot, rest = name[len(prefix) :].partition(".")
-    layer = model.decoder.layers[int(local)].layer_number - 1  # layer_number counts over all stages, from 1
-    return f"{prefix}{layer}{dot}{rest}"
+    module = model.decoder.layers[int(local)]
+    before, experts, number = rest.partition(".local_experts.")
+    if experts:
+        number, dot_of_expert, inside = number.partition(".")
+        rest = f"{before}{experts}{module.mlp.local_expert_indices[int(number)]}{dot_of_expert}{inside}"
+    return f"{prefix}{module.layer_number - 1}{dot}{rest}"  # layer_number counts over all stages, from 1
 
 
 def _names_on_this_rank(rule: Rule, table: Sequence[Rule], parameters: dict[str, nn.Parameter]) -> list[str]:

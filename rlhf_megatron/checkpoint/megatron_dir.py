@@ -22,7 +22,7 @@ from rlhf_megatron.checkpoint.aside import written_aside
 from rlhf_megatron.checkpoint.hf_reader import DTYPES, read_json
 from rlhf_megatron.checkpoint.hf_writer import SafetensorsWriter, TensorSpec, write_companions
 from rlhf_megatron.models.families.base import table_for
-from rlhf_megatron.models.table import Rule, check_tensor_parallel, join, rules_of_stage, split
+from rlhf_megatron.models.table import Rule, check_tensor_parallel, join, rules_of_stage, shard_shape, split
 
 MANIFEST = "manifest.json"
 FORMAT = "rlhf-megatron weights"
@@ -95,7 +95,7 @@ class MegatronReader:
 
     def shards(self, rule: Rule) -> list[Tensor]:
         """The tp shards of a rule of `self.table`, views of the mapped files, in rank order."""
-        expected = _shard_shape(rule, self.manifest.tp)
+        expected = shard_shape(rule, self.manifest.tp)
         tensors = []
         for tp in range(self.manifest.tp):
             rank = (tp, self._stage_of[rule.megatron_name])
@@ -174,11 +174,4 @@ def megatron_directory_writer(
 
 
 def _spec(rule: Rule, tp: int, dtypes: Mapping[str, str]) -> TensorSpec:
-    return TensorSpec(rule.megatron_name, dtypes[rule.megatron_name], _shard_shape(rule, tp))
-
-
-def _shard_shape(rule: Rule, tp: int) -> tuple[int, ...]:
-    shape = list(rule.megatron_shape)
-    if rule.split != "replicated":
-        shape[1 if rule.split == "columns" else 0] //= tp
-    return tuple(shape)
+    return TensorSpec(rule.megatron_name, dtypes[rule.megatron_name], shard_shape(rule, tp))

@@ -32,8 +32,17 @@ def has_transformer_engine() -> bool:
     return bool(getattr(importlib.import_module("megatron.core.extensions.transformer_engine"), "HAVE_TE", False))
 
 
-def resolve_impl(transformer_impl: Literal["auto", "local", "transformer_engine"], device: torch.device) -> Impl:
-    """Return whose names the modules get. Raises ValueError for Transformer Engine on a GPU without it."""
+def resolve_impl(
+    transformer_impl: Literal["auto", "local", "transformer_engine"], device: torch.device, has_experts: bool = False
+) -> Impl:
+    """Return whose names the modules get. Raises ValueError for Transformer Engine on a GPU without it, or of experts,
+    which have megatron-core's own layers."""
+    if has_experts:
+        if transformer_impl == "transformer_engine":
+            raise ValueError(
+                "transformer_impl (transformer_engine) is not there for models with experts yet; use auto or local."
+            )
+        return "local"
     is_cuda = device.type == "cuda"
     is_missing = is_cuda and transformer_impl != "local" and not has_transformer_engine()
     why_not = why_no_transformer_engine() if is_missing else ""
@@ -75,6 +84,14 @@ def _layer_and_norm(impl: Impl, has_qk_norm: bool, device: torch.device) -> tupl
     return _torch_under_its_names(has_qk_norm), RMSNorm
 
 
+def expert_layer_spec(config: Any) -> Any:
+    """megatron's own layer with experts, one MLP after the other, and our attention and norms."""
+    layer = _local(config.qk_layernorm, config.num_moe_experts)
+    # Names in checkpoints: the norm behind attention is not part of a matrix here.
+    layer.submodules.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    return layer
+
+
 @functools.cache
 def _without_bias(linear: Any) -> Any:
     """`linear`, one of megatron's classes, that has no bias where it is asked for one."""
@@ -86,9 +103,11 @@ def _without_bias(linear: Any) -> Any:
     return WithoutBias
 
 
-def _local(has_qk_norm: bool) -> Any:
+def _local(has_qk_norm: bool, num_experts: int | None = None) -> Any:
     """megatron's own layers with our norm, since its wrapper of torch's refuses sequence parallelism."""
-    layer = copy.deepcopy(get_gpt_layer_local_spec(qk_layernorm=has_qk_norm, normalization="RMSNorm"))
+    layer = copy.deepcopy(
+        get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=has_qk_norm, normalization="RMSNorm")
+    )
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
     if has_qk_norm:

@@ -11,10 +11,12 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from rlhf_megatron.config.rules.experts import num_experts
 from rlhf_megatron.config.schema import MegatronConfig
 from rlhf_megatron.models.attention import PackedAttention
-from rlhf_megatron.models.backend import layer_spec, resolve_impl
+from rlhf_megatron.models.backend import expert_layer_spec, layer_spec, resolve_impl
 from rlhf_megatron.models.families.base import family_for, padded_vocab_size
 from rlhf_megatron.models.flash import flash_kernel
 from rlhf_megatron.models.fused import Choice
@@ -22,6 +24,7 @@ from rlhf_megatron.models.head import expose_hidden_states, put_value_head
 from rlhf_megatron.models.norm import norm_of
 from rlhf_megatron.models.table import Head, Impl
 from rlhf_megatron.models.transformer_config import gradient_fusion, make_transformer_config
+from rlhf_megatron.parallel.mcore_fixes import mark_experts
 from rlhf_megatron.parallel.prepare import prepare_megatron
 from rlhf_megatron.parallel.world import World
 
@@ -62,7 +65,7 @@ def build_model(
     """
     prepare_megatron()
     megatron = megatron or MegatronConfig()
-    impl = resolve_impl(megatron.transformer_impl, world.device)
+    impl = resolve_impl(megatron.transformer_impl, world.device, num_experts(hf_config) > 0)
     family = family_for(hf_config)
     gpt_arguments = family.gpt_arguments(hf_config)
     if head == "value":
@@ -112,11 +115,17 @@ def _build_chunk(
     rotary, unbiased = arguments.pop("rotary"), arguments.pop("unbiased")
     vp_stage = index if world.layout.vpp > 1 else None
     has_head = world.is_last_stage and index == world.layout.vpp - 1
-    layer, final_norm = layer_spec(impl, config.qk_layernorm, world.device, unbiased)
     num_layers = get_num_layers_to_build(config, vp_stage, world.coordinates.pp)
+    first = get_transformer_layer_offset(config, vp_stage, world.coordinates.pp)
+    dense, final_norm = layer_spec(impl, config.qk_layernorm, world.device, unbiased)
+    layers = [dense] * num_layers
+    if config.num_moe_experts:
+        with_experts = expert_layer_spec(config)
+        has_experts = config.moe_layer_freq[first : first + num_layers]
+        layers = [with_experts if has else dense for has in has_experts]
     model = GPTModel(
         config,
-        TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=final_norm),
+        TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm),
         vocab_size=padded_vocab,
         pre_process=world.is_first_stage and index == 0,
         post_process=has_head,
@@ -125,6 +134,7 @@ def _build_chunk(
         vp_stage=vp_stage,
         **arguments,
     )
+    mark_experts(model)
     for module in model.modules():
         if isinstance(module, PackedAttention):
             module.rotary = rotary

@@ -11,9 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from rlhf_megatron.lazy import Tensor, torch
+from rlhf_megatron.parallel.layout import Layout, stage_depths
 
 Split = Literal["replicated", "rows", "columns", "gated_rows"]
-"""How tp shards a full Megatron tensor: not at all; dim 0; dim 1; dim 0 of each half (gate, up) apart."""
+"""How tp (of an expert: etp) shards a full Megatron tensor: not at all; dim 0; dim 1; dim 0 of each half (gate, up)
+apart."""
 
 Owner = Literal["embedding", "layer", "head"]
 """Which pipeline stage has the tensor: the first, the one of its layer, the last."""
@@ -46,9 +48,7 @@ class HFTensor:
 class Rule:
     """One Megatron tensor and the Hugging Face tensors that it is made of."""
 
-    megatron_name: (
-        str  # global name, layers counted over the whole model: "decoder.layers.3.self_attention.linear_qkv.weight"
-    )
+    megatron_name: str  # global: layers and experts counted over the whole model: "decoder.layers.3.mlp.router.weight"
     megatron_shape: tuple[int, ...]  # full, not sharded; vocabulary padded
     hf: tuple[HFTensor, ...]
     to_megatron: Callable[..., Tensor]  # (*hf tensors) -> full Megatron tensor
@@ -58,6 +58,8 @@ class Rule:
     layer: int | None  # global layer number for owner "layer"
     fusion_group: str  # tensors that an engine loads together: one bucket must hold the whole group
     num_blocks: int | None = None  # indivisible blocks along the split dimension (KV groups); None: as its size divides
+    expert: int | None = None  # whose tensor it is; None: not of an expert, so that tp shards it and not etp
+    num_experts: int = 0  # of the layer, where it is an expert's
 
 
 def plain_rule(name: str, tensor: HFTensor, split: Split, layer: int | None, num_blocks: int | None = None) -> Rule:
@@ -84,6 +86,16 @@ def _same_tuple(tensor: Tensor) -> tuple[Tensor, ...]:
     return (tensor,)
 
 
+def concatenate(*tensors: Tensor) -> Tensor:
+    """Gate and up in one, for instance."""
+    return torch.cat(tensors)
+
+
+def halves(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The inverse of `concatenate` of two."""
+    return tuple(tensor.chunk(2))
+
+
 def with_names_of(impl: Impl, table: Iterable[Rule]) -> tuple[Rule, ...]:
     """A table made under local names, under those of `impl`: the same tensors in the same order."""
     if impl == "local":
@@ -98,38 +110,53 @@ def _fused_name(name: str) -> str:
     return name
 
 
-def check_tensor_parallel(table: Sequence[Rule], tp_size: int) -> None:
-    """Raises ValueError, naming the tensors, when some rule cannot be split over `tp_size` ranks."""
+def check_tensor_parallel(table: Sequence[Rule], tp_size: int, etp_size: int | None = None) -> None:
+    """Raises ValueError, naming the tensors, when some rule cannot be split over `tp_size` ranks, or an expert's over
+    `etp_size` (None: as many)."""
     bad = []
     for rule in table:
         if rule.split == "replicated":
             continue
         size = rule.megatron_shape[1 if rule.split == "columns" else 0]
         blocks = rule.num_blocks or (size // 2 if rule.split == "gated_rows" else size)
-        if blocks % tp_size != 0:
-            bad.append((rule, blocks))
+        ways = tp_size if rule.expert is None or etp_size is None else etp_size
+        if blocks % ways != 0:
+            bad.append((rule, blocks, ways))
     if bad:
-        rule, blocks = bad[0]
+        rule, blocks, ways = bad[0]
         raise ValueError(
-            f"tensor parallel size {tp_size} does not divide {len(bad)} tensors, first {rule.megatron_name}"
+            f"tensor parallel size {ways} does not divide {len(bad)} tensors, first {rule.megatron_name}"
             f" {rule.megatron_shape} with {blocks} blocks (key-value groups, or rows); it must divide {blocks}."
         )
 
 
-def rules_of_stage(table: Sequence[Rule], stage: int, num_stages: int) -> tuple[Rule, ...]:
-    """The rules whose tensors stand on pipeline stage `stage` when the layers are spread evenly.
+def holders(rule: Rule, layout: Layout) -> range:
+    """Places in a pipeline stage of the ranks that hold the shards of a rule, in their order; of a tensor that is not
+    split the first one. They are of the first copy: see `Layout.copy_size`."""
+    first, ways = 0, layout.tp
+    if rule.expert is not None:
+        first, ways = rule.expert // (rule.num_experts // layout.ep) * layout.etp, layout.etp
+    return range(first, first + (1 if rule.split == "replicated" else ways))
 
-    Raises ValueError when the number of layers is not a multiple of `num_stages`.
-    """
+
+def shard_shape(rule: Rule, num_shards: int) -> tuple[int, ...]:
+    """The shape of each of so many shards."""
+    shape = list(rule.megatron_shape)
+    if rule.split != "replicated":
+        shape[1 if rule.split == "columns" else 0] //= num_shards
+    return tuple(shape)
+
+
+def rules_of_stage(
+    table: Sequence[Rule], stage: int, num_stages: int, first: int = 0, last: int = 0
+) -> tuple[Rule, ...]:
+    """The rules whose tensors stand on pipeline stage `stage`. `first`, `last`: see `stage_depths`, as for errors."""
     num_layers = 1 + max((rule.layer for rule in table if rule.layer is not None), default=-1)
-    if num_layers % num_stages != 0:
-        raise ValueError(
-            f"the number of layers ({num_layers}) must be a multiple of the pipeline parallel size ({num_stages})."
-        )
-    per_stage = num_layers // num_stages
+    depths = stage_depths(num_layers, num_stages, first, last)
+    stage_of = [number for number, depth in enumerate(depths) for _ in range(depth)]
     owners = {"embedding": 0, "head": num_stages - 1}
     return tuple(
-        rule for rule in table if (owners[rule.owner] if rule.layer is None else rule.layer // per_stage) == stage
+        rule for rule in table if (owners[rule.owner] if rule.layer is None else stage_of[rule.layer]) == stage
     )
 
 

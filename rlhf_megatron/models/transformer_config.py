@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,10 +11,11 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from rlhf_megatron.config.rules.experts import of_dense_model, of_experts
 from rlhf_megatron.config.schema import MegatronConfig
 from rlhf_megatron.models.fused import Choice, DeviceType, choose_compiled_activation, choose_gradient_fusion
 from rlhf_megatron.models.table import Impl
-from rlhf_megatron.parallel.layout import Layout
+from rlhf_megatron.parallel.layout import Layout, stage_depths
 from rlhf_megatron.parallel.packages import has_gradient_extension, why_no_compiler
 from rlhf_megatron.parallel.weight_grad import has_float32_product
 from rlhf_megatron.parallel.world import World
@@ -28,19 +31,22 @@ def make_transformer_config(
     impl: Impl,
     has_mlp_bias: bool,
 ) -> TransformerConfig:
-    """`arguments`: a family's `transformer_arguments`. Of `megatron` only recompute_* and gradient_accumulation_fusion
-    are read: `world` has the sizes.
+    """`arguments`: a family's `transformer_arguments`. Of `megatron` only recompute_*, gradient_accumulation_fusion and
+    moe_token_dispatcher_type are read: `world` has the sizes.
 
     Raises ValueError when layers or heads do not divide, for recomputation that `impl` would ignore, and for a fusion
     that nothing here can do.
     """
     _check_divisible(arguments, world.layout)
     _check_recompute(arguments["num_layers"], world.layout, megatron, impl, has_mlp_bias)
+    experts = arguments.get("num_moe_experts", 0)
+    _check_experts(experts, arguments.get("moe_ffn_hidden_size", 0), world.layout, megatron)
     plain = dict(arguments)
     plain["activation_func"] = ACTIVATIONS[plain["activation_func"]]
     return TransformerConfig(
         **plain,
         **_layout_settings(world.layout, dtype),
+        **(_expert_settings(world.layout, megatron) if experts else {}),
         **_pipeline_settings(world.layout),
         **_recompute_settings(megatron),
         **_forced_settings(),
@@ -65,10 +71,20 @@ def _layout_settings(layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
         "context_parallel_size": layout.cp,
         "sequence_parallel": layout.sequence_parallel,
+        "num_layers_in_first_pipeline_stage": layout.first_layers or None,
+        "num_layers_in_last_pipeline_stage": layout.last_layers or None,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
+    }
+
+
+def _expert_settings(layout: Layout, megatron: MegatronConfig) -> dict[str, Any]:
+    return {
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "moe_token_dispatcher_type": megatron.moe_token_dispatcher_type,
     }
 
 
@@ -148,10 +164,28 @@ def _leave_as_is(weight: Tensor) -> Tensor:
     return weight
 
 
+def _check_experts(num_experts: int, width: int, layout: Layout, megatron: MegatronConfig) -> None:
+    """The rules on a configuration once more, of the layout that the world really has."""
+    settings = replace(
+        megatron,
+        tensor_model_parallel_size=layout.tp,
+        context_parallel_size=layout.cp,
+        sequence_parallel=layout.sequence_parallel,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp if num_experts or layout.etp != layout.tp else None,
+    )
+    found = of_experts(num_experts, width, layout.stage_size, settings) if num_experts else of_dense_model(settings)
+    if problems := [text for text, _ in found]:
+        raise ValueError(" ".join(problems))
+
+
 def _check_divisible(arguments: dict[str, Any], layout: Layout) -> None:
     problems = []
+    depths = layout.first_layers or layout.last_layers
+    if depths:
+        stage_depths(arguments["num_layers"], layout.pp, layout.first_layers, layout.last_layers)
     for key, axis, parts in (
-        ("num_layers", "pipeline_model_parallel_size", layout.pp),
+        *((("num_layers", "pipeline_model_parallel_size", layout.pp),) if not depths else ()),
         ("num_attention_heads", "tensor_model_parallel_size", layout.tp),
         ("num_query_groups", "tensor_model_parallel_size", layout.tp),
         ("ffn_hidden_size", "tensor_model_parallel_size", layout.tp),
@@ -185,7 +219,8 @@ def _check_recompute(num_layers: int, layout: Layout, megatron: MegatronConfig, 
         return
     if megatron.recompute_granularity is None:
         return
-    in_chunk, group = num_layers // (layout.pp * layout.vpp), megatron.recompute_num_layers
+    depths = stage_depths(num_layers, layout.pp, layout.first_layers, layout.last_layers)
+    in_chunk, group = math.gcd(*depths) // layout.vpp, megatron.recompute_num_layers
     if not megatron.recompute_method or not group:
         raise ValueError(
             f"full recompute needs recompute_method ({megatron.recompute_method}) and recompute_num_layers ({group});"
@@ -196,6 +231,7 @@ def _check_recompute(num_layers: int, layout: Layout, megatron: MegatronConfig, 
             f"recompute_num_layers ({group}) must divide the layers of a model chunk ({in_chunk} = {num_layers} /"
             f" {layout.pp} stages / {layout.vpp} chunks) under recompute_method uniform; use 1."
         )
+    in_chunk = min(depths) // layout.vpp
     if megatron.recompute_method == "block" and group > in_chunk:
         raise ValueError(
             f"recompute_num_layers ({group}) must be at most the layers of a model chunk ({in_chunk} = {num_layers} /"

@@ -23,7 +23,11 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Layout:
-    """Megatron's rank order "tp-cp-ep-dp-pp": tp varies fastest, pp slowest."""
+    """Megatron's rank order "tp-cp-ep-dp-pp": tp varies fastest, pp slowest.
+
+    The experts of a stage lie on the same ranks in an order of their own, "etp-ep-edp", so their copies need not be
+    replicas: at ep 2 two replicas may have half of the experts each.
+    """
 
     world_size: int
     tp: int = 1
@@ -31,9 +35,14 @@ class Layout:
     cp: int = 1
     vpp: int = 1  # model chunks of each pipeline rank
     sequence_parallel: bool = False  # tp ranks also split norms and residuals, by token
+    ep: int = 1  # ranks that share the experts of a layer out
+    etp: int = 0  # ranks that split each expert; 0: as many as split the other layers, and then it is that number
+    first_layers: int = 0  # of the first pipeline stage; 0: as many as the others have
+    last_layers: int = 0  # of the last one
 
     def __post_init__(self) -> None:
         """Raises ValueError for a shape that cannot be."""
+        object.__setattr__(self, "etp", self.etp or self.tp)
         if self.world_size % self.replica_size != 0:
             raise ValueError(
                 f"world size ({self.world_size}) must be a multiple of tensor x pipeline x context parallel size"
@@ -45,6 +54,11 @@ class Layout:
             raise ValueError(
                 "sequence parallelism splits over tensor-parallel ranks; use tp 2 or more, or turn it off."
             )
+        if self.stage_size % (self.ep * self.etp) != 0:
+            raise ValueError(
+                f"the ranks of a pipeline stage ({self.stage_size}) must be a multiple of expert x expert tensor"
+                f" parallel size ({self.ep} x {self.etp} = {self.ep * self.etp})."
+            )
 
     @property
     def replica_size(self) -> int:
@@ -54,6 +68,21 @@ class Layout:
     @property
     def dp(self) -> int:
         return self.world_size // self.replica_size
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of a pipeline stage, over all replicas."""
+        return self.world_size // self.pp
+
+    @property
+    def edp(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.stage_size // (self.ep * self.etp)
+
+    @property
+    def copy_size(self) -> int:
+        """The first ranks of a stage that together hold all its tensors: those of one tp group, or of all experts."""
+        return max(self.tp, self.ep * self.etp)
 
     @property
     def document_multiple(self) -> int:
@@ -79,6 +108,16 @@ class Layout:
     def rank(self, dp: int, pp: int, tp: int, cp: int = 0) -> int:
         return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
 
+    def place_in_stage(self, rank: int) -> int:
+        """The number of a rank among those of its stage."""
+        return rank % self.stage_size
+
+    def ep_rank(self, rank: int) -> int:
+        return self.place_in_stage(rank) // self.etp % self.ep
+
+    def etp_rank(self, rank: int) -> int:
+        return self.place_in_stage(rank) % self.etp
+
     def leader(self, dp: int) -> int:
         """The rank of replica `dp` that receives its shard and returns its results: last stage, cp 0, tp 0."""
         return self.rank(dp, self.pp - 1, 0)
@@ -90,10 +129,32 @@ class Layout:
         )
 
     def __str__(self) -> str:
-        """ "tp2 pp2 dp1"; vpp, cp and sequence parallelism are named where they are in use."""
+        """ "tp2 pp2 dp1"; vpp, cp, ep, etp and sequence parallelism are named where they are in use."""
         vpp = f" vpp{self.vpp}" if self.vpp > 1 else ""
         cp = f" cp{self.cp}" if self.cp > 1 else ""
-        return f"tp{self.tp}{' sequence' if self.sequence_parallel else ''} pp{self.pp}{vpp}{cp} dp{self.dp}"
+        ep = f" ep{self.ep}" if self.ep > 1 else ""
+        etp = f" etp{self.etp}" if self.etp != self.tp else ""
+        sequence = " sequence" if self.sequence_parallel else ""
+        return f"tp{self.tp}{sequence} pp{self.pp}{vpp}{cp}{ep}{etp} dp{self.dp}"
+
+
+def stage_depths(num_layers: int, num_stages: int, first: int = 0, last: int = 0) -> tuple[int, ...]:
+    """Layers of each pipeline stage. `first` and `last`: of these stages, where they are told (not 0); the others share
+    the rest evenly. Raises ValueError where that does not divide."""
+    inner, left = num_stages - bool(first) - bool(last), num_layers - first - last
+    if inner < 0 or left < 0 or (left % inner if inner else left):
+        if not first and not last:
+            raise ValueError(
+                f"the number of layers ({num_layers}) must be a multiple of the pipeline parallel size ({num_stages});"
+                " set num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage so that the rest divides."
+            )
+        raise ValueError(
+            f"the number of layers ({num_layers}) less those of first and last stage ({first} and {last}; 0: not set)"
+            f" must be a multiple of the other stages ({inner}); change num_layers_in_first_pipeline_stage or"
+            " num_layers_in_last_pipeline_stage."
+        )
+    each = left // max(inner, 1)
+    return (*[first] * bool(first), *[each] * inner, *[last] * bool(last))
 
 
 def layout_of(megatron: MegatronConfig, world_size: int) -> Layout:
@@ -105,4 +166,8 @@ def layout_of(megatron: MegatronConfig, world_size: int) -> Layout:
         cp=megatron.context_parallel_size,
         vpp=megatron.virtual_pipeline_model_parallel_size or 1,
         sequence_parallel=megatron.sequence_parallel,
+        ep=megatron.expert_model_parallel_size,
+        etp=megatron.expert_tensor_parallel_size or 0,
+        first_layers=megatron.num_layers_in_first_pipeline_stage or 0,
+        last_layers=megatron.num_layers_in_last_pipeline_stage or 0,
     )

@@ -66,6 +66,37 @@ def _norm_without_waits() -> None:
     clip.l2_norm_impl = l2_norm
 
 
+def _mocks_transformer_engine() -> bool:
+    attention: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    return bool(attention.HAVE_TE) and not isinstance(attention.TELinear, type)
+
+
+def _latent_attention_without_transformer_engine() -> None:
+    attention: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    attention.HAVE_TE = False
+
+
+def mark_experts(model: Any) -> None:
+    """Mark the parameters of experts for what reduces, sums and counts gradients; before DDP wraps `model`.
+
+    `allreduce`: megatron-core 0.16 reduces experts over the replicas of the dense layers where ep is 1, though etp may
+    differ from tp: the gradient would lack tokens, or sum gradients of different shards. `sequence_parallel`: the
+    bias of a RowParallelLinear would be summed over tp, whose ranks have other experts. `tensor_model_parallel`: such
+    a bias, and with Transformer Engine's layers every weight at etp 1 (NVIDIA/Megatron-LM#5916), would count in the
+    gradient norm on tp rank 0 only. All of it is silent: the forward pass is right.
+    """
+    for name, parameter in model.named_parameters():
+        if is_of_expert(name):
+            parameter.allreduce = False
+            parameter.sequence_parallel = False
+            parameter.tensor_model_parallel = True
+
+
+def is_of_expert(name: str) -> bool:
+    """Whether a parameter, by its name in a model, is an expert's. Shared experts are dense layers."""
+    return ".experts." in name
+
+
 PATCHES = (
     Patch(
         "transformer.moe.moe_utils.te_general_gemm",
@@ -79,6 +110,13 @@ PATCHES = (
         "`self.fp8 = fp8 is not None` with the default fp8=False: selective recompute asks for Transformer Engine",
         _recompute_without_fp8,
         is_needed=_recomputes_with_fp8,
+    ),
+    Patch(
+        "transformer.multi_latent_attention.HAVE_TE",
+        "True without Transformer Engine, whose TELinear is a mock then: building latent attention ends in TypeError",
+        _latent_attention_without_transformer_engine,
+        "0.16.1",
+        _mocks_transformer_engine,
     ),
     Patch(
         "tensor_parallel.layers.{fused_weight_gradient_mlp_cuda, _grad_accum_fusion_available}",

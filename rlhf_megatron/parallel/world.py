@@ -30,8 +30,15 @@ class World:
     dp_group: ProcessGroup  # ranks that hold the same shard, one a replica
     dp_cp_group: ProcessGroup  # all ranks that hold the same shard: gradients are summed over them
     model_parallel_group: ProcessGroup  # tp x pp: the ranks that hold one copy of the model
+    expert_dp_group: ProcessGroup  # ranks that hold the same experts: their gradients are summed over them
+    copy_group: ProcessGroup  # ranks of this stage that hold its tensors once together, or more of them alike
     leader: int  # rank of this replica's leader
     pg_collection: Any  # megatron's ProcessGroupCollection, to be handed to its functions
+
+    @property
+    def is_first_copy(self) -> bool:
+        """Whether this rank's `copy_group` is the one that hands out the weights of its stage; its rank 0 sends."""
+        return self.layout.place_in_stage(self.rank) < self.layout.copy_size
 
     @property
     def is_leader(self) -> bool:
@@ -76,6 +83,8 @@ def create_world(layout: Layout, device: torch.device, seed: int = 1, timeout_s:
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
         create_gloo_process_groups=False,
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
     )
@@ -94,6 +103,8 @@ def create_world(layout: Layout, device: torch.device, seed: int = 1, timeout_s:
         dp_group=groups.dp,
         dp_cp_group=groups.dp_cp,
         model_parallel_group=groups.mp,
+        expert_dp_group=groups.expt_dp,
+        copy_group=groups.tp if layout.copy_size == layout.tp else groups.tp_ep,
         leader=layout.leader(coordinates.dp),
         pg_collection=groups,
     )

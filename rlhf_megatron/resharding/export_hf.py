@@ -31,7 +31,7 @@ class ExportPlace(Place, Protocol):
 
 
 def export_hf(
-    export: Iterable[tuple[Rule, Tensor]],
+    export: Iterable[tuple[Rule, Tensor | None]],
     place: ExportPlace,
     *,
     directory: Path,
@@ -44,16 +44,17 @@ def export_hf(
 
     Each stage's rank (dp 0, cp 0, tp 0) writes its tensors, as `dtype`; the first stage completes the directory, which
     then appears under its name. `companions_from`: directory whose tokenizer files are copied. Raises on every rank of
-    dp 0 and cp 0 when one fails, ValueError when the directory exists and is not empty; nothing is left behind.
+    the first copy when one fails, ValueError when the directory exists and is not empty; nothing is left behind.
     """
-    if place.coordinates.dp != 0 or place.coordinates.cp != 0:
+    if not place.is_first_copy:
         return
     aside = directory.absolute().with_name(f".{directory.name}.partial")
-    is_sender, is_first = place.coordinates.tp == 0, place.coordinates.tp == place.coordinates.pp == 0
+    is_sender = place.copy_group.rank() == 0
+    is_first = is_sender and place.coordinates.pp == 0
     failure = _attempt(lambda: _prepare(directory, aside)) if is_first else None
     if is_sender:
         failure = _agreed(failure, place.pp_group, place.device)
-    agree(failure, place.tp_group, place.device)
+    agree(failure, place.copy_group, place.device)
 
     failure = _attempt(lambda: _write_stage(export, place, aside, dtype, file_bytes))
     if is_sender:
@@ -64,7 +65,7 @@ def export_hf(
         failure = _agreed(failure, place.pp_group, place.device)
     if failure is not None and is_first:
         shutil.rmtree(aside, ignore_errors=True)
-    agree(failure, place.tp_group, place.device)
+    agree(failure, place.copy_group, place.device)
 
 
 def _attempt(work: Callable[[], None]) -> Exception | None:
@@ -87,7 +88,7 @@ def _prepare(directory: Path, aside: Path) -> None:
 
 
 def _write_stage(
-    export: Iterable[tuple[Rule, Tensor]], place: ExportPlace, aside: Path, dtype: torch.dtype, file_bytes: int
+    export: Iterable[tuple[Rule, Tensor | None]], place: ExportPlace, aside: Path, dtype: torch.dtype, file_bytes: int
 ) -> None:
     files: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
 
@@ -100,7 +101,7 @@ def _write_stage(
         return in_memory(torch.device("cpu"), capacity, num_buckets, write)
 
     send_weights(export, place, version=0, dtype=dtype, bucket_bytes=file_bytes, open_buffers=open_buffers)
-    if place.coordinates.tp == 0:
+    if place.copy_group.rank() == 0:
         (aside / f"stage-{place.coordinates.pp:05d}.json").write_text(json.dumps(files))
 
 

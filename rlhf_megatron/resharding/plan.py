@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from rlhf_megatron.models.table import HFTensor, Rule, rules_of_stage
+from rlhf_megatron.models.table import HFTensor, Rule, holders, rules_of_stage, shard_shape
+from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.resharding.manifest import DTYPE_BYTES
 
 ALIGNMENT = 64  # bytes; the start of every tensor in a bucket is a multiple of it
@@ -90,28 +91,26 @@ class StageTraffic:
 
     stage: int
     num_buckets: int
-    gathered: int  # from the other tp ranks to the sender
+    gathered: int  # from the other ranks of its copy to the sender
     sent: int  # from the sender to the transfer directory, once; every engine reads as much
     peak_buffer: int  # the sender's two buckets in flight and what it gathers of the next
 
 
-def stage_traffic(
-    table: Sequence[Rule], tp_size: int, pp_size: int, dtype: str, bucket_bytes: int
-) -> tuple[StageTraffic, ...]:
+def stage_traffic(table: Sequence[Rule], layout: Layout, dtype: str, bucket_bytes: int) -> tuple[StageTraffic, ...]:
     """Traffic of every stage under a layout. Raises ValueError when the layers do not divide."""
     stages = []
-    for stage in range(pp_size):
-        buckets = plan_buckets(rules_of_stage(table, stage, pp_size), dtype, bucket_bytes)
-        sizes = [bucket.num_bytes for bucket in buckets]
-        largest = max(sizes, default=0)
-        full = [_sharded_bytes(bucket.rules, dtype) if tp_size > 1 else 0 for bucket in buckets]
+    for stage in range(layout.pp):
+        rules = rules_of_stage(table, stage, layout.pp, layout.first_layers, layout.last_layers)
+        buckets = plan_buckets(rules, dtype, bucket_bytes)
+        largest = max((bucket.num_bytes for bucket in buckets), default=0)
+        received = [_received_bytes(bucket.rules, layout, dtype) for bucket in buckets]
         stages.append(
             StageTraffic(
                 stage=stage,
                 num_buckets=len(buckets),
-                gathered=sum(size // tp_size * (tp_size - 1) for size in full),
+                gathered=sum(received),
                 sent=sum(slot.num_bytes for bucket in buckets for slot in bucket.slots),
-                peak_buffer=min(2, len(buckets)) * largest + max(full, default=0),
+                peak_buffer=min(2, len(buckets)) * largest + max(received, default=0),
             )
         )
     return tuple(stages)
@@ -130,8 +129,22 @@ def _padded_bytes(rules: Sequence[Rule], dtype: str, alignment: int) -> int:
     return sum(_aligned(prod(hf.shape) * DTYPE_BYTES[dtype], alignment) for rule in rules for hf in rule.hf)
 
 
-def _sharded_bytes(rules: Sequence[Rule], dtype: str) -> int:
-    return sum(prod(rule.megatron_shape) * DTYPE_BYTES[dtype] for rule in rules if rule.split != "replicated")
+def sent_by(rules: Sequence[Rule], layout: Layout) -> list[list[tuple[Rule, tuple[int, ...]]]]:
+    """By place in a copy (`Layout.copy_size`): the rules of which the rank there gives the sender, the first one, its
+    shard, and the shard's shape. Nothing of the sender itself."""
+    sent: list[list[tuple[Rule, tuple[int, ...]]]] = [[] for _ in range(layout.copy_size)]
+    for rule in rules:
+        places = holders(rule, layout)
+        shape = shard_shape(rule, len(places))
+        for place in places:
+            if place:
+                sent[place].append((rule, shape))
+    return sent
+
+
+def _received_bytes(rules: Sequence[Rule], layout: Layout, dtype: str) -> int:
+    """Of shards that stand on other ranks than the sender."""
+    return sum(prod(shape) for shards in sent_by(rules, layout) for _, shape in shards) * DTYPE_BYTES[dtype]
 
 
 def _aligned(num_bytes: int, alignment: int) -> int:

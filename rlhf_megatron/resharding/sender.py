@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import prod
 from typing import Protocol
 
 import torch
@@ -15,12 +16,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rlhf_megatron.data import codec
-from rlhf_megatron.models.table import Rule, join
-from rlhf_megatron.parallel.layout import Coordinates
+from rlhf_megatron.models.table import Rule, holders, join
+from rlhf_megatron.parallel.layout import Coordinates, Layout
 from rlhf_megatron.resharding.buffers import Buffers, OpenBuffers
 from rlhf_megatron.resharding.digest import as_hex, digest
 from rlhf_megatron.resharding.manifest import BucketManifest, TensorEntry
-from rlhf_megatron.resharding.plan import ALIGNMENT, Bucket, fingerprint, oversized, plan_buckets
+from rlhf_megatron.resharding.plan import ALIGNMENT, Bucket, fingerprint, oversized, plan_buckets, sent_by
 
 logger = logging.getLogger(__name__)
 
@@ -29,9 +30,13 @@ class Place(Protocol):
     """The part of a `parallel.world.World` that sending needs."""
 
     @property
+    def layout(self) -> Layout: ...
+    @property
     def coordinates(self) -> Coordinates: ...
     @property
-    def tp_group(self) -> ProcessGroup: ...
+    def is_first_copy(self) -> bool: ...
+    @property
+    def copy_group(self) -> ProcessGroup: ...
     @property
     def device(self) -> torch.device: ...
 
@@ -73,40 +78,47 @@ def agree(failure: BaseException | None, group: ProcessGroup, device: torch.devi
         )
     if highest != -negated_lowest:
         raise ValueError(
-            "the tensor parallel ranks of this stage planned different weight buckets; bucket size, engine type and"
-            " config.json must be the same on all of them."
+            "the ranks that hold the tensors of this stage planned different weight buckets; bucket size, engine type"
+            " and config.json must be the same on all of them."
         )
 
 
-def pack_shards(bucket: Bucket, shards: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """This rank's shards of a bucket, cast and flat: what it gives to `gather_packed`. Replicated ones are left out."""
-    flat = [shards[rule.megatron_name].to(dtype).reshape(-1) for rule in _sharded(bucket)]
-    if not flat:
-        return torch.empty(0, dtype=dtype)
-    return torch.cat(flat)
+def pack_shards(
+    bucket: Bucket, shards: Mapping[str, Tensor], dtype: torch.dtype, layout: Layout, place: int, device: torch.device
+) -> Tensor:
+    """What the rank at `place` of its copy gives to `gather_packed`, cast and flat."""
+    rules = sent_by(bucket.rules, layout)[place]
+    flat = [shards[rule.megatron_name].to(dtype).reshape(-1) for rule, _ in rules]
+    return torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=device)
 
 
-def gather_packed(mine: Tensor, tp_group: ProcessGroup) -> list[Tensor]:
-    """The packed shards of all tp ranks, in rank order, on tp rank 0; [] elsewhere. All of the group call."""
-    is_sender = tp_group.rank() == 0
-    parts = [torch.empty_like(mine) for _ in range(tp_group.size())] if is_sender else []
-    if mine.numel():
-        raw = [part.view(torch.uint8) for part in parts]
-        dist.gather(mine.view(torch.uint8), raw or None, group=tp_group, group_dst=0)
+def gather_packed(bucket: Bucket, mine: Tensor, layout: Layout, group: ProcessGroup) -> list[Tensor]:
+    """What all ranks of a copy packed, by place, on its first rank; [] elsewhere. All of the copy call."""
+    if group.rank() != 0:
+        if mine.numel():
+            dist.send(mine.view(torch.uint8), group=group, group_dst=0)
+        return []
+    sizes = [sum(prod(shape) for _, shape in sent) for sent in sent_by(bucket.rules, layout)]
+    parts = [mine.new_empty(size) for size in sizes]
+    calls = [dist.irecv(p.view(torch.uint8), group=group, group_src=i) for i, p in enumerate(parts) if p.numel()]
+    for call in calls:
+        assert call is not None, "this rank is of the group"
+        call.wait()
     return parts
 
 
-def unpack_shards(bucket: Bucket, packed: list[Tensor], shards: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-    """Returns by Megatron name the shards of all tp ranks; of replicated tensors this rank's own."""
+def unpack_shards(
+    bucket: Bucket, packed: list[Tensor], shards: Mapping[str, Tensor], layout: Layout
+) -> dict[str, list[Tensor]]:
+    """Returns by Megatron name the shards of all ranks that have one, in their order; `shards`: the sender's own."""
     gathered: dict[str, list[Tensor]] = {}
-    start = 0
     for rule in bucket.rules:
-        own = shards[rule.megatron_name]
-        if rule.split == "replicated" or not packed:
-            gathered[rule.megatron_name] = [own]
-            continue
-        gathered[rule.megatron_name] = [part[start : start + own.numel()].view(own.shape) for part in packed]
-        start += own.numel()
+        gathered[rule.megatron_name] = [shards[rule.megatron_name]] if 0 in holders(rule, layout) else []
+    for part, sent in zip(packed, sent_by(bucket.rules, layout), strict=False):  # nothing is packed by one rank
+        start = 0
+        for rule, shape in sent:
+            gathered[rule.megatron_name].append(part[start : start + prod(shape)].view(shape))
+            start += prod(shape)
     return gathered
 
 
@@ -126,12 +138,8 @@ def write_bucket(bucket: Bucket, gathered: Mapping[str, list[Tensor]], dtype: st
     return entries
 
 
-def _sharded(bucket: Bucket) -> list[Rule]:
-    return [rule for rule in bucket.rules if rule.split != "replicated"]
-
-
 def send_weights(
-    export: Iterable[tuple[Rule, Tensor]],
+    export: Iterable[tuple[Rule, Tensor | None]],
     place: Place,
     *,
     version: int,
@@ -142,34 +150,36 @@ def send_weights(
 ) -> SendReport:
     """Stream this stage's weights to the engines. Call on every rank of the pool.
 
-    Of each pipeline stage the rank (dp 0, cp 0, tp 0) sends; the other tp ranks of dp 0 and cp 0 give it their shards;
-    all others, which hold the same shards, return at once. `export`: this rank's shards in table order. `dtype`: the
-    engines'. `open_buffers` is called on senders only, once; a delivery from these buffers returns when every engine
-    has read the bucket. `alignment`: see `plan_buckets`; broadcasts and files take 1.
+    Of each pipeline stage the rank (dp 0, cp 0, tp 0) sends; the other ranks of its copy, which hold tp shards of dp 0
+    and cp 0 or experts, give it theirs; all others return at once. `export`: the rules of this stage with this rank's
+    shards, in table order. `dtype`: the engines'. `open_buffers` is called on senders only, once; a delivery from these
+    buffers returns when every engine has read the bucket. `alignment`: see `plan_buckets`; broadcasts and files take 1.
 
-    Raises what failed on the rank where it failed, and SyncAbortedError on the other ranks of its tp group: no rank is
+    Raises what failed on the rank where it failed, and SyncAbortedError on the other ranks of its copy: no rank is
     left in a collective. The caller must then take the engines as stale.
     """
-    if place.coordinates.dp != 0 or place.coordinates.cp != 0:
+    if not place.is_first_copy:
         return SendReport(0, 0.0, {})
     start = time.monotonic()
-    name, is_split = str(dtype).removeprefix("torch."), place.tp_group.size() > 1
+    group, layout = place.copy_group, place.layout
+    name, is_split = str(dtype).removeprefix("torch."), group.size() > 1
     digests: dict[str, str] = {}
     failure: Exception | None = None  # kept until the ranks agree, before the next gather
     with _prepared(export, place, name, bucket_bytes, open_buffers, alignment) as (shards, buckets, buffers):
         for bucket in buckets:
             packed, parts = torch.empty(0), []
             try:
-                packed = pack_shards(bucket, shards, dtype) if is_split and failure is None else packed
+                if is_split and failure is None:
+                    packed = pack_shards(bucket, shards, dtype, layout, group.rank(), place.device)
             except Exception as error:
                 failure = error
-            agree(failure, place.tp_group, place.device)
+            agree(failure, group, place.device)
             if is_split:
-                parts = gather_packed(packed, place.tp_group)
+                parts = gather_packed(bucket, packed, layout, group)
             if buffers is None:
                 continue
             try:
-                gathered, number = unpack_shards(bucket, parts, shards), bucket.index
+                gathered, number = unpack_shards(bucket, parts, shards, layout), bucket.index
                 entries = tuple(write_bucket(bucket, gathered, name, buffers.buffer(number)))
                 digests |= {entry.name: entry.digest for entry in entries}
                 sender, file = str(place.coordinates), buffers.file(number)
@@ -181,14 +191,14 @@ def send_weights(
                 buffers.drain()
         except Exception as error:
             failure = error
-        agree(failure, place.tp_group, place.device)
+        agree(failure, group, place.device)
     num_bytes = sum(slot.num_bytes for bucket in buckets for slot in bucket.slots) if digests else 0
     return SendReport(num_bytes, time.monotonic() - start, digests)
 
 
 @contextmanager
 def _prepared(
-    export: Iterable[tuple[Rule, Tensor]],
+    export: Iterable[tuple[Rule, Tensor | None]],
     place: Place,
     dtype: str,
     bucket_bytes: int,
@@ -196,7 +206,7 @@ def _prepared(
     alignment: int,
 ) -> Iterator[tuple[dict[str, Tensor], tuple[Bucket, ...], Buffers | None]]:
     """This rank's shards by Megatron name, the buckets, and on the sender its buffers, closed at the end. All ranks of
-    the tp group have planned the same buckets then, or all raise."""
+    the copy have planned the same buckets then, or all raise."""
     shards: dict[str, Tensor] = {}
     buckets: tuple[Bucket, ...] = ()
     buffers: Buffers | None = None
@@ -204,15 +214,15 @@ def _prepared(
     try:
         try:
             exported = list(export)
-            shards = {rule.megatron_name: tensor for rule, tensor in exported}
+            shards = {rule.megatron_name: tensor for rule, tensor in exported if tensor is not None}
             buckets = plan_buckets([rule for rule, _ in exported], dtype, bucket_bytes, alignment)
-            if place.coordinates.tp == 0:
+            if place.copy_group.rank() == 0:
                 if notice := oversized(buckets, bucket_bytes):
                     logger.warning("%s: %s", place.coordinates, notice)
                 buffers = open_buffers(max((bucket.num_bytes for bucket in buckets), default=0), len(buckets))
         except Exception as error:  # told to the other ranks first
             failure = error
-        agree(failure, place.tp_group, place.device, plan=fingerprint(buckets))
+        agree(failure, place.copy_group, place.device, plan=fingerprint(buckets))
         yield shards, buckets, buffers
     finally:
         if buffers is not None:

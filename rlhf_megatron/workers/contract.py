@@ -35,7 +35,7 @@ class UpdateResult:
 class Worker(Protocol):
     """A model, whatever is asked of it."""
 
-    def export(self) -> Iterator[tuple[Rule, Tensor]]:
+    def export(self) -> Iterator[tuple[Rule, Tensor | None]]:
         """This rank's shards with their table rules, in table order: views, not copies.
 
         What an update left to be gathered is gathered before this returns; iterating communicates nothing.

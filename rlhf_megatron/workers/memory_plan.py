@@ -70,10 +70,16 @@ def _plan_stage(
         plain = [parameter for chunk in model.chunks for parameter in chunk.parameters()]
         reference = sum(map(_num_bytes, plain))
         chunks = wrap(model.chunks, model.transformer_config, megatron, world)
-        buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
-        is_sharded = megatron.use_distributed_optimizer
-        owned = _owned(buffers, layout.dp * layout.cp) if is_sharded else (sum(p.numel() for p in plain),)
-        owned = owned if is_sharded else owned * (layout.dp * layout.cp)
+        dense = [buffer for chunk in chunks for buffer in chunk.buffers]
+        of_experts = [buffer for chunk in chunks for buffer in chunk.expert_parallel_buffers]
+        buffers = [*dense, *of_experts]
+        is_sharded, num_shards = megatron.use_distributed_optimizer, layout.dp * layout.cp
+        owned = (sum(p.numel() for p in plain),) * num_shards
+        if is_sharded:
+            shards, per_copy = _owned(of_experts, layout.edp), layout.ep * layout.etp
+            owned = tuple(
+                count + shards[shard * layout.tp // per_copy] for shard, count in enumerate(_owned(dense, num_shards))
+            )
         has_copies = dtype != torch.float32
         return StageMemory(
             stage=stage,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_megatron.checkpoint.hf_reader import HFReader
-from rlhf_megatron.checkpoint.load_model import load_hf, local_shards, named_parameters
+from rlhf_megatron.checkpoint.load_model import load_on_rank, local_shards, named_parameters
 from rlhf_megatron.checkpoint.source import WeightSource
 from rlhf_megatron.config.schema import KernelsConfig, MegatronConfig
 from rlhf_megatron.data.batch import LogProbs, TokenBatch
@@ -51,7 +51,7 @@ class MegatronReference:
         self.model = build_model(hf_config, world, dtype, megatron)
         self.table = table_for(hf_config, world.layout.tp, self.model.impl)
         self.head = LogProbHead("reference", self.model, world, dtype, chunk_size, kernels)
-        load_hf(self.model.chunks, self.table, weights, world.coordinates.tp, world.layout.tp)
+        load_on_rank(self.model.chunks, self.table, weights, world)
         # Parameters keep requires_grad, though no pass records a gradient: frozen ones go through another linear layer
         # of megatron's, which rounds differently, and the KL against an equal actor would not be 0.
         self.memory = Offload("reference", world.device, {"parameters": self._parameters})
@@ -82,9 +82,9 @@ class MegatronReference:
         reader = HFReader(directory)
         reader.check(table_for(self.model.hf_config, self.world.layout.tp))
         with self._on_device(is_changed=True):
-            load_hf(self.model.chunks, self.table, reader, self.world.coordinates.tp, self.world.layout.tp)
+            load_on_rank(self.model.chunks, self.table, reader, self.world)
 
-    def export(self) -> Iterator[tuple[Rule, Tensor]]:
+    def export(self) -> Iterator[tuple[Rule, Tensor | None]]:
         """This rank's shards with their table rules. The weights must be on the device: see `onload`."""
         self.memory.require("parameters")
         return local_shards(self.model.chunks, self.table)

@@ -1,8 +1,9 @@
 """Do the ranks that hold the same tensors hold the same bits? Digests, compared within each group of such ranks.
 
-What is compared: every parameter over data and context parallel ranks; those that tensor parallelism does not split
-(norms, a value head) over its ranks; a tied embedding between first and last pipeline stage; moments and float32
-parameters alike, where they are replicated: a distributed optimizer shares them out over data-parallel ranks.
+What is compared: every parameter over data and context parallel ranks, that of an expert over the ranks that hold the
+same experts; those that tensor parallelism does not split (norms, a value head) over its ranks; a tied embedding
+between first and last pipeline stage; moments and float32 parameters alike, where they are replicated: a distributed
+optimizer shares them out over data-parallel ranks.
 
 A difference is one bit. Nothing that Megatron does makes replicas differ: what they add up comes out of an all-reduce.
 """
@@ -21,6 +22,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from rlhf_megatron.checkpoint.load_model import named_parameters
 from rlhf_megatron.models.head import head_weight
+from rlhf_megatron.parallel.mcore_fixes import is_of_expert
 from rlhf_megatron.parallel.world import World
 from rlhf_megatron.workers.findings import Difference, ReplicaReport
 from rlhf_megatron.workers.nonfinite import bad_tensors
@@ -61,11 +63,14 @@ def check_replicas(chunks: Sequence[nn.Module], optimizer: Optimizer, world: Wor
     whole, shards = _state_tensors(parameters, optimizer)
     tensors = {**parameters, **whole, **shards, SCHEDULE: _schedule(optimizer, world)}
     unsplit = {name for name, parameter in parameters.items() if not getattr(parameter, "tensor_model_parallel", False)}
+    copied = [*parameters, *whole, SCHEDULE]
+    of_experts = [name for name in copied if is_of_expert(name)]
     groups = {
-        "data parallel": (world.dp_cp_group, [*parameters, *whole, SCHEDULE]),
+        "data parallel": (world.dp_cp_group, [name for name in copied if not is_of_expert(name)]),
+        "expert data parallel": (world.expert_dp_group, of_experts),
         "tensor parallel": (world.tp_group, [name for name in tensors if name.split(" ")[0] in {*unsplit, SCHEDULE}]),
     }
-    groups = {what: found for what, found in groups.items() if dist.get_world_size(found[0]) > 1}
+    groups = {what: found for what, found in groups.items() if found[1] and dist.get_world_size(found[0]) > 1}
     compared = dict.fromkeys(name for _, names in groups.values() for name in names)
     comparison = _Comparison(world, tensors, {name: digest(tensors[name]) for name in compared})
     differences = [

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlhf_megatron import faults
@@ -22,13 +23,14 @@ from rlhf_megatron.checkpoint.dist_checkpoint import (
     stage_sharded,
     without_extra_state,
 )
-from rlhf_megatron.checkpoint.load_model import load_hf, local_shards, named_parameters
+from rlhf_megatron.checkpoint.load_model import load_on_rank, local_shards, named_parameters
 from rlhf_megatron.checkpoint.manifest import SaveResult
 from rlhf_megatron.checkpoint.source import WeightSource
 from rlhf_megatron.config.schema import MegatronConfig, OptimConfig
 from rlhf_megatron.models.build import build_model
 from rlhf_megatron.models.families.base import HFConfig, table_for
 from rlhf_megatron.models.table import Head, Rule
+from rlhf_megatron.parallel.mcore_fixes import is_of_expert
 from rlhf_megatron.parallel.world import World, free_scratch
 from rlhf_megatron.workers.capsule import save_weights
 from rlhf_megatron.workers.contract import UpdateResult
@@ -90,7 +92,7 @@ class TrainedModel:
         self.phase = next(iter(self.phases))
         self.model = build_model(hf_config, world, dtype, megatron, head)
         self.table = table_for(hf_config, world.layout.tp, self.model.impl, head)
-        load_hf(self.model.chunks, self.table, weights, world.coordinates.tp, world.layout.tp)
+        load_on_rank(self.model.chunks, self.table, weights, world)
         self.chunks = wrap(self.model.chunks, self.model.transformer_config, megatron, world)
         self.model.chunks = list(self.chunks)
         self.optimizer = self._fresh_optimizer()
@@ -219,7 +221,7 @@ class TrainedModel:
         """Become the model of `weights`, with a fresh optimizer of the current phase."""
         self.memory.require(*TRAINER_PARTS, is_changed=True)
         sync_parameters(self.chunks)
-        load_hf(self.chunks, self.table, weights, self.world.coordinates.tp, self.world.layout.tp)
+        load_on_rank(self.chunks, self.table, weights, self.world)
         self.optimizer = self._fresh_optimizer()
 
     def synced_chunks(self) -> list[nn.Module]:
@@ -228,7 +230,7 @@ class TrainedModel:
         sync_parameters(self.chunks)
         return self.model.chunks
 
-    def export(self) -> Iterator[tuple[Rule, Tensor]]:
+    def export(self) -> Iterator[tuple[Rule, Tensor | None]]:
         """This rank's shards with their table rules, all gathered. Raises on numbers that are not finite."""
         chunks = self.synced_chunks()
         check_finite(named_parameters(chunks), self.world)
@@ -251,13 +253,13 @@ class TrainedModel:
         return self.memory.report()
 
     def num_save_bytes(self) -> int:
-        """What this rank will about write in a save. Replicas hold the same; the first one counts."""
+        """What this rank will about write in a save. Copies hold the same; the first one counts."""
         place = self.world.coordinates
-        if place.dp > 0 or place.cp > 0:
-            return 0
+        counts = {False: place.dp == 0 and place.cp == 0, True: dist.get_rank(self.world.expert_dp_group) == 0}
         num_moments = 2 if self.dtype == torch.float32 else 3  # and the float32 parameters
         a_parameter = self.dtype.itemsize + 4 * num_moments
-        return sum(parameter.numel() for chunk in self.chunks for parameter in chunk.parameters()) * a_parameter
+        held = [p.numel() for name, p in named_parameters(self.chunks).items() if counts[is_of_expert(name)]]
+        return sum(held) * a_parameter
 
     def begin_save(self, directory: Path) -> None:
         """Copy what is saved to host memory, and begin to write it."""

@@ -12,7 +12,7 @@ import torch
 from dist_pool import DistPool
 from torch import Tensor
 
-from benchmarks.parity.cases import FAMILIES, NUM_SAMPLES, Recipe, Role, make_batch, make_state
+from benchmarks.parity.cases import DENSE_FAMILIES, FAMILIES, NUM_SAMPLES, Recipe, Role, make_batch, make_state
 from benchmarks.parity.layouts import LAYOUTS, Axes, cover, critic_cover, divides
 from benchmarks.parity.reference import COLUMNS, make_model
 from benchmarks.parity.rounding import orders, renumbered
@@ -23,7 +23,7 @@ QUANTITIES = {"log_probs", "entropies", "log_probs_after", "gradient", "update",
 CRITIC_QUANTITIES = {"values", "values_after", "value_gradient", "value_update", "value_grad_norm", "value_copies"}
 ODD = [LAYOUTS[name] for name in ("tp3_sequence_transformer_engine", "tp4_sequence")]  # tp that few families allow
 CELLS = [
-    *cover(FAMILIES),
+    *cover(DENSE_FAMILIES),
     *((next(family for family in FAMILIES if divides(axes, FAMILIES[family])), axes) for axes in ODD),
 ]
 CRITIC_FAMILIES = ("qwen3_tied", "qwen2_untied", "llama_biased", "llama_3kv")  # a reference each; the last has no tp 2

@@ -12,7 +12,7 @@ from dist_pool import DistPool
 from test_resharding_sender import CONFIG, LLAMA, SEED
 
 from rlhf_megatron.checkpoint.hf_reader import HFReader
-from rlhf_megatron.checkpoint.load_model import load_hf, local_shards
+from rlhf_megatron.checkpoint.load_model import load_on_rank, local_shards
 from rlhf_megatron.checkpoint.source import random_hf_tensors, random_source
 from rlhf_megatron.models.families.base import table_for
 
@@ -24,7 +24,7 @@ def export(world: Any, config: dict, directory: Path, dtype: str, file_bytes: in
 
     table = table_for(config, world.layout.tp)
     model = build_model(config, world, torch.float32)
-    load_hf(model.chunks, table, random_source(config, SEED), world.coordinates.tp, world.layout.tp)
+    load_on_rank(model.chunks, table, random_source(config, SEED), world)
     shards = list(local_shards(model.chunks, table))
     if str(world.coordinates) == fail_on:
         shards[-1] = (shards[-1][0], None)
@@ -89,7 +89,7 @@ def test_directory_of_virtual_stages_and_context_parallel_ranks(dist_pool: DistP
 def test_failure_on_any_rank_leaves_nothing_and_ends_everywhere(dist_pool: DistPool, tmp_path: Path) -> None:
     arguments = {"config": CONFIG, "directory": tmp_path / "hf", "dtype": "float32", "file_bytes": 5000}
     errors = dist_pool.run(export, tp=2, pp=2, fail_on="dp0 pp1 tp1", **arguments)
-    assert errors[3].startswith("AttributeError") and all(e.startswith("SyncAbortedError") for e in errors[:3])
+    assert errors[3].startswith("KeyError") and all(e.startswith("SyncAbortedError") for e in errors[:3])
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "file").touch()

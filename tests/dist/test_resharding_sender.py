@@ -10,7 +10,7 @@ import pytest
 import torch
 from dist_pool import DistPool
 
-from rlhf_megatron.checkpoint.load_model import load_hf, local_shards
+from rlhf_megatron.checkpoint.load_model import load_on_rank, local_shards
 from rlhf_megatron.checkpoint.source import random_hf_tensors, random_source
 from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.resharding.digest import as_hex, digest
@@ -27,6 +27,14 @@ CONFIG = {
     "vocab_size": 21,
     "max_position_embeddings": 64,
     "tie_word_embeddings": False,
+}
+EXPERTS = {
+    **CONFIG,
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "mlp_only_layers": [1],
 }
 LLAMA = {**CONFIG, "model_type": "llama", "tie_word_embeddings": True}
 SEED = 5
@@ -55,7 +63,7 @@ def send(
 
     table = table_for(config, world.layout.tp)
     model = build_model(config, world, torch.float32)
-    load_hf(model.chunks, table, random_source(config, SEED), world.coordinates.tp, world.layout.tp)
+    load_on_rank(model.chunks, table, random_source(config, SEED), world)
     received: dict[str, torch.Tensor] = {}
     manifests: list[BucketManifest] = []
     is_bad = str(world.coordinates) == fail_on
@@ -161,6 +169,24 @@ def test_what_arrives_is_what_was_loaded(
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"dp": 2, "ep": 2},
+        {"dp": 2, "etp": 2},
+        {"tp": 2, "sequence_parallel": True, "ep": 2, "etp": 1},
+        {"tp": 2, "sequence_parallel": True, "etp": 1},
+        {"pp": 2, "dp": 2, "ep": 2, "first_layers": 1},
+    ],
+)
+def test_experts_arrive_from_the_ranks_that_share_them(dist_pool: DistPool, tmp_path: Path, layout: dict) -> None:
+    results = dist_pool.run(
+        send, **layout, config=EXPERTS, transfer_dir=tmp_path, dtype="bfloat16", bucket_bytes=10_000
+    )
+    check(results, EXPERTS, "bfloat16", num_senders=layout.get("pp", 1))
+
+
+@pytest.mark.dist
 @pytest.mark.parametrize("memory", ["shared_memory", "device_memory", "files"])
 def test_buckets_smaller_than_a_tensor(dist_pool: DistPool, tmp_path: Path, memory: str) -> None:
     """One byte: each fusion group is whole in a bucket of its own, and what is in flight is two of the largest."""
@@ -199,7 +225,7 @@ def test_what_arrives_under_other_axes(dist_pool: DistPool, tmp_path: Path, axes
     [
         ("deliver", "dp0 pp0 tp0", "OSError: engine0 said no", "SyncAbortedError: .* another rank"),
         ("export", "dp0 pp0 tp1", "MemoryError: no memory left", "SyncAbortedError"),
-        ("gather", "dp0 pp0 tp1", "AttributeError", "SyncAbortedError"),
+        ("gather", "dp0 pp0 tp1", "KeyError", "SyncAbortedError"),
         ("plan", "dp0 pp0 tp1", "ValueError: .*planned different", "ValueError: .*planned different"),
     ],
 )

@@ -319,7 +319,7 @@ def masters_and_exports(
     actor.update(shard, plan, reference.TEMPERATURE, "sft")
     parameters = named_parameters(actor.model.chunks)
     after_step = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    exported = {rule.megatron_name: tensor for rule, tensor in actor.export()}
+    exported = {rule.megatron_name: tensor for rule, tensor in actor.export() if tensor is not None}
     held = [entry for entry in held_parameters(actor.optimizer.megatron) if entry.main is not None]
     names = {id(parameter): name for name, parameter in parameters.items()}
 

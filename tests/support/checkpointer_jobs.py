@@ -73,7 +73,7 @@ def train(group: InlineGroup) -> None:
 
 
 def weights(role: Any) -> dict[str, Tensor]:
-    return {rule.megatron_name: tensor.clone() for rule, tensor in role.export()}
+    return {rule.megatron_name: tensor.clone() for rule, tensor in role.export() if tensor is not None}
 
 
 def moments(role: Any) -> list[Tensor]:

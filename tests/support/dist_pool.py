@@ -119,11 +119,14 @@ class DistPool:
         cp: int = 1,
         vpp: int = 1,
         sequence_parallel: bool = False,
+        ep: int = 1,
+        etp: int = 0,
+        first_layers: int = 0,
         timeout_s: float = 120.0,
         **arguments: Any,
     ) -> list[Any]:
         """`job(world, **arguments)` on tp * pp * cp * dp ranks: its results in rank order. Raises JobError."""
-        layout = Layout(tp * pp * cp * dp, tp, pp, cp, vpp, sequence_parallel)
+        layout = Layout(tp * pp * cp * dp, tp, pp, cp, vpp, sequence_parallel, ep, etp, first_layers)
         world_size = layout.world_size
         workers = self._take(world_size)
         self._jobs += 1

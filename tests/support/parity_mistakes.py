@@ -18,7 +18,7 @@ def run_with(world: World, mistake: str | None, **arguments: Any) -> list[RankRe
     """A job of the worker pool: `run_on_rank` with one of MISTAKES, which is gone from the process afterwards."""
     with pytest.MonkeyPatch.context() as patch:
         if mistake is not None:
-            MISTAKES[mistake](patch)
+            (MISTAKES | {planted.__name__: planted for planted in WITH_EXPERTS})[mistake](patch)
         return run_on_rank(world, **arguments)
 
 
@@ -160,6 +160,35 @@ def values_not_held(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(critic, "value_sums", lambda values, columns, cliprange: value_sums(values, columns, 0.0))
 
 
+def experts_reduced_as_dense_layers(patch: pytest.MonkeyPatch) -> None:
+    """As megatron-core 0.16 does at ep 1: over dense replicas, though etp is not tp and other ranks hold the same."""
+    from rlhf_megatron.models import build
+
+    mark = build.mark_experts
+
+    def without_allreduce(model: Any) -> None:
+        mark(model)
+        for parameter in model.parameters():
+            parameter.allreduce = True
+
+    patch.setattr(build, "mark_experts", without_allreduce)
+
+
+def experts_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    """Each expert loads the weights of the next one."""
+    from rlhf_megatron.models.families import dense
+
+    made = dense.expert_rules
+
+    def shifted(*args: Any) -> list[Any]:
+        router, *rules = made(*args)
+        tensors = [rule.hf for rule in rules]
+        return [router, *map(lambda rule, hf: replace(rule, hf=hf), rules, tensors[2:] + tensors[:2])]
+
+    patch.setattr(dense, "expert_rules", shifted)
+
+
+WITH_EXPERTS = (experts_reduced_as_dense_layers, experts_off_by_one)
 MISTAKES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     mistake.__name__: mistake
     for mistake in (

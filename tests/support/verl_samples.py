@@ -227,6 +227,7 @@ PPO_BY_HAND = {
     "actor.megatron.tensor_model_parallel_size": 2,
     "actor.megatron.pipeline_model_parallel_size": 2,
     "actor.megatron.context_parallel_size": 1,
+    "actor.megatron.expert_model_parallel_size": 1,
     "actor.megatron.sequence_parallel": True,
     "actor.megatron.use_distributed_optimizer": True,
     "actor.megatron.overlap_grad_reduce": True,

@@ -130,7 +130,7 @@ def shards(worker: Any, head: Head = "vocabulary") -> tuple[dict[str, Tensor], d
 
     table = table_for(worker.model.hf_config, worker.world.layout.tp, head=head)  # as the local layers call them
     names = {own.megatron_name: rule.megatron_name for own, rule in zip(worker.table, table, strict=True)}
-    weights = {rule.megatron_name: shard.clone() for rule, shard in worker.export()}
+    weights = {rule.megatron_name: shard.clone() for rule, shard in worker.export() if shard is not None}
     parameters = named_parameters(worker.model.chunks)
     grads = {id(parameter): parameter.main_grad.clone() for parameter in parameters.values()}
     for held in held_parameters(worker.optimizer.megatron):

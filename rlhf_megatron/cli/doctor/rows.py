@@ -78,7 +78,7 @@ def trainer_rows(facts: Facts, wanted: Wanted) -> list[Row]:
         norm_row(facts, wanted),
         _activation_row(facts, wanted),
         Row("trainer", "rotary positions", "live", "by our attention, from tables made once a micro-batch"),
-        Row("trainer", "grouped GEMM of experts", "not live", "not used", "no supported model has experts"),
+        Row("trainer", "grouped GEMM of experts", "not live", "not used", "experts run one after the other"),
         head_row(facts, wanted),
         _loss_row(facts, wanted),
         gradient_row(facts, wanted),

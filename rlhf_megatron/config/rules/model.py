@@ -10,6 +10,7 @@ from typing import Any
 
 from rlhf_megatron.config.errors import Problem
 from rlhf_megatron.config.rules import Findings, rule, told, wrong
+from rlhf_megatron.config.rules.experts import num_experts, of_dense_model, of_experts
 from rlhf_megatron.config.rules.run import LENGTHS, divisors_of, megatron_sections
 from rlhf_megatron.config.schema import MegatronConfig, RunConfig
 from rlhf_megatron.config.source import Loaded
@@ -39,6 +40,15 @@ def _axes(section: str, m: MegatronConfig) -> Findings:
         " use 2 or more, or set it to false.",
         (sequence_parallel, f"{section}.tensor_model_parallel_size"),
     )
+
+    for key in FIRST_LAST:
+        yield wrong(
+            getattr(m, key) is not None
+            and (m.pipeline_model_parallel_size == 1 or m.virtual_pipeline_model_parallel_size is not None),
+            f"{section}.{key} ({getattr(m, key)}) needs pipeline_model_parallel_size over 1 and no virtual stages;"
+            " remove it.",
+            (f"{section}.{key}", vpp, f"{section}.pipeline_model_parallel_size"),
+        )
 
 
 def _overlap(section: str, m: MegatronConfig) -> Findings:
@@ -111,6 +121,7 @@ def recompute_of_model(section: str, m: MegatronConfig, num_layers: int) -> Find
     )
 
 
+FIRST_LAST = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 LARGEST_SIZE, MOST_LAYERS = 1 << 30, 10_000  # of a model that some machine can hold
@@ -150,11 +161,31 @@ def _problems(
             ("model.path",),
         )
     known = {key: value for key, value in sizes.items() if value is not None}
-    for section, megatron, _ in pools:
+    for section, megatron, num_ranks in pools:
         if hf_config.get("mlp_bias"):
             yield from _recompute_of_biases(section, megatron)
         yield from _layout(section, megatron, known)
+        yield from _experts(config, section, megatron, num_ranks, hf_config)
     yield from _shape(config, known)
+
+
+def _experts(
+    config: RunConfig, section: str, m: MegatronConfig, num_ranks: int, hf_config: Mapping[str, Any]
+) -> Findings:
+    num, pp = num_experts(hf_config), m.pipeline_model_parallel_size
+    if pp < 1:
+        return  # other rules say it
+    width = hf_config.get("moe_intermediate_size") or hf_config.get("intermediate_size")
+    found = of_experts(num, width if isinstance(width, int) else 0, num_ranks // pp, m) if num else of_dense_model(m)
+    for text, keys in found:
+        yield _problem(f"{section}.{text}", *(f"{section}.{key}" for key in keys))
+    is_mixed = bool(hf_config.get("mlp_only_layers")) or hf_config.get("decoder_sparse_step", 1) != 1
+    if num and is_mixed and config.rollout.engine == "sglang":
+        yield _problem(
+            "mlp_only_layers and decoder_sparse_step, by which some layers have no experts, are unknown to SGLang: its"
+            " log-probs would be wrong without an error; use rollout.engine: local, or another model.",
+            "rollout.engine",
+        )
 
 
 def _recompute_of_biases(section: str, m: MegatronConfig) -> Findings:
@@ -188,12 +219,21 @@ def _sizes(hf_config: Mapping[str, Any]) -> dict[str, int | None]:
 def _layout(section: str, m: MegatronConfig, sizes: Mapping[str, int]) -> Findings:
     tp, pp = m.tensor_model_parallel_size, m.pipeline_model_parallel_size
     tp_key, pp_key = f"{section}.tensor_model_parallel_size", f"{section}.pipeline_model_parallel_size"
+    told = {f"{section}.{key}": getattr(m, key) for key in FIRST_LAST if getattr(m, key)}
     divisible = (
         ("num_attention_heads", tp_key, tp),
         ("num_key_value_heads", tp_key, tp),
         ("intermediate_size", tp_key, tp),
-        ("num_hidden_layers", pp_key, pp),
+        *((("num_hidden_layers", pp_key, pp),) if not told else ()),
     )
+    left, inner = sizes.get("num_hidden_layers", 0) - sum(told.values()), pp - len(told)
+    if told and pp > 1 and left and (inner < 0 or left < 0 or (left % inner if inner else left)):
+        yield _problem(
+            f"num_hidden_layers ({sizes['num_hidden_layers']}) less those of {' and '.join(told)}"
+            f" ({' + '.join(map(str, told.values()))}) must be a multiple of the stages left ({inner}); change these.",
+            *told,
+            pp_key,
+        )
     for name, key, ways in divisible:
         if ways > 1 and name in sizes and sizes[name] % ways:
             fit = [str(d) for d in divisors_of(sizes[name]) if d < ways]

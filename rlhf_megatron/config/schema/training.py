@@ -43,6 +43,19 @@ class MegatronConfig:
     )
     context_parallel_size: int = doc("ranks that split each sample", 1, RANKS)
     sequence_parallel: bool = doc("tensor-parallel ranks also split norms and residuals, by token", False)
+    expert_model_parallel_size: int = doc("ranks that share the experts of a layer out", 1, COUNT)
+    expert_tensor_parallel_size: int | None = doc(
+        "ranks that split each expert; null: tensor_model_parallel_size", None, COUNT
+    )
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = doc(
+        "how tokens reach the ranks of their experts: each to these, or all to all", "alltoall"
+    )
+    num_layers_in_first_pipeline_stage: int | None = doc(
+        "layers of the first stage; null: as many as others", None, COUNT
+    )
+    num_layers_in_last_pipeline_stage: int | None = doc(
+        "layers of the last stage; null: as many as others", None, COUNT
+    )
     use_distributed_optimizer: bool = doc("split optimizer state over replicas and context-parallel ranks", False)
     overlap_grad_reduce: bool = doc("reduce gradients while the backward pass runs", False)
     overlap_param_gather: bool = doc("gather updated parameters while the next forward pass runs", False)
@@ -54,7 +67,7 @@ class MegatronConfig:
         "of full recompute: uniform groups of recompute_num_layers, or only the first recompute_num_layers", None
     )
     recompute_num_layers: int | None = doc("of full recompute, layers (see recompute_method)", None, COUNT)
-    recompute_modules: tuple[Literal["core_attn", "layernorm", "mlp"], ...] = doc(
+    recompute_modules: tuple[Literal["core_attn", "layernorm", "mlp", "moe"], ...] = doc(
         "of selective recompute: what is computed again", ("core_attn",)
     )
     transformer_impl: Literal["auto", "local", "transformer_engine"] = doc(

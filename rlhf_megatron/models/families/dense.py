@@ -1,4 +1,5 @@
-"""Dense decoders with grouped-query attention, RMSNorm and gated MLP share dimensions, arguments and rules."""
+"""Decoders with grouped-query attention, RMSNorm and gated MLP, or experts in its place, share dimensions, arguments
+and rules."""
 
 from __future__ import annotations
 
@@ -10,14 +11,15 @@ from typing import Any, Literal
 from rlhf_megatron.config.rope import Rotary, read_rotary
 from rlhf_megatron.lazy import Tensor, torch
 from rlhf_megatron.models.families.base import Family, HFConfig, refuse_unsupported, require_int
-from rlhf_megatron.models.table import HFTensor, Owner, Part, Rule, Split, plain_rule
+from rlhf_megatron.models.families.experts import Experts, expert_arguments, expert_rules
+from rlhf_megatron.models.table import HFTensor, Owner, Part, Rule, Split, concatenate, halves, plain_rule
 
 Kind = Literal["weight", "bias"]
 
 
 @dataclass(frozen=True)
 class DenseModel:
-    """The dimensions of a dense decoder."""
+    """The dimensions of a decoder."""
 
     num_layers: int
     hidden_size: int
@@ -34,6 +36,7 @@ class DenseModel:
     has_qkv_bias: bool
     has_proj_bias: bool  # of the matrix behind attention
     has_mlp_bias: bool
+    experts: Experts | None  # None: all layers have a dense MLP
 
 
 def read_dense_model(
@@ -45,6 +48,7 @@ def read_dense_model(
     has_qkv_bias: bool = False,
     has_proj_bias: bool = False,
     has_mlp_bias: bool = False,
+    experts: Experts | None = None,
 ) -> DenseModel:
     """Dimensions from config.json. `head_dim` and `max_positions` are the family's defaults for keys that are missing
     or null; head_dim None means hidden_size / heads. Raises ValueError for what its family does not implement."""
@@ -72,6 +76,7 @@ def read_dense_model(
         has_qkv_bias=has_qkv_bias,
         has_proj_bias=has_proj_bias,
         has_mlp_bias=has_mlp_bias,
+        experts=experts,
     )
 
 
@@ -79,11 +84,22 @@ ONLY = {"hidden_act": "silu", "attention_dropout": 0.0, "use_sliding_window": Fa
 """Settings of config.json that all dense families implement in one way; a missing one has that value."""
 
 
-def family(name: str, read: Callable[[HFConfig], DenseModel], **only: Any) -> Family:
-    """The family of a model_type whose config.json `read` understands. `only`: as in ONLY, of this family."""
+def family(
+    name: str,
+    read: Callable[[HFConfig], DenseModel],
+    unsupported: Callable[[HFConfig], Iterator[str]] | None = None,
+    **only: Any,
+) -> Family:
+    """The family of a model_type whose config.json `read` understands. `only`: as in ONLY, of this family;
+    `unsupported`: more of what it does not implement."""
+
+    def problems(hf_config: HFConfig) -> Iterator[str]:
+        yield from _unsupported({**ONLY, **only}, hf_config)
+        yield from unsupported(hf_config) if unsupported is not None else ()
+
     return Family(
         name=name,
-        unsupported=partial(_unsupported, {**ONLY, **only}),
+        unsupported=problems,
         transformer_arguments=lambda hf_config: _transformer_arguments(read(hf_config)),
         gpt_arguments=lambda hf_config: _gpt_arguments(read(hf_config)),
         table=lambda hf_config, padded_vocab_size: _table(read(hf_config), padded_vocab_size),
@@ -120,6 +136,7 @@ def _transformer_arguments(model: DenseModel) -> dict[str, Any]:
         "activation_func": "silu",
         "add_bias_linear": model.has_proj_bias or model.has_mlp_bias,
         "add_qkv_bias": model.has_qkv_bias,
+        **(expert_arguments(model.experts) if model.experts else {}),
     }
 
 
@@ -161,7 +178,7 @@ def _layer_rules(model: DenseModel, layer: int) -> list[Rule]:
         tensor = HFTensor(f"{theirs}.{hf_name}", shape)
         return plain_rule(f"{ours}.{megatron_name}", tensor, split, layer, num_blocks)
 
-    qk_norms, qkv_bias, proj_bias, gate_up_bias, down_bias = [], [], [], [], []
+    qk_norms, qkv_bias, proj_bias = [], [], []
     if model.has_qk_norm:
         qk_norms = [
             plain("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", (dim,), "replicated", None),
@@ -172,10 +189,18 @@ def _layer_rules(model: DenseModel, layer: int) -> list[Rule]:
     if model.has_proj_bias:
         # Of matrices that tp splits by columns: every rank has the whole bias, added after the sum over ranks.
         proj_bias = [plain("self_attention.linear_proj.bias", "self_attn.o_proj.bias", (hidden,), "replicated", None)]
-    if model.has_mlp_bias:
-        gate_up_bias = [_gate_up_rule(model, layer, "bias")]
-        down_bias = [plain("mlp.linear_fc2.bias", "mlp.down_proj.bias", (hidden,), "replicated", None)]
-    proj, down = (hidden, heads * dim), (hidden, model.ffn_hidden_size)
+    if model.experts and model.experts.in_layer[layer]:
+        mlp = expert_rules(model.experts, hidden, layer)
+    else:
+        down = (hidden, model.ffn_hidden_size)
+        mlp = [
+            _gate_up_rule(model, layer, "weight"),
+            *([_gate_up_rule(model, layer, "bias")] if model.has_mlp_bias else []),
+            plain("mlp.linear_fc2.weight", "mlp.down_proj.weight", down, "columns", None),
+        ]
+        if model.has_mlp_bias:
+            mlp.append(plain("mlp.linear_fc2.bias", "mlp.down_proj.bias", (hidden,), "replicated", None))
+    proj = (hidden, heads * dim)
     return [
         plain("input_layernorm.weight", "input_layernorm.weight", (hidden,), "replicated", None),
         _qkv_rule(model, layer, "weight"),
@@ -184,10 +209,7 @@ def _layer_rules(model: DenseModel, layer: int) -> list[Rule]:
         plain("self_attention.linear_proj.weight", "self_attn.o_proj.weight", proj, "columns", groups),
         *proj_bias,
         plain("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", (hidden,), "replicated", None),
-        _gate_up_rule(model, layer, "weight"),
-        *gate_up_bias,
-        plain("mlp.linear_fc2.weight", "mlp.down_proj.weight", down, "columns", None),
-        *down_bias,
+        *mlp,
     ]
 
 
@@ -230,21 +252,13 @@ def _gate_up_rule(model: DenseModel, layer: int, kind: Kind) -> Rule:
         megatron_name=f"decoder.layers.{layer}.mlp.linear_fc1.{kind}",
         megatron_shape=(2 * ffn, *columns),
         hf=tuple(HFTensor(f"{theirs}.{part}_proj.{kind}", (ffn, *columns)) for part in ("gate", "up")),
-        to_megatron=_concatenate,
-        to_hf=_halves,
+        to_megatron=concatenate,
+        to_hf=halves,
         split="gated_rows",
         owner="layer",
         layer=layer,
         fusion_group=f"{theirs}.gate_up",
     )
-
-
-def _concatenate(*tensors: Tensor) -> Tensor:
-    return torch.cat(tensors)
-
-
-def _halves(tensor: Tensor) -> tuple[Tensor, ...]:
-    return tuple(tensor.chunk(2))
 
 
 def _pad_rows(padded_vocab_size: int, tensor: Tensor) -> Tensor:

@@ -186,8 +186,8 @@ perf/peak_tflops | TFLOP/s | last | {RUN} | dense bfloat16 peak of a device, tra
   name: what perf/mfu is a share of
 perf/mfu/actor | share | ratio | {STEP} + | FLOPs of the policy x 3 (forward and backward) x epochs over seconds of
   actor.update, without waiting, x ranks of the actor x peak. FLOPs: 2 a weight and token, 4 x heads x head size for
-  each pair of attention (causal), the head on response tokens; what is computed again, padding and experts are not
-  counted
+  each pair of attention (causal), the head on response tokens; of experts those that a token meets; what is computed
+  again and padding are not counted
 perf/mfu/actor_infer | share | ratio | {STEP} + | FLOPs of the policy (forward) over seconds of actor.log_probs x
   ranks of the actor x peak
 perf/mfu/critic | share | ratio | {STEP} + | FLOPs of the critic x 3 x its epochs over seconds of critic.update x

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from rlhf_megatron.checkpoint.hf_reader import read_hf_config
 from rlhf_megatron.config.rules.engines import num_engines
+from rlhf_megatron.config.rules.experts import num_experts
 from rlhf_megatron.config.rules.run import actor_ranks, critic_ranks, has_critic, world_size
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.data.batch import TokenBatch, TrainBatch
 from rlhf_megatron.data.plan import NO_OP
+from rlhf_megatron.models.families.base import FAMILIES, family_for
 from rlhf_megatron.observe.metrics.batch import response_lengths
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.runtime.dispatch import plan_call
@@ -46,7 +48,6 @@ PEAK_TFLOPS: Mapping[str, float] = {
     "L4": 121.0,
     "A10": 125.0,
 }
-EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 FORWARD, TRAINING = 1, 3  # passes, in units of a forward pass
 
 
@@ -62,20 +63,34 @@ def model_flops(
 ) -> float | None:
     """Of a pass over whole samples. `head_size`: outputs of the head (1 of a critic); None: the vocabulary.
 
-    None for a model with experts, whose active weights this does not count, or of which nothing is known.
+    Of a model with experts the weights that a token meets count. None for one of which nothing is known.
     """
-    if "hidden_size" not in hf_config or any(hf_config.get(key) for key in EXPERT_KEYS):
+    if "hidden_size" not in hf_config or (num_experts(hf_config) and str(hf_config.get("model_type")) not in FAMILIES):
         return None
     hidden, num_heads = hf_config["hidden_size"], hf_config["num_attention_heads"]
     head_dim = hf_config.get("head_dim") or hidden // num_heads
     num_kv_heads = hf_config.get("num_key_value_heads") or num_heads
     attention = hidden * head_dim * (2 * num_heads + 2 * num_kv_heads)
-    weights = hf_config["num_hidden_layers"] * (attention + 3 * hidden * hf_config["intermediate_size"])
+    weights = hf_config["num_hidden_layers"] * attention + _mlp_weights(hf_config)
     lengths = lengths_B.double()
     pairs = float(lengths.square().sum()) / 2
     head = 2.0 * hidden * (head_size or hf_config["vocab_size"]) * num_head_tokens
     scores = 4.0 * hf_config["num_hidden_layers"] * num_heads * head_dim * pairs
     return passes * (2.0 * weights * float(lengths.sum()) + scores + head)
+
+
+def _mlp_weights(hf_config: Mapping[str, Any]) -> int:
+    """Of all layers; of layers with experts the router's and those of the experts that a token is sent to."""
+    arguments = {"num_layers": hf_config["num_hidden_layers"], "ffn_hidden_size": hf_config["intermediate_size"]}
+    if num_experts(hf_config):
+        arguments = family_for(hf_config).transformer_arguments(hf_config)
+    hidden, with_experts = hf_config["hidden_size"], sum(arguments.get("moe_layer_freq", ()))
+    dense = 3 * hidden * arguments["ffn_hidden_size"] * (arguments["num_layers"] - with_experts)
+    if not with_experts:
+        return dense
+    active = arguments["moe_router_topk"] * arguments["moe_ffn_hidden_size"]
+    shared = arguments.get("moe_shared_expert_intermediate_size") or 0
+    return dense + with_experts * hidden * (arguments["num_moe_experts"] + 3 * (active + shared))
 
 
 @dataclass(frozen=True)

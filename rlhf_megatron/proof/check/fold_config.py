@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.config import schema
+from rlhf_megatron.config.rules.experts import KEYS
 from rlhf_megatron.config.rules.run import has_critic, needs_reference
 from rlhf_megatron.models.families.base import family_for
 from rlhf_megatron.proof.check.fold_layout import Folded
@@ -201,15 +202,39 @@ def fold_model(
         "num_attention_heads": heads,
         "num_key_value_heads": groups,
         "hidden_size": hidden,
-        "intermediate_size": _up_to_multiple(3 * hidden // 2, 4 * tp),
+        "intermediate_size": _up_to_multiple(3 * hidden // 2, 4 * math.lcm(tp, *map(_etp, folded))),
         "vocab_size": _vocab_size(int(hf_config["vocab_size"]) % true_tp == 0, tp),
     }
     if hf_config.get("head_dim") is not None or not is_square:
         small["head_dim"] = HEAD_DIM
     if hf_config.get("layer_types"):
         small["layer_types"] = list(hf_config["layer_types"])[:num_layers]
+    if "num_moe_experts" in sizes:
+        small |= _fold_experts(hf_config, sizes, folded)
     kept = {key: value for key, value in hf_config.items() if not key.startswith("_")}
     return {key: value for key, value in {**kept, **small, **SETTINGS}.items() if value is not None}
+
+
+def _etp(megatron: schema.MegatronConfig) -> int:
+    return megatron.expert_tensor_parallel_size or megatron.tensor_model_parallel_size
+
+
+def _fold_experts(
+    hf_config: Mapping[str, Any], sizes: Mapping[str, Any], folded: Sequence[schema.MegatronConfig]
+) -> dict[str, Any]:
+    """Two experts a rank or more, and one or two a token; where not all layers have experts, the first has none."""
+    per_token = min(sizes["moe_router_topk"], 2)
+    num = 2 * math.lcm(per_token, *(megatron.expert_model_parallel_size for megatron in folded))
+    has_dense = not all(sizes["moe_layer_freq"])
+    width = 4 * math.lcm(*map(_etp, folded))
+    small = {
+        **dict.fromkeys(KEYS, num),
+        "num_experts_per_tok": per_token,
+        "moe_intermediate_size": _up_to_multiple(3 * HEAD_DIM, width),
+        "mlp_only_layers": [0] if has_dense else [],
+        "decoder_sparse_step": 1,
+    }
+    return {key: value for key, value in small.items() if key in hf_config}
 
 
 def fold_recompute(

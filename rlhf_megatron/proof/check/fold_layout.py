@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rlhf_megatron.config.rules.model import FIRST_LAST
 from rlhf_megatron.config.schema import MegatronConfig
 from rlhf_megatron.parallel.layout import layout_of
 
@@ -135,11 +136,18 @@ def _folded_pool(
     megatron: MegatronConfig, dp: int, true: MegatronConfig, true_dp: int
 ) -> tuple[MegatronConfig, list[str]]:
     """Without what it cannot have; and what differs from the pool's own layout."""
+    megatron = _fold_experts(megatron, dp, true)
+    axes = {**AXES, "ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size"}
     differences = [
         f"{axis} is {getattr(megatron, key)} instead of {getattr(true, key)}"
-        for axis, key in AXES.items()
+        for axis, key in axes.items()
         if getattr(megatron, key) != getattr(true, key)
     ]
+    told = [key for key in FIRST_LAST if getattr(megatron, key) is not None]
+    if told:
+        differences.append(f"{' and '.join(told)} off: all stages have as many layers")
+    for key in told:
+        megatron = _changed(megatron, key, None)
     if dp != true_dp:
         differences.append(f"dp is {dp} instead of {true_dp}")
     for names, off, needed in _impossible(megatron, dp):
@@ -149,6 +157,19 @@ def _folded_pool(
         for key in is_on:
             megatron = _changed(megatron, key, off)
     return megatron, differences
+
+
+def _fold_experts(megatron: MegatronConfig, dp: int, true: MegatronConfig) -> MegatronConfig:
+    """With the largest etp and ep of which the ranks of a stage are a multiple; where tokens are gathered, those of a
+    replica."""
+    tp, true_ep = megatron.tensor_model_parallel_size, true.expert_model_parallel_size
+    ranks = tp * megatron.context_parallel_size * (dp if true.moe_token_dispatcher_type == "alltoall" else 1)
+    etp = true.expert_tensor_parallel_size
+    if etp is not None:
+        fitting = [size for size in range(2, etp + 1) if etp % size == 0 and ranks % (size * min(true_ep, 2)) == 0]
+        etp = max(fitting, default=1)
+    ep = max(size for size in range(1, true_ep + 1) if true_ep % size == 0 and ranks % (size * (etp or tp)) == 0)
+    return replace(megatron, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
 
 
 def _impossible(megatron: MegatronConfig, dp: int) -> list[tuple[tuple[str, ...], bool | None, str]]:

@@ -14,6 +14,7 @@ from rlhf_megatron.config.rules.run import actor_ranks, critic_ranks, has_critic
 from rlhf_megatron.config.schema import ActorConfig, RunConfig
 from rlhf_megatron.kernels.head_memory import HeadMemory, HeadShape, head_memory
 from rlhf_megatron.models.families.base import padded_vocab_size, table_for
+from rlhf_megatron.parallel.layout import layout_of
 from rlhf_megatron.resharding.plan import StageTraffic, stage_traffic
 from rlhf_megatron.rollout.fleet.start import MIB, EngineSetup
 from rlhf_megatron.workers.head_backend import stash_bytes_of
@@ -72,8 +73,7 @@ def plan(config: RunConfig, hf_config: Mapping[str, Any], critic_config: Mapping
     # Virtual stages change which layers a stage sends, not how many of what size in which order.
     traffic = stage_traffic(
         table_for(hf_config, megatron.tensor_model_parallel_size),
-        megatron.tensor_model_parallel_size,
-        megatron.pipeline_model_parallel_size,
+        layout_of(megatron, actor_ranks(config)),
         EngineSetup.of(config).dtype,
         config.rollout.update_weights_bucket_megabytes * MIB,
     )

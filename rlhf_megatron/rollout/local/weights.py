@@ -6,7 +6,11 @@ A bucket is checked as a whole (file, names, shapes, dtypes, digests as received
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +19,40 @@ from rlhf_megatron.resharding.buffers import map_bucket
 from rlhf_megatron.resharding.digest import as_hex, digest
 from rlhf_megatron.resharding.manifest import DTYPE_BYTES, BucketManifest, TensorEntry
 from rlhf_megatron.rollout.local.model import storage_bytes
+
+
+@dataclass(frozen=True)
+class Part:
+    """A parameter of transformers' model, or what one expert has of it."""
+
+    parameter: torch.nn.Parameter
+    expert: int | None = None
+    start: int = 0  # rows of the expert's matrix
+    stop: int = 0
+
+    @property
+    def tensor(self) -> Tensor:
+        return self.parameter.data if self.expert is None else self.parameter.data[self.expert, self.start : self.stop]
+
+
+_FUSED = re.compile(r"(.*\.)mlp\.experts\.(gate_up_proj|down_proj)")
+_MATRICES = ("mlp", "gate_proj", "up_proj", "down_proj")
+_ON_DISK = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2")}
+
+
+def named_parts(module: Any) -> Iterator[tuple[str, Part]]:
+    """(name on disk, part) of every tensor. transformers keeps a layer's experts in two, on disk each has three."""
+    block, gate, up, down = _ON_DISK.get(getattr(getattr(module, "config", None), "model_type", ""), _MATRICES)
+    for name, parameter in module.named_parameters():
+        found = _FUSED.fullmatch(name)
+        if found is None:
+            yield name.replace(".mlp.gate.", f".{block}.gate."), Part(parameter)
+            continue
+        rows, half = parameter.shape[1], parameter.shape[1] // 2
+        matrices = {gate: (0, half), up: (half, rows)} if found[2] == "gate_up_proj" else {down: (0, rows)}
+        for expert in range(parameter.shape[0]):
+            for matrix, (start, stop) in matrices.items():
+                yield f"{found[1]}{block}.experts.{expert}.{matrix}.weight", Part(parameter, expert, start, stop)
 
 
 class WeightReceiver:
@@ -27,8 +65,9 @@ class WeightReceiver:
         self.transfer_dir = transfer_dir
         self.version: int | None = None
         self.stale_reason = None if is_loaded else "it was started without weights and waits for the first sync"
-        self._parameters = dict(module.named_parameters())
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+        self._parts = dict(named_parts(module))
+        self._shapes = {name: tuple(part.tensor.shape) for name, part in self._parts.items()}
+        self._parameters = [(parameter, parameter.shape) for parameter in module.parameters()]
         self._open_version: int | None = None  # of the transaction
         self._received: dict[str, str] = {}  # name -> digest
         self.is_released = False
@@ -66,7 +105,7 @@ class WeightReceiver:
             tensors = [(entry, self._checked(manifest, entry, bucket)) for entry in manifest.tensors]
             with torch.no_grad():
                 for entry, tensor in tensors:
-                    self._parameters[entry.name].copy_(tensor)
+                    self._parts[entry.name].tensor.copy_(tensor)
                     self._received[entry.name] = entry.digest
         except Exception as error:
             self._fail(str(error))
@@ -74,9 +113,9 @@ class WeightReceiver:
 
     def _checked(self, manifest: BucketManifest, entry: TensorEntry, bucket: Tensor) -> Tensor:
         where = f"{manifest.place}, tensor {entry.name!r}"
-        parameter = self._parameters.get(entry.name)
-        if parameter is None:
+        if entry.name not in self._parts:
             raise ValueError(f"{where}: the engine's model has no parameter of that name (a tied head is not sent).")
+        parameter = self._parts[entry.name].parameter
         if entry.shape != self._shapes[entry.name] or getattr(torch, entry.dtype) != parameter.dtype:
             raise ValueError(
                 f"{where}: sent as {entry.dtype} {entry.shape}, but the engine holds"
@@ -98,10 +137,10 @@ class WeightReceiver:
             return  # the answer to the first call was lost
         if version != self._open_version:
             raise ValueError(f"commit of version {version}, but the open sync is {self._open_version}.")
-        missing = sorted(self._parameters.keys() - self._received.keys())
+        missing = sorted(self._parts.keys() - self._received.keys())
         if missing:
             names = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-            problem = f"{len(missing)} of {len(self._parameters)} tensors never came: {names}."
+            problem = f"{len(missing)} of {len(self._parts)} tensors never came: {names}."
             self._fail(problem)
             raise ValueError(f"commit of version {version}: {problem}")
         self.version, self._open_version, self.stale_reason = version, None, None
@@ -114,7 +153,7 @@ class WeightReceiver:
         """Digests of what stands in the model. Raises ValueError while memory is released."""
         if self.is_released:
             raise ValueError("the weights' memory is released; there is nothing to digest.")
-        return {name: as_hex(digest(parameter)) for name, parameter in self._parameters.items()}
+        return {name: as_hex(digest(part.tensor)) for name, part in self._parts.items()}
 
     @property
     def is_open(self) -> bool:
@@ -124,11 +163,11 @@ class WeightReceiver:
     @property
     def num_bytes(self) -> int:
         """Memory of the parameters."""
-        return storage_bytes(self._parameters.values())
+        return storage_bytes(parameter for parameter, _ in self._parameters)
 
     def release(self) -> None:
         """Free the parameters' memory."""
-        for parameter in self._parameters.values():
+        for parameter, _ in self._parameters:
             parameter.data = parameter.data.new_empty(0)
         self._open_version = None
         self.is_released = True
@@ -138,7 +177,7 @@ class WeightReceiver:
         """Allocate the parameters again; they are zero until the next sync."""
         if not self.is_released:
             return
-        for name, parameter in self._parameters.items():
-            parameter.data = parameter.data.new_zeros(self._shapes[name])
+        for parameter, shape in self._parameters:
+            parameter.data = parameter.data.new_zeros(shape)
         self.is_released = False
         self.stale_reason = "its weights were released and have not been sent again"

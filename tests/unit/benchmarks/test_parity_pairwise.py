@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.parity.cases import FAMILIES
+from benchmarks.parity.cases import DENSE_FAMILIES, FAMILIES
 from benchmarks.parity.layouts import (
     COVER_RANKS,
     CRITIC_VALUES,
@@ -67,12 +67,12 @@ def can_be(cell: dict[str, Any]) -> bool:
 
 
 def test_every_pair_that_can_be_is_in_the_cover() -> None:
-    axes = {"family": tuple(FAMILIES), **VALUES}
+    axes = {"family": tuple(DENSE_FAMILIES), **VALUES}
     cells = [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
     possible: Pairs = set().union(*(pairs(cell) for cell in cells if can_be(cell)))
     covered: Pairs = set()
-    for family, layout in cover(FAMILIES):
-        cell = {"family": family, **asdict(layout)}
+    for family, layout in cover(DENSE_FAMILIES):
+        cell = {"family": family, **{axis: getattr(layout, axis) for axis in VALUES}}
         assert can_be(cell), cell
         covered |= pairs(cell)
     assert covered == possible
@@ -101,12 +101,12 @@ def test_every_layout_has_a_critic_and_every_family_meets_every_value_with_one()
 
 def test_the_short_cover_of_the_critic() -> None:
     """Every pair of values of the axes but the ways of recomputing, and every family."""
-    cells = critic_cover(FAMILIES)
+    cells = critic_cover(DENSE_FAMILIES)
     values = [dict(zip(CRITIC_VALUES, row, strict=True)) for row in product(*CRITIC_VALUES.values())]
     possible: Pairs = set().union(*(pairs(cell) for cell in values if can_be({"family": "qwen3_tied", **cell})))
-    covered: Pairs = set().union(*(pairs(asdict(axes)) for _, axes in cells))
+    covered: Pairs = set().union(*(pairs({axis: getattr(axes, axis) for axis in VALUES}) for _, axes in cells))
     assert covered == possible
-    assert {family for family, _ in cells} == set(FAMILIES)
+    assert {family for family, _ in cells} == set(DENSE_FAMILIES)
     assert all(divides(axes, FAMILIES[family]) and axes.num_ranks <= COVER_RANKS for family, axes in cells)
 
 
@@ -135,9 +135,9 @@ def test_names_of_layouts() -> None:
 
 
 def test_the_list_has_what_the_documents_promise() -> None:
-    """Layouts of 1, 2 and 4 ranks, eight of 8, and every family in several of each."""
+    """Layouts of 1, 2 and 4 ranks, eight and more of 8, and every family in several of each."""
     by_ranks = {ranks: [axes for axes in LAYOUTS.values() if axes.num_ranks == ranks] for ranks in (1, 2, 4, 8)}
-    assert len(by_ranks[8]) == 8
+    assert len(by_ranks[8]) >= 8
     for ranks, layouts in by_ranks.items():
         for family, hf_config in FAMILIES.items():
             assert sum(divides(axes, hf_config) for axes in layouts) >= 2, (family, ranks)

@@ -48,6 +48,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama, biased": {**LLAMA, "attention_bias": True, "mlp_bias": True},
     "llama, biased attention": {**LLAMA, "attention_bias": True},
     "llama, biased MLP": {**LLAMA, "mlp_bias": True},
+    "mistral": {**LLAMA, "model_type": "mistral", "sliding_window": None},
     "qwen3, yarn": {**COMMON, "model_type": "qwen3", "head_dim": 12, "rope_scaling": YARN},
 }
 

@@ -54,7 +54,7 @@ def test_flops_by_hand() -> None:
     assert model_flops(TINY, lengths, 3, FORWARD, head_size=1) == 3168 + 480 + 24
 
 
-def test_flops_are_told_of_dense_models_only() -> None:
+def test_flops_are_told_of_known_models_only() -> None:
     assert model_flops(TINY | {"num_experts": 8}, torch.tensor([2]), 1, FORWARD) is None
     assert model_flops({}, torch.tensor([2]), 1, FORWARD) is None
     plain = {key: value for key, value in TINY.items() if key not in ("head_dim", "num_key_value_heads")}

@@ -22,6 +22,7 @@ from rlhf_megatron.config.schema import (
     CriticConfig,
     DataConfig,
     MegatronConfig,
+    RolloutConfig,
     RunConfig,
     TrainerConfig,
 )
@@ -149,6 +150,48 @@ def test_the_tiny_model_is_of_the_same_kind_and_fits(name: str, processes: int) 
         assert not validate_model(run, tiny)
         assert tp == 1 or (tiny["vocab_size"] % tp == 0) == (int(model["vocab_size"]) % 4 == 0)
     assert sum(hf.shape[0] * hf.shape[-1] for rule in table_for(tiny) for hf in rule.hf) < 3e6, "not tiny"
+
+
+def test_experts_fold() -> None:
+    """512 ranks in tp4 ep32 etp1 pp8 to 8: pp and tp stay parallel, and so do experts, over two replicas too."""
+    true = MegatronConfig(
+        tensor_model_parallel_size=4,
+        sequence_parallel=True,
+        pipeline_model_parallel_size=8,
+        num_layers_in_first_pipeline_stage=11,
+        num_layers_in_last_pipeline_stage=11,
+        expert_model_parallel_size=32,
+        expert_tensor_parallel_size=1,
+    )
+    model = {
+        **QWEN3_32B,
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 94,
+        "mlp_only_layers": [3],
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1536,
+    }
+    layouts = fold(true, 512, 8)
+    shapes = [str(layout) for layout in layouts]
+    assert shapes == ["tp2 sequence pp4 ep2 etp1 dp1", "tp2 sequence pp2 ep4 etp1 dp2"]
+    assert "ep is 2 instead of 32" in layouts[0].differences
+    assert any(
+        text.endswith("_last_pipeline_stage off: all stages have as many layers") for text in layouts[0].differences
+    )
+    tiny = fold_model(model, [true], [layout.actor.megatron for layout in layouts])
+    small = family_for(tiny).transformer_arguments(tiny)
+    assert (small["num_moe_experts"], small["moe_router_topk"], small["moe_layer_freq"][:2]) == (8, 2, [0, 1])
+    for layout in layouts:
+        trainer = TrainerConfig(n_gpus_per_node=layout.num_ranks)
+        data = DataConfig(max_prompt_length=8, max_response_length=8)
+        actor = ActorConfig(megatron=layout.actor.megatron)
+        run = RunConfig(actor=actor, data=data, trainer=trainer, rollout=RolloutConfig(engine="local"))
+        assert not validate_model(run, tiny)
+    wide = replace(true, expert_tensor_parallel_size=None, expert_model_parallel_size=2)
+    assert [str(layout) for layout in fold(wide, 512, 4)][:1] == ["tp2 sequence pp2 dp1"]
+    gathered = replace(true, moe_token_dispatcher_type="allgather", expert_model_parallel_size=4)
+    assert all(layout.actor.megatron.expert_model_parallel_size == 2 for layout in fold(gathered, 512, 8))
 
 
 def test_sizes_of_the_tiny_model() -> None:

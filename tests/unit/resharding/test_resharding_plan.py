@@ -9,6 +9,7 @@ import torch
 
 from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.models.table import HFTensor, Rule, rules_of_stage
+from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.resharding.plan import (
     ALIGNMENT,
     Bucket,
@@ -119,12 +120,12 @@ def test_traffic_of_a_stage() -> None:
     """tp2: embedding 102 x 32 (padded), qkv 64 x 32, proj 32 x 32, fc1 128 x 32, fc2 32 x 64 per layer; bfloat16."""
     layer = 64 * 32 + 32 * 32 + 128 * 32 + 32 * 64
     norms = 2 * 32 + 2 * 8
-    first, last = stage_traffic(table_for(QWEN3, 2), 2, 2, "bfloat16", 1 << 30)
+    first, last = stage_traffic(table_for(QWEN3, 2), Layout(4, tp=2, pp=2), "bfloat16", 1 << 30)
     assert (first.num_buckets, last.num_buckets) == (1, 1)
     assert first.gathered == 102 * 32 + 2 * layer  # half of it, two bytes each
     assert first.sent == 2 * (101 * 32 + 2 * (layer + norms))
     assert last.sent == 2 * (32 + 101 * 32 + 2 * (layer + norms))
-    assert stage_traffic(table_for(QWEN3), 1, 2, "bfloat16", 1 << 30)[0].gathered == 0
+    assert stage_traffic(table_for(QWEN3), Layout(2, pp=2), "bfloat16", 1 << 30)[0].gathered == 0
 
 
 def test_bad_arguments() -> None:

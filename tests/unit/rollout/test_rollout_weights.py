@@ -166,7 +166,7 @@ def test_one_tensor_with_two_contents_is_refused(receiver: WeightReceiver, tmp_p
 
 
 def test_release_and_resume(receiver: WeightReceiver, tmp_path: Path) -> None:
-    parameters = list(receiver._parameters.values())
+    parameters = [parameter for parameter, _ in receiver._parameters]
     whole = sum(parameter.numel() * 4 for parameter in parameters)
     assert receiver.num_bytes == whole
     for _ in range(2):

@@ -62,7 +62,6 @@ def test_other_jobs_are_refused_by_name(program: str, job: str) -> None:
         ("actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct", "it is a job with images"),
         ("actor_rollout_ref.model.path=zai-org/GLM-4.1V-9B-Thinking", "it is a job with images"),
         ("actor_rollout_ref.model.path=google/gemma-2-2b-it", "by its name a model of gemma, which is not supported"),
-        ("actor_rollout_ref.actor.megatron.expert_model_parallel_size=8", "with experts"),
         ("actor_rollout_ref.model.lora_adapter_path=/adapter", "not supported yet"),
         ("actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml", "not supported yet"),
     ],
@@ -75,6 +74,17 @@ def test_what_no_run_could_do_is_not_harmless(override: str, reason: str) -> Non
 @pytest.mark.parametrize("path", ["Qwen/Qwen3-8B", "deepseek-ai/deepseek-llm-7b-chat", "meta-llama/Llama-3.1-8B", "/m"])
 def test_models_of_families_that_are_there(path: str) -> None:
     assert translated(BASE, f"actor_rollout_ref.model.path={path}").is_whole
+
+
+def test_layouts_of_experts() -> None:
+    path, section = "actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B", "actor_rollout_ref.actor.megatron"
+    found = translated(
+        BASE, path, f"{section}.expert_model_parallel_size=8", f"{section}.expert_tensor_parallel_size=1",
+        f"+{section}.override_transformer_config.moe_token_dispatcher_type=alltoall",
+        f"+{section}.override_transformer_config.num_layers_in_last_pipeline_stage=11",
+    )  # fmt: skip
+    assert values(found)["actor.megatron.expert_model_parallel_size"] == 8
+    assert values(found)["actor.megatron.expert_tensor_parallel_size"] == 1
 
 
 def test_batches_that_are_generated_and_prompts_that_are_too_long() -> None:

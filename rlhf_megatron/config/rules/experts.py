@@ -1,0 +1,77 @@
+"""Rules on a layout for a model with experts, and on what only such a model reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rlhf_megatron.config.schema import MegatronConfig
+
+EP, ETP, DISPATCHER = "expert_model_parallel_size", "expert_tensor_parallel_size", "moe_token_dispatcher_type"
+KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys of config.json that say how many experts a layer has."""
+
+Found = tuple[str, tuple[str, ...]]
+"""What is wrong, with the fix; the keys of a layout that it is about."""
+
+
+def num_experts(hf_config: Mapping[str, Any]) -> int:
+    """Experts of a layer; 0 of a dense model."""
+    return next((int(hf_config[key]) for key in KEYS if isinstance(hf_config.get(key), int)), 0)
+
+
+def of_experts(num_experts: int, width: int, stage_ranks: int, m: MegatronConfig) -> Iterator[Found]:
+    """What cannot be for `num_experts` experts a layer with `width` columns each. `stage_ranks`: of a pipeline stage,
+    over all replicas."""
+    tp, ep = m.tensor_model_parallel_size, m.expert_model_parallel_size
+    etp = m.expert_tensor_parallel_size or tp
+    tp_key = "tensor_model_parallel_size"
+    if min(tp, ep, etp) < 1:
+        return  # other rules say it
+    if tp > 1 and not m.sequence_parallel:
+        yield (
+            f"{tp_key} ({tp}) needs sequence_parallel for a model with experts: megatron-core refuses to train them"
+            " without; set it to true.",
+            (tp_key, "sequence_parallel"),
+        )
+    if num_experts % ep:
+        fit = " or ".join(str(d) for d in range(1, min(ep, num_experts) + 1) if num_experts % d == 0)
+        yield f"{EP} ({ep}) must divide the experts of a layer ({num_experts}); use {fit}.", (EP,)
+    if width % etp:
+        key = ETP if m.expert_tensor_parallel_size else tp_key
+        yield f"{ETP} ({etp}) must divide the columns of an expert ({width}); use 1.", (ETP, key)
+    if stage_ranks > 0 and stage_ranks % (ep * etp):
+        yield (
+            f"{EP} x {ETP} ({ep} x {etp} = {ep * etp}) must divide the ranks of a pipeline stage ({stage_ranks} over"
+            " all replicas); use smaller ones or more ranks.",
+            (EP, ETP),
+        )
+    if m.moe_token_dispatcher_type == "allgather" and tp * m.context_parallel_size % (ep * etp):
+        yield (
+            f"{DISPATCHER} (allgather) needs as many tokens on all ranks that share experts, but {EP} x {ETP} ({ep} x"
+            f" {etp}) reaches over replicas, which have samples of their own; use alltoall.",
+            (DISPATCHER, EP, ETP),
+        )
+    if "mlp" in m.recompute_modules and m.recompute_granularity == "selective":
+        yield (
+            "recompute_modules has mlp, which megatron-core leaves out for layers with experts; use moe for these.",
+            ("recompute_modules",),
+        )
+    if m.transformer_impl == "transformer_engine":
+        yield (
+            "transformer_impl (transformer_engine) is not there for models with experts yet; use auto or local.",
+            ("transformer_impl",),
+        )
+
+
+def of_dense_model(m: MegatronConfig) -> Iterator[Found]:
+    """What a model without experts would ignore."""
+    given = {
+        EP: m.expert_model_parallel_size > 1,
+        ETP: m.expert_tensor_parallel_size is not None,
+        DISPATCHER: m.moe_token_dispatcher_type != "alltoall",
+        "recompute_modules": m.recompute_granularity == "selective" and "moe" in m.recompute_modules,
+    }
+    for key, is_given in given.items():
+        if is_given:
+            yield f"{key} ({getattr(m, key)}) is of experts, and the model has none; remove it.", (key,)

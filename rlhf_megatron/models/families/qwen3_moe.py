@@ -1,0 +1,44 @@
+"""Qwen3 with experts (model_type "qwen3_moe"; Qwen3-30B-A3B and 235B-A22B are such): attention as in Qwen3.
+
+The router's weights are a softmax over all experts; `norm_topk_prob` scales those of the picked ones to a sum of 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlhf_megatron.models.families import dense
+from rlhf_megatron.models.families.base import FAMILIES, HFConfig, require_int
+from rlhf_megatron.models.families.experts import Experts, read_experts, unknown_keys
+
+
+def _read(hf_config: HFConfig) -> dense.DenseModel:
+    return dense.read_dense_model(
+        hf_config, head_dim=128, max_positions=32768, has_qk_norm=True, experts=_experts(hf_config)
+    )
+
+
+def _experts(hf_config: HFConfig) -> Experts:
+    step, dense_layers = require_int(hf_config, "decoder_sparse_step", 1), hf_config.get("mlp_only_layers") or ()
+    layers = range(require_int(hf_config, "num_hidden_layers"))
+    num = "num_experts" if "num_experts" in hf_config else "num_local_experts"  # the hub's name; that of transformers 5
+    return read_experts(
+        hf_config,
+        num,
+        "moe_intermediate_size",
+        tuple(layer not in dense_layers and (layer + 1) % step == 0 for layer in layers),
+        arguments={"moe_router_pre_softmax": not hf_config.get("norm_topk_prob", False)},
+    )
+
+
+def _unsupported(hf_config: HFConfig) -> Iterator[str]:
+    yield from unknown_keys(
+        hf_config,
+        "decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts num_local_experts",
+    )
+    told = {hf_config[key] for key in ("num_experts", "num_local_experts") if key in hf_config}
+    if len(told) > 1:
+        yield f"num_experts and num_local_experts ({sorted(told)}) mean the same number; remove one."
+
+
+FAMILIES.register("qwen3_moe")(dense.family("qwen3_moe", _read, _unsupported, attention_bias=False, mlp_bias=False))

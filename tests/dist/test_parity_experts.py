@@ -1,0 +1,76 @@
+"""Models with experts against float64: a few layouts here, all of them in `make parity`; and planted mistakes."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from dist_pool import DistPool
+from parity_mistakes import run_with
+
+from benchmarks.parity.cases import CUTS, Recipe, Role
+from benchmarks.parity.layouts import Axes
+from benchmarks.parity.run import Case, make_case, rows_of, run_cell
+
+pytestmark = pytest.mark.dist
+CUT = replace(CUTS[0], token_budget=128)
+SP: dict[str, Any] = {"sequence_parallel": True}
+ANY_EXPERT = r"model\.layers\.\d\.(mlp|block_sparse_moe)\.experts\.\d\.\w+\.weight"
+CELLS: list[tuple[str, Axes, Role]] = [
+    ("qwen3_moe", Axes(tp=2, **SP, ep=2, etp=1), "actor"),
+    ("qwen3_moe_plain", Axes(pp=2, ep=2, dp=2, first_layers=1, distributed=True), "actor"),
+    ("mixtral", Axes(cp=2, ep=2, recompute="moe"), "actor"),
+]
+LONG: list[tuple[str, Axes, Role]] = [
+    ("qwen3_moe", Axes(pp=2, first_layers=1), "actor"),  # the layers of the first stage have no experts
+    ("qwen3_moe", Axes(tp=2, **SP, ep=2, etp=1, dp=2, distributed=True, overlap=True), "critic"),
+    ("qwen3_moe_plain", Axes(etp=2, dp=2, distributed=True), "actor"),
+    ("mixtral", Axes(tp=2, **SP, pp=2, ep=2, etp=1), "critic"),
+    ("mixtral", Axes(tp=2, **SP, etp=1, is_gathered=True), "actor"),
+]
+
+
+@functools.cache
+def case_of(family: str, role: Role = "actor") -> Case:
+    return make_case(family, Recipe(), [CUT], role)
+
+
+@pytest.mark.parametrize(
+    "family, axes, role",
+    [*CELLS, *(pytest.param(*cell, marks=pytest.mark.long) for cell in LONG)],
+    ids=[f"{family}-{axes.name}-{role}" for family, axes, role in [*CELLS, *LONG]],
+)
+def test_experts_are_as_near_to_float64_as_float32_transformers(
+    dist_pool: DistPool, family: str, axes: Axes, role: Role
+) -> None:
+    """A token that went to another expert would be over the bar in that expert's gradient."""
+    case = case_of(family, role)
+    misses = [row for row in rows_of(case, axes, run_cell(dist_pool, case, axes, Recipe(), [CUT])) if not row.ok]
+    assert not misses, misses
+
+
+@pytest.mark.parametrize(
+    "mistake, axes, seen, unseen",
+    [
+        # The forward pass is right: half of the tokens are missing in the gradients of experts.
+        ("experts_reduced_as_dense_layers", Axes(tp=2, **SP, etp=1), {"gradient": ANY_EXPERT}, {"log_probs"}),
+        (
+            "experts_off_by_one",
+            Axes(dp=2, ep=2),
+            {"log_probs": "log_probs", "gradient": r".+\.weight"},
+            set(),
+        ),
+    ],
+)
+def test_a_mistake_with_experts_is_over_the_bar(
+    dist_pool: DistPool, mistake: str, axes: Axes, seen: dict[str, str], unseen: set[str]
+) -> None:
+    case = case_of("qwen3_moe")
+    results = run_cell(dist_pool, case, axes, Recipe(), [CUT], job=run_with, mistake=mistake)
+    found = {row.quantity: row for row in rows_of(case, axes, results)}
+    for quantity, tensor in seen.items():
+        assert not found[quantity].ok and re.fullmatch(tensor, found[quantity].tensor), found[quantity]
+    assert all(found[quantity].ok for quantity in unseen)

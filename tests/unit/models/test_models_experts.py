@@ -1,0 +1,219 @@
+"""Families with experts: their tables against transformers' files, what is refused, and where experts stand."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.parity.cases import EXPERT_FAMILIES, make_state
+from benchmarks.parity.fused_experts import fused, unfused
+from benchmarks.parity.reference import make_model
+from rlhf_megatron.config.rules.experts import of_dense_model, of_experts
+from rlhf_megatron.config.schema import MegatronConfig
+from rlhf_megatron.models.families.base import family_for, table_for
+from rlhf_megatron.models.table import check_tensor_parallel, holders, join, rules_of_stage, split
+from rlhf_megatron.observe.metrics.rates import FORWARD, model_flops
+from rlhf_megatron.parallel.layout import Layout, stage_depths
+from rlhf_megatron.rollout.local.weights import named_parts
+
+QWEN3_30B = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+}
+NO_RULE = "this family does not know what that means"
+
+
+@pytest.mark.parametrize("family", EXPERT_FAMILIES)
+def test_a_table_has_the_tensors_that_transformers_saves(family: str, tmp_path: Path) -> None:
+    hf_config, state = EXPERT_FAMILIES[family], make_state(family)
+    model = make_model(hf_config, state, torch.float32)
+    model.save_pretrained(tmp_path)
+    on_disk = load_file(tmp_path / "model.safetensors")
+    tied = {"lm_head.weight"} if hf_config["tie_word_embeddings"] else set()
+    table = table_for(hf_config)
+    assert {hf.name: hf.shape for rule in table for hf in rule.hf} == {
+        name: tuple(tensor.shape) for name, tensor in on_disk.items() if name not in tied
+    }
+    # transformers' own config.json is understood, every key of it
+    written = model.config.to_dict()
+    assert not list(family_for(written).unsupported(written))
+    assert [rule.hf for rule in table_for(written)] == [rule.hf for rule in table]
+    # what the local engine serves stands under the same names
+    served = {name: part.tensor for name, part in named_parts(model)}
+    assert served.keys() == on_disk.keys() - tied
+    assert all(torch.equal(tensor, on_disk[name]) for name, tensor in served.items())
+    assert unfused(fused(state), hf_config["model_type"]).keys() == state.keys()
+
+
+@pytest.mark.parametrize("family", EXPERT_FAMILIES)
+def test_experts_are_split_by_etp_and_the_rest_by_tp(family: str) -> None:
+    state = make_state(family)
+    table = table_for(EXPERT_FAMILIES[family], 2)
+    check_tensor_parallel(table, 2, 4)
+    for rule in table:
+        full = rule.to_megatron(*(state[hf.name] for hf in rule.hf))
+        shards = split(rule.split, full, 4 if rule.expert is not None else 2)
+        assert torch.equal(join(rule.split, shards), full), rule.megatron_name
+        for hf, tensor in zip(rule.hf, rule.to_hf(full), strict=True):
+            assert torch.equal(tensor, state[hf.name]), hf.name
+    with pytest.raises(ValueError, match=r"size 5 does not divide \d+ tensors, first .*experts"):
+        check_tensor_parallel(table, 2, 5)
+
+
+def test_gate_and_up_of_an_expert_are_cut_apart() -> None:
+    rule = next(
+        r for r in table_for(EXPERT_FAMILIES["mixtral"]) if r.megatron_name.endswith("experts.5.linear_fc1.weight")
+    )
+    w1, w3 = torch.arange(4.0)[:, None], torch.arange(10.0, 14.0)[:, None]
+    assert [hf.name.rpartition("experts.")[2] for hf in rule.hf] == ["5.w1.weight", "5.w3.weight"]
+    assert split(rule.split, rule.to_megatron(w1, w3), 2)[1].flatten().tolist() == [2, 3, 12, 13]
+    assert rule.fusion_group.endswith("block_sparse_moe.experts.5") and (rule.expert, rule.num_experts) == (5, 8)
+
+
+def test_places_of_experts_and_of_their_copies() -> None:
+    """16 ranks, tp2 pp2: a stage has 8, which are two copies of ep2 x etp2 ranks."""
+    layout = Layout(16, tp=2, pp=2, sequence_parallel=True, ep=2, etp=2)
+    assert (layout.dp, layout.edp, layout.copy_size, layout.stage_size) == (4, 2, 4, 8)
+    assert [layout.ep_rank(rank) for rank in range(8, 16)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [layout.etp_rank(rank) for rank in range(8, 16)] == [0, 1] * 4
+    assert str(layout) == "tp2 sequence pp2 ep2 dp4" and str(Layout(2, tp=2, etp=1)) == "tp2 pp1 etp1 dp1"
+    table = table_for(EXPERT_FAMILIES["mixtral"])
+    fc2 = [rule for rule in table if rule.layer == 0 and rule.megatron_name.endswith("linear_fc2.weight")]
+    assert [list(holders(rule, layout)) for rule in fc2] == [[0, 1]] * 4 + [[2, 3]] * 4
+    router = next(rule for rule in table if rule.megatron_name.endswith("router.weight"))
+    proj = next(rule for rule in table if rule.megatron_name.endswith("linear_proj.weight"))
+    assert (list(holders(router, layout)), list(holders(proj, layout))) == ([0], [0, 1])
+    # tp wider than all experts together: ranks of one tp group hold a copy
+    assert Layout(4, tp=4, ep=1, etp=2).copy_size == 4
+    with pytest.raises(ValueError, match=r"ranks of a pipeline stage \(4\) must be a multiple of .*\(8 x 1 = 8\)"):
+        Layout(4, ep=8)
+
+
+def test_layers_of_stages() -> None:
+    assert stage_depths(8, 4) == (2, 2, 2, 2) and stage_depths(5, 1) == (5,)
+    assert stage_depths(94, 8, first=11, last=11) == (11, *[12] * 6, 11)
+    assert stage_depths(61, 4, last=13) == (16, 16, 16, 13)
+    assert stage_depths(4, 2, first=3) == (3, 1) and stage_depths(4, 2, first=3, last=1) == (3, 1)
+    with pytest.raises(
+        ValueError, match=r"number of layers \(61\) must be a multiple of the pipeline parallel size \(4\)"
+    ):
+        stage_depths(61, 4)
+    with pytest.raises(ValueError, match=r"\(12 and 0; 0: not set\) must be a multiple of the other stages \(3\)"):
+        stage_depths(61, 4, first=12)
+    table = table_for({**EXPERT_FAMILIES["mixtral"], "num_hidden_layers": 5})
+    layers = [{rule.layer for rule in rules_of_stage(table, stage, 2, first=2)} for stage in range(2)]
+    assert layers == [{None, 0, 1}, {2, 3, 4, None}]
+
+
+def test_a_large_table_is_made_at_once() -> None:
+    """Kimi-K2's 70,000 tensors and more: 61 layers of 512 experts."""
+    start = time.perf_counter()
+    table = table_for({**QWEN3_30B, "num_hidden_layers": 61, "num_experts": 512}, 8)
+    assert sum(len(rule.hf) for rule in table) > 93_000
+    assert time.perf_counter() - start < 2.0 * 4, "2 s on a quiet core"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_group": 4}, f"n_group: {NO_RULE}"),
+        ({"shared_expert_intermediate_size": 64}, f"shared_expert_intermediate_size: {NO_RULE}"),
+        ({"use_sliding_window": True}, r"use_sliding_window \(True\) is not supported"),
+        ({"num_experts_per_tok": 9}, r"num_experts_per_tok \(9\) is over num_experts \(8\)"),
+        ({"num_experts": 0}, "num_experts is 0; it must be a positive integer"),
+        ({"num_local_experts": 4}, r"num_experts and num_local_experts \(\[4, 8\]\) mean the same"),
+        ({"attention_bias": True}, r"attention_bias \(True\) is not supported"),
+    ],
+)
+def test_what_a_family_does_not_know_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        table_for({**EXPERT_FAMILIES["qwen3_moe"], **change})
+
+
+def test_mistral_has_no_sliding_window() -> None:
+    model = {**EXPERT_FAMILIES["mixtral"], "model_type": "mistral"}
+    for change in ({}, {"sliding_window": 4096}):
+        with pytest.raises(ValueError, match=r"sliding_window \(.*4096\) is not supported; it must be null"):
+            table_for({**model, **change})
+    assert table_for({**model, "sliding_window": None})[-1].megatron_name == "output_layer.weight"
+
+
+def test_layers_with_experts_follow_the_config() -> None:
+    def layers(**change: Any) -> list[int]:
+        hf_config = {**EXPERT_FAMILIES["qwen3_moe"], **change}
+        found: list[int] = family_for(hf_config).transformer_arguments(hf_config)["moe_layer_freq"]
+        return found
+
+    assert layers() == [0, 1, 1, 1] and layers(mlp_only_layers=[]) == [1, 1, 1, 1]
+    assert layers(mlp_only_layers=[1], decoder_sparse_step=2) == [0, 0, 0, 1]
+
+
+MOE = MegatronConfig(tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sequence_parallel": False}, "tensor_model_parallel_size (2) needs sequence_parallel"),
+        ({"expert_model_parallel_size": 3}, "must divide the experts of a layer (8); use 1 or 2."),
+        (
+            {"expert_tensor_parallel_size": 5},
+            "expert_tensor_parallel_size (5) must divide the columns of an expert (32)",
+        ),
+        ({"expert_tensor_parallel_size": 8}, "(4 x 8 = 32) must divide the ranks of a pipeline stage (16 over"),
+        ({"moe_token_dispatcher_type": "allgather"}, "allgather) needs as many tokens on all ranks"),
+        ({"transformer_impl": "transformer_engine"}, "is not there for models with experts yet"),
+        ({"recompute_granularity": "selective", "recompute_modules": ("mlp",)}, "use moe for these"),
+    ],
+)
+def test_layouts_that_experts_cannot_have(change: dict[str, Any], message: str) -> None:
+    assert not list(of_experts(8, 32, 16, MOE))
+    found = [text for text, _ in of_experts(8, 32, 16, dataclasses.replace(MOE, **change))]
+    assert found and any(message in text for text in found), found
+
+
+def test_a_dense_model_reads_no_setting_of_experts() -> None:
+    settings = MegatronConfig(expert_model_parallel_size=2, expert_tensor_parallel_size=1)
+    assert [keys for _, keys in of_dense_model(settings)] == [
+        ("expert_model_parallel_size",),
+        ("expert_tensor_parallel_size",),
+    ]
+    assert not list(of_dense_model(MegatronConfig()))
+
+
+def test_flops_count_the_experts_that_a_token_meets() -> None:
+    """One layer of hidden 4, 2 heads of 2, 2 of 6 experts with 3 columns; one token."""
+    tiny = {
+        **QWEN3_30B,
+        "vocab_size": 8,
+        "hidden_size": 4,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 2,
+        "num_key_value_heads": 1,
+        "moe_intermediate_size": 3,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+    }
+    attention, router, experts = 4 * 2 * (2 * 2 + 2 * 1), 4 * 6, 2 * 3 * 4 * 3
+    scores, head = 4 * 1 * 2 * 2 * 0.5, 2 * 4 * 8
+    expected = 2 * (attention + router + experts) + scores + head
+    assert model_flops(tiny, torch.tensor([1]), 1, FORWARD) == expected
