@@ -33,15 +33,16 @@ def sample_names(name: str) -> list[str]:
 class EngineCall:
     """One call. `seconds` is None while it runs."""
 
-    time: float  # of its start, unix seconds
+    start: float  # time.monotonic()
     engine: str
     verb: str
     seconds: float | None = None
     error: str = ""  # what it raised
 
     def __str__(self) -> str:
-        clock = time.strftime("%H:%M:%S", time.localtime(self.time))
-        took = f"running for {time.time() - self.time:.1f} s" if self.seconds is None else f"{self.seconds:.2f} s"
+        ago = time.monotonic() - self.start
+        clock = time.strftime("%H:%M:%S", time.localtime(time.time() - ago))
+        took = f"running for {ago:.1f} s" if self.seconds is None else f"{self.seconds:.2f} s"
         return f"{clock} {self.engine} {self.verb}: {took}" + (f", {self.error}" if self.error else "")
 
 
@@ -67,16 +68,15 @@ class EngineCalls:
 
     def record(self, engine: str, verb: str, function: Callable[[], T]) -> T:
         """Run `function` in this thread."""
-        call = EngineCall(time.time(), engine, verb)
+        call = EngineCall(time.monotonic(), engine, verb)
         self._calls.append(call)
-        start = time.monotonic()
         try:
             return function()
         except BaseException as error:
             call.error = f"{type(error).__name__}: {error}"
             raise
         finally:
-            call.seconds = time.monotonic() - start
+            call.seconds = time.monotonic() - call.start
 
     def last(self) -> list[EngineCall]:
         """The newest calls, oldest first."""
