@@ -9,7 +9,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -214,17 +214,14 @@ class _Reader:
         found: list[Record] = []
         broken: list[int] = []
         lines = text.split("\n")
-        is_cut = False
         for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
             try:
-                found.append(convert(_mapping(json.loads(line))))
+                if line.strip():
+                    found.append(convert(_mapping(json.loads(line))))
             except (KeyError, TypeError, ValueError, RecursionError):
-                is_last = number == len(lines)  # a complete line ends with a line break
-                is_cut |= is_last
-                broken += [] if is_last else [number]
-        if is_cut:
+                broken.append(number)
+        if broken and broken[-1] == len(lines):  # a complete line ends with a line break
+            broken.pop()
             self.notes.append(f"{name}: the last line is cut off and left out")
         if broken:
             which = ", ".join(map(str, broken[:5])) + (" ..." if len(broken) > 5 else "")
@@ -270,12 +267,12 @@ class _Reader:
         if text is None:
             return ()
         found, num_broken = [], 0
-        for event in _events(text):
+        for line in text.splitlines():
+            line = line.strip().removeprefix("[").removesuffix("]").strip().rstrip(",")
             try:
-                if event is not None and event.get("ph") == "X":
-                    found.append(_span(event))
-                num_broken += event is None
-            except (KeyError, TypeError, ValueError):
+                event = _mapping(json.loads(line)) if line else {}
+                found += [_span(event)] if event.get("ph") == "X" else []
+            except (KeyError, TypeError, ValueError, RecursionError):
                 num_broken += 1
         if num_broken:
             self.notes.append(f"{TRACE}: {num_broken} event(s) left out that are cut off or cannot be read")
@@ -326,17 +323,6 @@ def _mismatch(line: Mapping[str, Any]) -> MismatchStep:
     if any(len(group.counts) != len(found.edges) - 1 for group in found.groups):
         raise ValueError("a count a bin")
     return found
-
-
-def _events(text: str) -> Iterator[Mapping[str, Any] | None]:
-    """Events of a trace, one a line. None: one cannot be read."""
-    for line in text.splitlines():
-        line = line.strip().removeprefix("[").removesuffix("]").strip().rstrip(",")
-        if line:
-            try:
-                yield _mapping(json.loads(line))
-            except (TypeError, ValueError):
-                yield None
 
 
 def _span(event: Mapping[str, Any]) -> Span:
