@@ -213,6 +213,8 @@ def _answers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", metavar="PROMPTS|key=value", nargs="*", help=text)
     parser.add_argument("--out", metavar="FILE.jsonl", type=Path, help="of the answers (<SOURCE>-answers.jsonl)")
     parser.add_argument("--split", choices=("val", "train", "all"), default="val", help="prompts of a run (val)")
+    parser.add_argument("--step", metavar="N", type=int, help="the checkpoint of a run that has this step")
+    parser.add_argument("--best", action="store_true", help="the checkpoint with the largest trainer.keep_best")
     parser.add_argument("-n", metavar="N", type=_count, help="samples a prompt (rollout.val_kwargs.n)")
     parser.add_argument("--temperature", metavar="T", type=float, help="0: greedy (rollout.val_kwargs.temperature)")
     parser.add_argument("--top-p", metavar="P", type=float, help="rollout.val_kwargs.top_p")

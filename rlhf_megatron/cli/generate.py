@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlhf_megatron.generation.answer_file import read_answers
 from rlhf_megatron.generation.job import GenerateJob
-from rlhf_megatron.generation.source import config_of
+from rlhf_megatron.generation.source import config_of, weights_of
 from rlhf_megatron.rollout.engine import EngineError
 from rlhf_megatron.stop import STOPPED_EXIT_CODE, RunStopped, StopRequest
 
@@ -31,7 +31,8 @@ def answer(args: argparse.Namespace) -> tuple[int, Path]:
     source = Path(args.source)
     config = config_of(source, prompts, [*words, *overrides])
     out = args.out or Path(f"{source.absolute().stem}-answers.jsonl")
-    job = GenerateJob.of(config, args.split, out, args.tokens, args.overwrite)
+    served = weights_of(source, config, args.step, args.best)
+    job = GenerateJob.of(config, served, args.split, out, args.tokens, args.overwrite)
     stop = StopRequest()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _: stop.request(signal.Signals(received).name))

@@ -7,6 +7,7 @@ goes on where it was.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,7 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_megatron.checkpoint.hf_reader import HFReader, read_hf_config
 from rlhf_megatron.config.schema import RunConfig, SamplingConfig
 from rlhf_megatron.data.batch import PromptBatch
 from rlhf_megatron.data.items import PromptItem, prompt_batch
@@ -22,7 +22,7 @@ from rlhf_megatron.data.prompts import load_prompts
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from rlhf_megatron.generation.answer_file import AnswerFile, digest_of
 from rlhf_megatron.generation.file_weights import FileWeights
-from rlhf_megatron.models.families.base import table_for
+from rlhf_megatron.generation.source import Served
 from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
 from rlhf_megatron.rollout.engine import GeneratedSample, SamplingParams
 from rlhf_megatron.rollout.fleet.fleet import EngineFleet
@@ -45,13 +45,22 @@ class GenerateJob:
     config: RunConfig
     items: tuple[PromptItem, ...]
     tokenizer: Tokenizer
+    served: Served
     out: Path
     with_tokens: bool = False  # also write token ids and log-probs
     overwrite: bool = False
 
     @classmethod
-    def of(cls, config: RunConfig, split: str, out: Path, with_tokens: bool, overwrite: bool) -> GenerateJob:
-        """Read prompts, tokenizer and the headers of the weights. `split`: val, train or all.
+    def of(
+        cls,
+        config: RunConfig,
+        served: Served,
+        split: str,
+        out: Path,
+        with_tokens: bool = False,
+        overwrite: bool = False,
+    ) -> GenerateJob:
+        """Read prompts and tokenizer. `split`: val, train or all.
 
         Raises ValueError for what a user can fix; starts nothing.
         """
@@ -64,17 +73,14 @@ class GenerateJob:
             raise ValueError(
                 f"there are no prompts: data has no {split} rows; name a file of prompts, or --split train."
             )
-        path = Path(config.model.path)
-        HFReader(path).check(table_for(read_hf_config(path)))
-        return cls(config, by_split[split], tokenizer, out, with_tokens, overwrite)
+        return cls(config, by_split[split], tokenizer, served, out, with_tokens, overwrite)
 
     def asked(self) -> dict[str, Any]:
         """What the answers depend on, beside the weights' own bytes."""
-        config, weights = self.config, sorted(Path(self.config.model.path).glob("*.safetensors"))
-        sampling = config.rollout.val_kwargs
+        config, sampling = self.config, self.config.rollout.val_kwargs
         return {
-            "model": str(Path(config.model.path).absolute()),
-            "weights": digest_of([f"{p.name} {p.stat().st_size} {p.stat().st_mtime_ns}" for p in weights]),
+            "model": os.path.abspath(self.served.name),
+            "weights": self.served.identity,
             "prompts": digest_of([item.prompt for item in self.items]),
             "sampling": {name: getattr(sampling, name) for name in SamplingConfig.__dataclass_fields__},
             "max_response_length": config.data.max_response_length,
@@ -96,7 +102,7 @@ class GenerateJob:
                 report(f"{len(answers.done)} of {len(prompts)} prompts have an answer already")
             figures = {"prompts": 0.0, "samples": 0.0, "tokens": 0.0, "seconds": 0.0}
             if not answers.is_complete:
-                with serving(self.config, answers.folder, stop, report) as fleet:
+                with serving(self.config, self.served, answers.folder, stop, report) as fleet:
                     figures = self._ask(fleet, prompts, answers, report)
             answers.finish()
         return figures
@@ -151,9 +157,11 @@ def engine_setup(config: RunConfig) -> EngineSetup:
 
 
 @contextmanager
-def serving(config: RunConfig, folder: Path, stop: StopRequest, report: Callable[[str], None]) -> Iterator[EngineFleet]:
-    """Engines that serve `model.path`, verified; they end with the block. Logs are in `folder`/engines."""
-    setup, path = engine_setup(config), Path(config.model.path)
+def serving(
+    config: RunConfig, served: Served, folder: Path, stop: StopRequest, report: Callable[[str], None]
+) -> Iterator[EngineFleet]:
+    """Engines that serve those weights, verified; they end with the block. Logs are in `folder`/engines."""
+    setup = engine_setup(config)
     with ExitStack() as stack:
         transfer = stack.enter_context(make_transfer_dir(setup.transfer_parent(folder), setup.transfer_bytes()))
         servers = setup.start(folder, transfer.path, _waiting(stop, report))
@@ -161,17 +169,17 @@ def serving(config: RunConfig, folder: Path, stop: StopRequest, report: Callable
         fleet = setup.fleet(servers, folder, transfer.path, stop.check)
         stack.callback(fleet.close)
         sync = WeightSync(
-            FileWeights(HFReader(path), read_hf_config(path)),
+            FileWeights(served.model.source, served.model.hf_config),
             fleet,
             transfer.path,
             config.rollout.update_weights_bucket_megabytes * MIB,
             setup.dtype,
             transport=config.rollout.weight_transport,
-            model_path=path,
+            model_path=Path(config.model.path),
         )
         sent = sync()
         report(
-            f"{len(fleet.live)} engine(s) serve {path}: {sent['sync/num_bytes'] / 1e6:.1f} MB, verified, in"
+            f"{len(fleet.live)} engine(s) serve {served.name}: {sent['sync/num_bytes'] / 1e6:.1f} MB, verified, in"
             f" {sent['sync/seconds']:.1f} s"
         )
         yield fleet

@@ -1,4 +1,4 @@
-"""The configuration of a job that trains nothing, from a YAML file, the directory of a run or that of a model."""
+"""Configuration and weights of a job that trains nothing: from a YAML file, the directory of a run, or of a model."""
 
 from __future__ import annotations
 
@@ -6,21 +6,60 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_megatron.checkpoint.hf_reader import HFReader, read_hf_config
 from rlhf_megatron.config.load import read_run_config
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.secrets import revealed
+from rlhf_megatron.generation.answer_file import digest_of
 from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.parallel.device import has_accelerator
 from rlhf_megatron.plugins import load_plugins
-from rlhf_megatron.resharding.manifest import DTYPE_BYTES
+from rlhf_megatron.recovery.export import HF, find_weights
+from rlhf_megatron.resharding.convert import Model
+
+
+@dataclass(frozen=True)
+class Served:
+    """The weights of a job, and what tells them from others."""
+
+    model: Model
+    name: str  # a path, for messages
+    identity: str  # changes where the files change
+
+
+def weights_of(source: Path, config: RunConfig, step: int | None = None, is_best: bool = False) -> Served:
+    """What `source`, as of `config_of`, serves. Of a run: the checkpoint of `step` or the best one (as
+    `recovery.export.find_weights` says), else its folder `hf`, else its newest checkpoint.
+
+    Reads headers only. Raises ValueError.
+    """
+    is_run = (source / "config.yaml").is_file()
+    if (step is not None or is_best) and not is_run:
+        raise ValueError(f"--step and --best need the directory of a run, with checkpoints; {source} is none.")
+    if is_run and (step is not None or is_best or not _has_hf(source)):
+        found = find_weights(source, step, is_best)
+        return Served(found.model, str(found.checkpoint), _identity(found.checkpoint))
+    path = source / HF if is_run else Path(config.model.path)
+    hf_config, reader = read_hf_config(path), HFReader(path)
+    reader.check(table_for(hf_config))
+    return Served(Model(hf_config, reader, path, digests={}), str(path), _identity(path))
+
+
+def _has_hf(run_dir: Path) -> bool:
+    return (run_dir / HF / "config.json").is_file()
+
+
+def _identity(directory: Path) -> str:
+    """A digest of names, sizes and times of the files: bytes would take minutes to read."""
+    files = [(path, path.stat()) for path in sorted(directory.glob("*")) if path.is_file()]
+    return digest_of([f"{path.name} {stat.st_size} {stat.st_mtime_ns}" for path, stat in files])
 
 
 def config_of(source: Path | None, prompt_files: Sequence[str], overrides: Sequence[str]) -> RunConfig:
-    """`source`: RUN.yaml; a run's directory, whose weights are in its folder `hf`; a model in Hugging Face layout;
-    None: the defaults.
+    """`source`: RUN.yaml; a run's directory; a model in Hugging Face layout; None: the defaults.
 
     `prompt_files` take the place of the prompts that it names. Raises ConfigError and ValueError.
     """
@@ -33,10 +72,8 @@ def config_of(source: Path | None, prompt_files: Sequence[str], overrides: Seque
     if source is not None and source.is_file():
         path = source
     elif source is not None and (source / "config.yaml").is_file():
-        path, given = (
-            source / "config.yaml",
-            ["model.init_seed=null", f"model.path={json.dumps(str(_weights_of(source)))}"],
-        )
+        path, given = source / "config.yaml", ["model.init_seed=null"]
+        given += [f"model.path={json.dumps(str(source / HF))}"] if _has_hf(source) else []
     elif source is not None and (source / "config.json").is_file():
         given = _defaults(source)
     elif source is not None:
@@ -53,20 +90,10 @@ def config_of(source: Path | None, prompt_files: Sequence[str], overrides: Seque
     return config
 
 
-def _weights_of(run_dir: Path) -> Path:
-    if not (run_dir / "hf" / "config.json").is_file():
-        raise ValueError(
-            f"{run_dir} has no weights in Hugging Face layout ({run_dir / 'hf'}): write them with"
-            f" `rlhf-megatron export {run_dir} --out DIR`, and name that directory."
-        )
-    return run_dir / "hf"
-
-
 def _defaults(model: Path) -> list[str]:
     """Settings that fit a model and this machine, where no configuration says otherwise."""
     reader = HFReader(model)
     found = reader.dtype_of(table_for(read_hf_config(model))[0])
     dtype = found if found in ("float32", "bfloat16") else "bfloat16"
-    assert dtype in DTYPE_BYTES
     engine = "sglang" if has_accelerator() else "local"
     return [f"model.path={json.dumps(str(model))}", f"model.dtype={dtype}", f"rollout.engine={engine}"]

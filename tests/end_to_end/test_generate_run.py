@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from end_to_end_tools import MARKER, processes_with, wait_for_the_end
+from end_to_end_tools import MARKER, ONE_RANK, processes_with, train, wait_for_the_end, write_config
 from places import ROOT
 
 from rlhf_megatron.evaluation.evaluation import best_of
@@ -143,3 +143,17 @@ def test_two_files_are_compared_prompt_by_prompt(whole: Path) -> None:
         means.append([sum(t.strip() == r["answer"] for t in r["responses"]) / len(r["responses"]) for r in rows])
     difference = sum(b - a for a, b in zip(*means, strict=True)) / 300
     assert console.startswith(f"greedy.jsonl minus answers.jsonl: {difference:+.4f} [") and "over 300 items" in console
+
+
+def test_a_run_s_checkpoint_has_the_figure_of_its_own_evaluation(tmp_path: Path) -> None:
+    """Of the last step, from the state that a run keeps by default."""
+    trained = train(write_config(tmp_path), ONE_RANK | {"trainer.deterministic": True})
+    assert trained.exit_code == 0 and not (trained.run_dir / "hf").exists(), trained.console
+    own = trained.rows("evaluation")[-1]
+    words = ("--out", "answers.jsonl", "--json", "figures.json")
+    run(tmp_path, "evaluate", str(trained.run_dir), "--step", str(own["step"]), *words)
+    found = json.loads((tmp_path / "figures.json").read_text())
+    assert found["sets"][0]["num_items"] == own["val/num_items"]
+    assert [found[name] for name in ("mean", "low", "high")] == [
+        own[f"val/accuracy{ending}"] for ending in ("", "_low", "_high")
+    ]
