@@ -36,7 +36,9 @@ class HttpClient:
     def __init__(self, address: EngineAddress, key: str | None = None) -> None:
         """`key`: sent as bearer token; None: that of the admin verbs. Without one no header is sent."""
         self.address = address
-        self._key = address.token if key is None else key
+        key = address.token if key is None else key
+        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        self._headers |= {"Authorization": f"Bearer {key}"} if key else {}
 
     def get(self, path: str, timeout_s: float) -> Any:
         return self._parsed("GET", path, None, timeout_s)
@@ -77,11 +79,6 @@ class HttpClient:
             raise EngineError(f"{who}: no connection ({reason}).") from error
         except (aiohttp.ClientError, OSError) as error:
             raise EngineError(f"{who}: {error or type(error).__name__}.") from error
-
-    @property
-    def _headers(self) -> dict[str, str]:
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        return headers | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
 
     def _parsed(self, method: str, path: str, body: str | None, timeout_s: float) -> Any:
         return run(self.send(method, path, body, timeout_s), timeout_s).parsed()

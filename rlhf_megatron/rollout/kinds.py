@@ -39,7 +39,7 @@ class EngineKind:
         self, setup: EngineSetup, run_dir: Path, transfer_dir: Path, progress: Progress | None, place: Place
     ) -> EngineServers | AttachedEngines:
         """Start `setup.rollout.num_engines` servers without weights, where `place` says, and wait until all are
-        healthy. Raises EngineError."""
+        healthy; or take those of `rollout.endpoints`, where it `can_attach`. Raises EngineError."""
         raise NotImplementedError(f"{type(self).__name__} starts no servers; name running ones in rollout.endpoints.")
 
     def connect(self, address: EngineAddress, transfer_dir: Path) -> Engine:

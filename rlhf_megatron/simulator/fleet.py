@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from rlhf_megatron.rollout.sizes import CHUNK_SAMPLES, CHUNKS_IN_FLIGHT, OVERFILL
+from rlhf_megatron.rollout.sizes import OVERFILL, cut_sizes
 from rlhf_megatron.simulator.plan import Plan
 
 
@@ -134,19 +134,8 @@ class Fleet:
 
 
 def cut(groups: Sequence[RunningGroup], num_engines: int) -> list[list[RunningGroup]]:
-    """The pieces of a generate call, as `rollout.fleet.balancer.cut` makes them."""
-    total = sum(len(group.lengths) for group in groups)
-    num_pieces = 1 if num_engines == 1 else CHUNKS_IN_FLIGHT * num_engines
-    target = min(CHUNK_SAMPLES, -(-total // num_pieces))
-    pieces: list[list[RunningGroup]] = []
-    size = 0
-    for group in groups:
-        if not pieces or size + len(group.lengths) > target:
-            pieces.append([])
-            size = 0
-        pieces[-1].append(group)
-        size += len(group.lengths)
-    return pieces
+    """The pieces of a generate call."""
+    return [[groups[i] for i in run] for run in cut_sizes([len(group.lengths) for group in groups], num_engines)]
 
 
 @dataclass(eq=False)

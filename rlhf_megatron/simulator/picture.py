@@ -84,7 +84,7 @@ def _panel(panel: Panel, seconds: float, top: float) -> tuple[list[str], float]:
     parts = [f'<text class="ink title" x="{LEFT}" y="{top + 16:.0f}">{escape(panel.title)}</text>']
     for number, row in enumerate(rows):
         y = first + number * (ROW + GAP)
-        name = row if isinstance(row, str) else _block_name(row)
+        name = row if isinstance(row, str) else f"engine {row[0]}" if len(row) == 1 else f"engines {row[0]}–{row[-1]}"
         parts.append(f'<text class="muted" x="{LEFT - 8}" y="{y + 12:.1f}" text-anchor="end">{name}</text>')
         parts.append(f'<rect class="row" x="{LEFT}" y="{y:.1f}" width="{WIDTH - LEFT - RIGHT}" height="{ROW}"/>')
         if isinstance(row, range):
@@ -98,10 +98,6 @@ def _panel(panel: Panel, seconds: float, top: float) -> tuple[list[str], float]:
 def _blocks(num_engines: int) -> list[range]:
     size = -(-num_engines // MAX_ENGINE_ROWS)
     return [range(start, min(start + size, num_engines)) for start in range(0, num_engines, size)]
-
-
-def _block_name(block: range) -> str:
-    return f"engine {block[0]}" if len(block) == 1 else f"engines {block[0]}–{block[-1]}"
 
 
 def _bars(panel: Panel, seconds: float, scale: float, first: float, num_blocks: int) -> Iterator[str]:

@@ -53,11 +53,8 @@ class Case:
 
 def schedule_name(schedule: ScheduleConfig) -> str:
     """ "asynchronous max_lag 2" """
-    return " ".join([schedule.name, *(f"{key} {_plain(value)}" for key, value in schedule.params.items())])
-
-
-def _plain(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    values = {key: str(value).lower() if value in (True, False) else value for key, value in schedule.params.items()}
+    return " ".join([schedule.name, *(f"{key} {value}" for key, value in values.items())])
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ OF_VALUES = ("critic/values/", "critic/returns/", "critic/advantages/", "critic/
 """What a critic's rounding error reaches; without one, advantages do not depend on the layout."""
 
 IN_NATS = ("actor/", "rollout_corr/")
+_NO_MEANS = ("actor/lr", "actor/num_")
 
 
 @dataclass(frozen=True)
@@ -138,15 +139,11 @@ def _metric_row(name: str, where: str, mine: Mapping[str, Any], theirs: Mapping[
         bar = LOSS * _largest_advantage(theirs)
     elif name.startswith(("actor/pg_clipfrac", "critic/vf_clipfrac")):
         bar = 2.0 / (theirs["response_length/mean"] * theirs["rollout/num_samples"])
-    elif name in ("warmup/loss", "critic/vf_loss") or (name.startswith(IN_NATS) and not _is_count(name)):
+    elif name in ("warmup/loss", "critic/vf_loss") or (name.startswith(IN_NATS) and not name.startswith(_NO_MEANS)):
         bar = NATS * max(1.0, abs(y))
     elif "critic/values/mean" in theirs and name.startswith(OF_VALUES):
         bar = VALUES * max(1.0, abs(y))
     return Row(name, where, x, y, error, bar)
-
-
-def _is_count(name: str) -> bool:
-    return name == "actor/lr" or name.startswith("actor/num_")
 
 
 def _largest_advantage(step: Mapping[str, Any]) -> float:

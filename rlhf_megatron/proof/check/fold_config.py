@@ -64,6 +64,7 @@ def fold_config(config: schema.RunConfig, folded: Folded, directory: Path) -> sc
         return num_samples // 2 if true_samples > true else num_samples
 
     is_exact = config.model.dtype == "float32" and config.rollout.dtype in (None, "float32")
+    checks = config.checks if is_exact else schema.CheckConfig()  # the run's own bound, where it is one on float32
     return schema.RunConfig(
         model=schema.ModelConfig(
             path=str(directory / "model"),
@@ -94,10 +95,7 @@ def fold_config(config: schema.RunConfig, folded: Folded, directory: Path) -> sc
         reward=schema.RewardConfig(name="character_share"),
         algorithm=_algorithm(config.algorithm, num_samples),
         warmup=_warmup(config.warmup),
-        # the run's own bound, where it is one on float32
-        checks=schema.CheckConfig(log_prob_max_abs_diff=config.checks.log_prob_max_abs_diff)
-        if is_exact
-        else schema.CheckConfig(),
+        checks=schema.CheckConfig(log_prob_max_abs_diff=checks.log_prob_max_abs_diff),
         trainer=schema.TrainerConfig(
             experiment_name=folded.name,
             default_local_dir=str(directory),

@@ -6,13 +6,14 @@ The requests of a generate call are cut into pieces by the configuration alone, 
 from __future__ import annotations
 
 import resource
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from rlhf_megatron.rollout.engine import Engine, EngineError, GenerateRequest, Groups
 from rlhf_megatron.rollout.fleet.supervisor import Member
-from rlhf_megatron.rollout.sizes import CHUNK_SAMPLES, CHUNKS_IN_FLIGHT, OVERFILL
+from rlhf_megatron.rollout.sizes import CHUNKS_IN_FLIGHT, OVERFILL, cut_sizes
 
 
 @dataclass(eq=False)
@@ -31,22 +32,9 @@ class Chunk:
 
 
 def cut(requests: Sequence[GenerateRequest], num_engines: int, is_closed: bool = False) -> list[Chunk]:
-    """One piece for one engine, two for each of several, none over `CHUNK_SAMPLES` unless a group alone is.
-
-    `num_engines`: of the configuration, also when fewer live. `is_closed`: an engine decodes a piece by itself; then
-    there are two for one engine too, so that a failure does not lose everything.
-    """
-    total = sum(len(request.seeds) for request in requests)
-    pieces = 1 if num_engines == 1 and not is_closed else CHUNKS_IN_FLIGHT * num_engines
-    target = min(CHUNK_SAMPLES, -(-total // pieces))
-    chunks: list[Chunk] = []
-    start = size = 0
-    for index, request in enumerate(requests):
-        if size and size + len(request.seeds) > target:
-            chunks.append(Chunk(start, requests[start:index]))
-            start, size = index, 0
-        size += len(request.seeds)
-    return [*chunks, Chunk(start, requests[start:])] if requests else chunks
+    """See `sizes.cut_sizes`."""
+    sizes = [len(request.seeds) for request in requests]
+    return [Chunk(run.start, requests[run.start : run.stop]) for run in cut_sizes(sizes, num_engines, is_closed)]
 
 
 def without_known(chunks: Sequence[Chunk], known: Container[int], is_closed: bool) -> list[Chunk]:
@@ -96,21 +84,21 @@ class Load:
     engines whatever a `generate` asks for, so neither is held up by the limits of the other."""
 
     def __init__(self, running: Iterable[Sent] = ()) -> None:
-        self._pieces: dict[tuple[Member | None, bool], int] = {}
-        self._samples: dict[tuple[Member | None, bool], int] = {}
+        self._pieces: Counter[tuple[Member | None, bool]] = Counter()
+        self._samples: Counter[tuple[Member | None, bool]] = Counter()
         for sent in running:
             self.add(sent)
 
     def add(self, sent: Sent) -> None:
         key = (sent.member, sent.chunk.is_open)
-        self._pieces[key] = self._pieces.get(key, 0) + 1
-        self._samples[key] = self._samples.get(key, 0) + sent.chunk.num_samples
+        self._pieces[key] += 1
+        self._samples[key] += sent.chunk.num_samples
 
     def pieces(self, member: Member | None, is_open: bool) -> int:
-        return self._pieces.get((member, is_open), 0)
+        return self._pieces[member, is_open]
 
     def samples(self, member: Member | None, is_open: bool) -> int:
-        return self._samples.get((member, is_open), 0)
+        return self._samples[member, is_open]
 
     def all_pieces(self, is_open: bool) -> int:
         return sum(count for (_, of_open), count in self._pieces.items() if of_open == is_open)

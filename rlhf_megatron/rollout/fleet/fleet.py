@@ -226,9 +226,12 @@ class EngineFleet:
         """The version that all engines serve; None: never synced or STALE. Raises EngineError when they differ."""
         if not self.live:
             raise EngineError(self._supervisor.nobody)
-        found = self._on_all("version", lambda engine: engine.version())
+        found, failures = self._each("version", lambda engine: engine.version(), self._live)
+        if failures:
+            raise EngineError("; ".join(map(str, failures.values())))
         if len(set(found.values())) > 1:
-            raise EngineError(f"engines serve different versions: {found}; sync the weights again.")
+            named = {member.name: version for member, version in found.items()}
+            raise EngineError(f"engines serve different versions: {named}; sync the weights again.")
         return next(iter(found.values()))
 
     def weight_digests(self) -> dict[str, dict[str, str] | None]:
@@ -368,9 +371,3 @@ class EngineFleet:
         _, failures = self._each(what, verb, running)
         for member, error in failures.items():
             self._supervisor.down(member, str(error))
-
-    def _on_all(self, what: str, verb: Callable[[Engine], T]) -> dict[str, T]:
-        results, failures = self._each(what, verb, self._live)
-        if failures:
-            raise EngineError("; ".join(str(error) for error in failures.values()))
-        return {member.name: result for member, result in results.items()}

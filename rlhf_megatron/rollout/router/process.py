@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import secrets
-import subprocess
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,15 +15,14 @@ from packaging.version import Version
 from rlhf_megatron.rollout.engine import EngineAddress, EngineError
 from rlhf_megatron.rollout.fleet.process import ServerProcess, await_ready, keep_log, write_private, write_token
 from rlhf_megatron.rollout.http import HttpClient
-from rlhf_megatron.rollout.sglang.environment import absolute_env, find_python
-from rlhf_megatron.rollout.sglang.process import PACKAGE_ROOT, PORT_ATTEMPTS, Ports
+from rlhf_megatron.rollout.sglang.environment import absolute_env, ask, find_python
+from rlhf_megatron.rollout.sglang.process import PORT_ATTEMPTS, Ports, search_path
 
 logger = logging.getLogger(__name__)
 
 OLDEST, TOO_NEW = "0.3.2", "0.4"  # its verbs and options are not promised from one minor version to the next
 WORKER_STARTUP_S = 10  # an engine that is handed to it answers already
 _POLL_TIMEOUT_S = 5.0
-_VERSION_TIMEOUT_S = 60.0
 _VERSION_CODE = "import importlib.metadata as m; print(m.version('sglang-router'))"
 _PORT_LOST = re.compile(r"Address already in use", re.IGNORECASE)
 _OTHERWISE = "or remove rollout.router: the run spreads requests itself."
@@ -96,11 +93,10 @@ class RouterProcess:
         port, metrics_port = self.ports.take(), self.ports.take()
         self.address = EngineAddress("router", "sglang", f"http://127.0.0.1:{port}", token, api_key=api_key)
         path = write_private(self.folder / "router.args", "\n".join(arguments(port, metrics_port, token, api_key)))
-        search_path = [self.env.get("PYTHONPATH", ""), str(PACKAGE_ROOT)]
         env = {
             "HF_ENDPOINT": "http://127.0.0.1:9",  # or it looks on the network for a tokenizer that nobody needs
             **self.env,
-            "PYTHONPATH": ":".join(part for part in search_path if part),
+            "PYTHONPATH": search_path(self.env),
         }
         command = [self.python, "-m", "rlhf_megatron.rollout.sglang.server.router", str(path)]
         return ServerProcess("router", command, log, env, token)
@@ -147,22 +143,11 @@ def prepare_router(
 def check_router(python: str | None, env: Mapping[str, str]) -> None:
     """Is it in that environment, and of a version that is known. Raises ValueError with the fix."""
     python = find_python(python)
-    try:
-        done = subprocess.run(
-            [python, "-c", _VERSION_CODE],
-            env={**os.environ, **absolute_env(env)},
-            capture_output=True,
-            text=True,
-            timeout=_VERSION_TIMEOUT_S,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ValueError(f"{python} cannot be run: {error}; name another in rollout.sglang.python.") from error
-    if done.returncode != 0:
-        raise ValueError(
-            f"rollout.router (sglang) needs sglang-router, which is not installed for {python} (rollout.sglang.python);"
-            f" install it there (pip install --no-deps 'sglang-router>={OLDEST},<{TOO_NEW}'), {_OTHERWISE}"
-        )
-    version = done.stdout.strip()
+    absent = (
+        f"rollout.router (sglang) needs sglang-router, which is not installed for {python} (rollout.sglang.python);"
+        f" install it there (pip install --no-deps 'sglang-router>={OLDEST},<{TOO_NEW}'), {_OTHERWISE}"
+    )
+    version = ask(python, _VERSION_CODE, absolute_env(env), absent)
     if not Version(OLDEST) <= Version(version) < Version(TOO_NEW):
         raise ValueError(
             f"sglang-router in {python} is {version}, which must be {OLDEST} or newer and below {TOO_NEW}; install such"

@@ -82,7 +82,8 @@ def look(address: EngineAddress, expected: Expected) -> Found:
     except ValueError as error:
         problems.append(str(error).rstrip("."))
     problems += [f"its {name} is {value!r}: {why}; {fix}" for name, value, why, fix in unfit(info)]
-    dtype = _dtype(info)
+    name = str(info.get("dtype"))
+    dtype = None if name == "auto" else ALIASES.get(name, name)
     problems += [*_of_model(model, expected), *_of_tokenizer(info, expected), *_of_settings(info, expected)]
     if dtype is not None and dtype != expected.dtype:
         problems.append(dtype_problem(dtype, expected))
@@ -158,11 +159,6 @@ def _info(http: HttpClient, path: str, must_have: str) -> dict[str, Any]:
             " server either: name the servers behind it)."
         )
     return answer
-
-
-def _dtype(info: Mapping[str, Any]) -> str | None:
-    name = str(info.get("dtype"))
-    return None if name == "auto" else ALIASES.get(name, name)
 
 
 def _of_model(model: Mapping[str, Any], expected: Expected) -> Iterator[str]:

@@ -191,7 +191,7 @@ def check_sglang(
     machine = machine or Machine()
     found = find_python(python)
     full_env = absolute_env(env)
-    version = _run(found, _VERSION_CODE, full_env, f"{found} has no sglang; {_INSTALL}, or set rollout.engine: local.")
+    version = ask(found, _VERSION_CODE, full_env, f"{found} has no sglang; {_INSTALL}, or set rollout.engine: local.")
     warning = check_version(version, found)
     known = _known_options(found, version, full_env, cache) if arguments else []
     of_user = checked(arguments, known, version)
@@ -220,8 +220,8 @@ def check_communicators(python: str | None, env: Mapping[str, str]) -> None:
     theirs = find_python(python)
     if theirs == sys.executable:
         return
-    own_torch, own_nccl = _run(sys.executable, _NCCL_CODE, {}, "this environment has no torch").split()
-    torch, nccl = _run(theirs, _NCCL_CODE, absolute_env(env), f"{theirs} has no torch").split()
+    own_torch, own_nccl = ask(sys.executable, _NCCL_CODE, {}, "this environment has no torch").split()
+    torch, nccl = ask(theirs, _NCCL_CODE, absolute_env(env), f"{theirs} has no torch").split()
     said = f"{theirs} has torch {torch} with NCCL {nccl}, this environment torch {own_torch} with NCCL {own_nccl}"
     if "none" not in (own_nccl, nccl) and own_nccl.split(".")[:2] != nccl.split(".")[:2]:
         raise ValueError(
@@ -297,7 +297,7 @@ def _known_options(python: str, version: str, env: Mapping[str, str], cache: Pat
     file = cache / f"sglang-{version}-{place_of}.json"
     with contextlib.suppress(OSError, ValueError):
         return options_from(file.read_text())
-    answer = _run(python, QUERY, env, f"sglang {version} in {python} cannot be imported").splitlines()[-1]
+    answer = ask(python, QUERY, env, f"sglang {version} in {python} cannot be imported").splitlines()[-1]
     known = options_from(answer)
     with contextlib.suppress(OSError):
         cache.mkdir(parents=True, exist_ok=True)
@@ -307,7 +307,8 @@ def _known_options(python: str, version: str, env: Mapping[str, str], cache: Pat
     return known
 
 
-def _run(python: str, code: str, env: Mapping[str, str], problem: str) -> str:
+def ask(python: str, code: str, env: Mapping[str, str], problem: str) -> str:
+    """What that interpreter prints of `code`. Raises ValueError with `problem` and the last line of the error."""
     try:
         done = subprocess.run(
             [python, "-c", code], env={**os.environ, **env}, capture_output=True, text=True, timeout=_TIMEOUT_S
