@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 
 from rlhf_megatron.config.keys import leaf_keys, leaves, section_keys, value_of
@@ -60,7 +60,8 @@ def _together() -> tuple[frozenset[str], ...]:
     """The settings that each rule names."""
     assert validate, "the rules are registered when their modules are imported"
     known = set(leaf_keys(RunConfig))
-    found = (frozenset(_WORD.findall(inspect.getsource(rule))) & known for rule in (*RULES, *IDLE_RULES))
+    rules: list[Callable[..., object]] = [*RULES, *IDLE_RULES]
+    found = (frozenset(_WORD.findall(inspect.getsource(rule))) & known for rule in rules)
     return tuple(keys for keys in found if len(keys) > 1)
 
 

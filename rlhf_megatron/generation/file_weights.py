@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from rlhf_megatron.checkpoint.source import WeightSource
 from rlhf_megatron.models.families.base import HFConfig, table_for
 from rlhf_megatron.models.table import Rule
-from rlhf_megatron.parallel.layout import Coordinates
+from rlhf_megatron.parallel.layout import Coordinates, Layout
 from rlhf_megatron.resharding.sender import SendReport, send_weights
 from rlhf_megatron.rollout.engine import EngineAddress, WeightTransport
 from rlhf_megatron.rollout.kinds import engine_kind
@@ -29,6 +29,9 @@ class _OneRank:
     def size(self) -> int:
         return 1
 
+    def rank(self) -> int:
+        return 0
+
 
 class FileWeights:
     """The sender of a `WeightSync` where no trainer runs. Implements `sync.weight_sync.Sender`.
@@ -37,7 +40,9 @@ class FileWeights:
     the whole model in the engines' type.
     """
 
+    layout = Layout(1)
     coordinates = Coordinates(dp=0, pp=0, tp=0)
+    is_first_copy = True
     device = torch.device("cpu")
 
     def __init__(self, source: WeightSource, hf_config: HFConfig) -> None:
@@ -45,7 +50,7 @@ class FileWeights:
         self._table = table_for(hf_config)
 
     @property
-    def tp_group(self) -> ProcessGroup:
+    def copy_group(self) -> ProcessGroup:
         return cast(ProcessGroup, _OneRank())
 
     def send_weights(
