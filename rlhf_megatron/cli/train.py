@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from types import FrameType
@@ -12,9 +13,10 @@ from rlhf_megatron.stop import startup_exit_code
 
 def train(args: argparse.Namespace) -> int:
     """Return the exit code of the process. Under torchrun every rank comes through here."""
-    for number in (signal.SIGTERM, signal.SIGUSR1):  # until the launcher, a host or the controller takes them
-        signal.signal(number, _stop)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # a rank waits where Python cannot run: a signal must end it at once
+        for number in (signal.SIGTERM, signal.SIGUSR1):  # until the launcher or the controller takes them
+            signal.signal(number, _stop)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
     from rlhf_megatron import api
 
     options = {"fresh": args.fresh, "record": args.record, "replay": args.replay, "replay_from": args.replay_from}

@@ -15,7 +15,7 @@ from rlhf_megatron.config.changes import flat, settings_digest
 from rlhf_megatron.config.rules.engines import num_engines
 from rlhf_megatron.config.rules.run import has_critic, needs_reference
 from rlhf_megatron.config.rules.schedule import takes_turns
-from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.schema import RunConfig, TrainerConfig
 from rlhf_megatron.config.show import as_yaml
 from rlhf_megatron.data.prompts import PromptSets
 from rlhf_megatron.data.seeds import seed_process
@@ -131,12 +131,9 @@ def train(
         save_hf = partial(stages.save_hf, run_dir)
         keeper = Keeper(captured, checkpointer, journal, trainer, save_hf, lock.check)
         keeper.begin(state.step, is_saved=start is not None and start.is_same_run)
-        is_evaluated = state.step in [step for step, _ in tracker.evaluations]
-        plan = LoopPlan(
-            trainer.total_training_steps, state.step, trainer.test_freq, trainer.val_before_train, is_evaluated
-        )
+        guard, plan = StageGuard(tracker, stop, watchdog, keeper), _plan(trainer, state.step, tracker)
         with keeper.saving_when_stopped(stop):
-            run(stages, supply, tracker, StageGuard(tracker, stop, watchdog, keeper), keeper, plan)
+            run(stages, supply, tracker, guard, keeper, plan)
         keeper.finish()
         if trainer.save_hf or trainer.save_last == "weights":
             save_hf()
@@ -154,6 +151,12 @@ def train(
         )
         for line in closing_lines(run_dir, trainer, tracker.watched_values):
             tracker.note(line)
+
+
+def _plan(trainer: TrainerConfig, steps_done: int, tracker: Tracker) -> LoopPlan:
+    is_evaluated = steps_done in [step for step, _ in tracker.evaluations]
+    last_step = trainer.total_training_steps
+    return LoopPlan(last_step, steps_done, trainer.test_freq, trainer.val_before_train, is_evaluated)
 
 
 def _turns(config: RunConfig, workers: Workers, fleet: EngineFleet) -> Turns:

@@ -177,7 +177,7 @@ def test_a_stop_of_all_nodes_is_a_stop_not_a_loss(start) -> None:
     nodes.wait_for(lambda: metrics.exists() and "step" in metrics.read_text())
     for process in reversed(nodes.processes):
         process.send_signal(signal.SIGTERM)
-    assert nodes.wait() == [143, 143]
+    assert nodes.wait() == [75, 75], "with its state saved"
     assert "Error" not in nodes.console(0) and nodes.console(1) == ""
     assert list((nodes.directory / "transfer").iterdir()) == [], "the controller has cleaned up"
     assert nodes.left_over() == []

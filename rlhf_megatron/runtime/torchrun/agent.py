@@ -42,7 +42,7 @@ from rlhf_megatron.runtime.processes import AGENTS_PARENT_ENV, children_with, di
 from rlhf_megatron.runtime.stopping import SIGNALS, STOP_LIMIT_ENV  # noqa: E402
 from rlhf_megatron.runtime.torchrun.nodes import OtherNodes, interface_towards, told  # noqa: E402
 from rlhf_megatron.runtime.torchrun.stores import bind_stores  # noqa: E402
-from rlhf_megatron.stop import startup_exit_code  # noqa: E402
+from rlhf_megatron.stop import STOPPED_EXIT_CODE, startup_exit_code  # noqa: E402
 
 ELASTIC = "torch.distributed.elastic"
 USAGE_EXIT_CODE = 2
@@ -151,6 +151,8 @@ def _run(parsed: argparse.Namespace) -> int:
         codes = [failures.exitcode for _, failures in sorted(error.failures.items())]
         # A rank that was killed may have ended first; the first rank of the node has the controller's code.
         code: int = codes[0] if codes[0] > 0 else failure.exitcode
+        if code == STOPPED_EXIT_CODE and failure.exitcode < 0:  # torchrun told the others to end
+            code = failure.exitcode
         if -code in SIGNALS:  # a rank that can tell the controller of a signal takes it
             return startup_exit_code(-code)
         return 128 - code if code < 0 else code
