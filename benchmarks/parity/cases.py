@@ -77,6 +77,21 @@ EXPERT_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_QWEN3_MOE, "norm_topk_prob": True, "mlp_only_layers": [0]},
     "qwen3_moe_plain": {**_QWEN3_MOE, "norm_topk_prob": False, "mlp_only_layers": [], "tie_word_embeddings": True},
     "mixtral": {**_EXPERTS, "model_type": "mixtral", "num_local_experts": 8, "intermediate_size": 32},
+    "glm4_moe": {
+        **_EXPERTS,
+        "model_type": "glm4_moe",
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+    },
 }
 FAMILIES = {**DENSE_FAMILIES, **EXPERT_FAMILIES}
 
@@ -163,7 +178,10 @@ def _policy_state(hf_config: dict[str, Any]) -> dict[str, Tensor]:
         }
         for name, rows, columns, scale in _mlp(hf_config, layer):
             state[f"{prefix}.{name}.weight"] = matrix(rows, columns, scale)
-        if hf_config["model_type"].startswith("qwen3"):
+        if "n_routed_experts" in hf_config and layer not in _dense_layers(hf_config):
+            bias = 0.1 * torch.randn(hf_config["n_routed_experts"], generator=generator)
+            state[f"{prefix}.mlp.gate.e_score_correction_bias"] = bias
+        if hf_config["model_type"].startswith("qwen3") or hf_config.get("use_qk_norm"):
             state |= {f"{prefix}.self_attn.{name}_norm.weight": norm(dim) for name in ("q", "k")}
         for name in _biased(hf_config):
             rows = state[f"{prefix}.{name}.weight"].shape[0]
@@ -178,9 +196,9 @@ def _mlp(hf_config: dict[str, Any], layer: int) -> list[tuple[str, int, int, flo
     hidden, ffn = hf_config["hidden_size"], hf_config["intermediate_size"]
     if hf_config["model_type"] == "mixtral":
         block, matrices, num = "block_sparse_moe", ("w1", "w3", "w2"), hf_config["num_local_experts"]
-    elif "num_experts" in hf_config and layer not in hf_config["mlp_only_layers"]:
-        block, matrices, num = "mlp", ("gate_proj", "up_proj", "down_proj"), hf_config["num_experts"]
-        ffn = hf_config["moe_intermediate_size"]
+    elif "moe_intermediate_size" in hf_config and layer not in _dense_layers(hf_config):
+        block, matrices = "mlp", ("gate_proj", "up_proj", "down_proj")
+        num, ffn = hf_config.get("num_experts") or hf_config["n_routed_experts"], hf_config["moe_intermediate_size"]
     else:
         return [
             ("mlp.gate_proj", ffn, hidden, 0.1),
@@ -188,17 +206,25 @@ def _mlp(hf_config: dict[str, Any], layer: int) -> list[tuple[str, int, int, flo
             ("mlp.down_proj", hidden, ffn, 0.1),
         ]
     found = [(f"{block}.gate", num, hidden, 0.3)]
+    if "n_shared_experts" in hf_config:
+        width = ffn * hf_config["n_shared_experts"]
+        shared = (("gate_proj", width, hidden), ("up_proj", width, hidden), ("down_proj", hidden, width))
+        found += [(f"mlp.shared_experts.{name}", rows, columns, 0.1) for name, rows, columns in shared]
     for expert in range(num):
         shapes = ((ffn, hidden), (ffn, hidden), (hidden, ffn))
         found += [(f"{block}.experts.{expert}.{name}", *shape, 0.1) for name, shape in zip(matrices, shapes)]
     return found
 
 
+def _dense_layers(hf_config: dict[str, Any]) -> list[int]:
+    return hf_config.get("mlp_only_layers", [*range(hf_config.get("first_k_dense_replace", 0))])
+
+
 def _biased(hf_config: dict[str, Any]) -> list[str]:
     """The linear layers of a decoder layer that have a bias."""
     has_attention_bias = hf_config.get("attention_bias", False)
     names = ["q_proj", "k_proj", "v_proj"] if has_attention_bias or hf_config["model_type"] == "qwen2" else []
-    names += ["o_proj"] if has_attention_bias else []
+    names += ["o_proj"] if has_attention_bias and hf_config["model_type"] != "glm4_moe" else []
     mlp = ["gate_proj", "up_proj", "down_proj"] if hf_config.get("mlp_bias", False) else []
     return [f"self_attn.{name}" for name in names] + [f"mlp.{name}" for name in mlp]
 

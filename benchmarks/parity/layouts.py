@@ -94,7 +94,7 @@ def divides(axes: Axes, hf_config: Mapping[str, Any]) -> bool:
     """Whether a model of that config.json can be split so (and recomputed: megatron-core cannot an MLP with biases)."""
     heads, layers = hf_config["num_key_value_heads"], hf_config["num_hidden_layers"]
     is_recomputable = not hf_config.get("mlp_bias") or "mlp" not in axes.megatron.recompute_modules
-    if hf_config["model_type"] in ("qwen3_moe", "mixtral"):
+    if hf_config["model_type"] in ("qwen3_moe", "mixtral", "glm4_moe"):
         needs_sequence = axes.tp > 1 and not axes.sequence_parallel
         if needs_sequence or axes.impl == TE or "mlp" in axes.megatron.recompute_modules:
             return False

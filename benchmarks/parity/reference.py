@@ -36,6 +36,7 @@ def make_model(
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
         "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
         "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+        "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
         "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
     }[hf_config["model_type"]]
     # A copy: transformers completes the mappings that it is given.
@@ -56,6 +57,8 @@ def make_model(
                 module.forward = MethodType(_exact_norm, module)
             elif type(module).__name__.endswith("TopKRouter"):
                 module.forward = MethodType(_exact_router, module)
+            elif type(module).__name__.endswith("TopkRouter"):
+                module.forward = MethodType(_exact_scores, module)
     return model
 
 
@@ -69,6 +72,10 @@ def _exact_router(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if getattr(module, "norm_topk_prob", True):
         scores = scores / scores.sum(-1, keepdim=True)
     return logits, scores, picked
+
+
+def _exact_scores(module: Any, x: Tensor) -> Tensor:
+    return nn.functional.linear(x.reshape(-1, x.shape[-1]), module.weight)
 
 
 def policy_columns(model: nn.Module, batch: Columns, samples: range, recipe: Recipe) -> Columns:
@@ -182,6 +189,8 @@ def run_reference(
         step_optimizer()
     result["grad_norms"] = torch.stack(norms)
     result |= {f"weights/{name}": p.detach().clone() for name, p in parameters.items()}
+    biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    result |= {f"weights/{name}": buffer.clone() for name, buffer in biases.items()}
     result = unfused(result, hf_config["model_type"])
     with torch.no_grad():
         name, column = next(iter(COLUMNS[role](model, batch, every_sample, recipe).items()))

@@ -87,7 +87,7 @@ def _small_buckets() -> Iterator[None]:
 def _run_cut(
     world: World, subject: Subject, make_worker: Callable[[], Any], batch: TrainBatch, checkpoint: Path | None
 ) -> RankResult:
-    from rlhf_megatron.checkpoint.load_model import named_parameters
+    from rlhf_megatron.checkpoint.load_model import named_weights
 
     worker = make_worker()
     if subject.megatron.overlap_grad_reduce and world.is_first_stage:  # Megatron has one bucket on the others
@@ -110,7 +110,7 @@ def _run_cut(
     # What a weight sync would send now; then the last stage's copy of a tied embedding.
     weights = {rule.megatron_name: shard.clone() for rule, shard in worker.export() if shard is not None}
     after = subject.columns(worker, take(batch, plan), plan)
-    weights = {name: p.detach().clone() for name, p in named_parameters(worker.model.chunks).items()} | weights
+    weights = {name: p.detach().clone() for name, p in named_weights(worker.model.chunks).items()} | weights
     return RankResult(before, after, plan, gradients, weights, norms)
 
 
@@ -224,6 +224,8 @@ def hf_tensors(
     replicas = list(product(range(axes.dp), range(axes.cp))) if is_whole else [(0, 0)]
     copies: dict[str, dict[str, Tensor]] = {}
     for rule in table:
+        if rule.dtype is not None and not is_whole:
+            continue  # a buffer has no gradient
         held = {rule.megatron_name: ""}
         if rule.megatron_name == EMBEDDING and HEAD not in names:
             held[HEAD] = "_head"

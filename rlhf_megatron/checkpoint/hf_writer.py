@@ -118,10 +118,12 @@ def write_index(directory: Path, files: Mapping[str, Sequence[TensorSpec]]) -> N
 def write_companions(
     directory: Path, hf_config: Mapping[str, Any], dtypes: set[str], companions_from: Path | None
 ) -> None:
-    """config.json, naming the type of the weights where they share one, and copies of the tokenizer's files."""
+    """config.json, naming the type of the weights where they share one (float32 buffers apart), and copies of the
+    tokenizer's files."""
     config = dict(hf_config)
-    if len(dtypes) == 1:
-        config["dtype" if "dtype" in config else "torch_dtype"] = next(iter(dtypes))
+    kinds = dtypes - {"float32"} or dtypes
+    if len(kinds) == 1:
+        config["dtype" if "dtype" in config else "torch_dtype"] = next(iter(kinds))
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if companions_from is not None:
         for path in companion_files(companions_from):

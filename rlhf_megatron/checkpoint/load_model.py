@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from rlhf_megatron.models.table import Rule, check_tensor_parallel, split
 from rlhf_megatron.parallel.world import World
 
 _HEAD = "output_layer.weight"
+WEIGHT_BUFFER = ".router.expert_bias"  # what a router adds to the scores by which it picks experts
 
 
 def load_on_rank(chunks: Sequence[nn.Module], table: Sequence[Rule], source: WeightSource, world: World) -> None:
@@ -38,7 +39,7 @@ def load_hf(
     """
     etp_rank, etp_size = (tp_rank, tp_size) if etp_rank is None or etp_size is None else (etp_rank, etp_size)
     check_tensor_parallel(table, tp_size, etp_size)
-    parameters = named_parameters(chunks)
+    parameters = named_weights(chunks)
     for rule in table:
         for name in _names_on_this_rank(rule, table, parameters):
             full = rule.to_megatron(*source.hf_tensors(rule))
@@ -62,7 +63,7 @@ def local_shards(chunks: Sequence[nn.Module], table: Sequence[Rule]) -> Iterator
 
     A tied embedding is given once, by the first stage.
     """
-    parameters = named_parameters(chunks)
+    parameters = named_weights(chunks)
     layers = {rule.layer for rule in table if rule.expert is not None and rule.megatron_name in parameters}
     for rule in table:
         if rule.megatron_name in parameters:
@@ -82,6 +83,16 @@ def named_parameters(chunks: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
             assert full_name not in parameters, f"two parameters are called {full_name}"
             parameters[full_name] = parameter
     return parameters
+
+
+def named_weights(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """`named_parameters`, and the buffers that are weights too: no optimizer moves them."""
+    weights: dict[str, Tensor] = {**named_parameters(chunks)}
+    for model in map(unwrap, chunks):
+        for name, buffer in model.named_buffers():
+            if name.endswith(WEIGHT_BUFFER):
+                weights[global_name(model, name)] = buffer
+    return weights
 
 
 def unwrap(chunk: nn.Module) -> nn.Module:
@@ -105,7 +116,7 @@ def global_name(model: Any, name: str) -> str:
     return f"{prefix}{module.layer_number - 1}{dot}{rest}"  # layer_number counts over all stages, from 1
 
 
-def _names_on_this_rank(rule: Rule, table: Sequence[Rule], parameters: dict[str, nn.Parameter]) -> list[str]:
+def _names_on_this_rank(rule: Rule, table: Sequence[Rule], parameters: Mapping[str, Tensor]) -> list[str]:
     """Global names of the parameters that a rule fills here: none, one, or the embedding and its tied copy."""
     names = [rule.megatron_name]
     if rule.owner == "embedding" and not any(r.megatron_name == _HEAD for r in table):

@@ -53,6 +53,7 @@ class Rotary:
 
     base: float
     scaling: Scaling | None = None
+    share: float = 1.0  # of a head's dimensions that turn: the first ones
 
 
 _COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
@@ -72,8 +73,9 @@ _KEYS: dict[str, set[str]] = {
 """The settings of each supported type. Another one is an error: engines that know it would turn by other angles."""
 
 
-def read_rotary(hf_config: Mapping[str, Any]) -> Rotary:
-    """The rotary embeddings of a config.json. Raises ValueError for a type or setting that is not supported."""
+def read_rotary(hf_config: Mapping[str, Any], can_be_partial: bool = False) -> Rotary:
+    """The rotary embeddings of a config.json. `can_be_partial`: its family may turn a part of a head only. Raises
+    ValueError for a type or setting that is not supported."""
     parameters = _parameters(hf_config)
     kind = _kind(parameters)
     unknown = sorted(parameters.keys() - _COMMON - _KEYS[kind])
@@ -83,9 +85,10 @@ def read_rotary(hf_config: Mapping[str, Any]) -> Rotary:
             " remove them if they have no effect, or choose another model."
         )
     partial = parameters.get("partial_rotary_factor", hf_config.get("partial_rotary_factor"))
-    if partial not in (None, 1):
+    if not can_be_partial and partial not in (None, 1):
         raise ValueError(f"partial_rotary_factor ({partial!r}) is not supported; it must be 1: choose another model.")
-    return Rotary(_base(hf_config, parameters), _scaling(kind, parameters, hf_config))
+    share = 1.0 if partial is None else _number("partial_rotary_factor", partial)
+    return Rotary(_base(hf_config, parameters), _scaling(kind, parameters, hf_config), min(share, 1.0))
 
 
 def _parameters(hf_config: Mapping[str, Any]) -> dict[str, Any]:

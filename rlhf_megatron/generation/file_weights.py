@@ -86,4 +86,5 @@ class FileWeights:
 
     def _tensors(self, dtype: torch.dtype) -> Iterator[tuple[Rule, Tensor]]:
         for rule in self._table:
-            yield rule, rule.to_megatron(*self._source.hf_tensors(rule)).to(dtype)
+            full = rule.to_megatron(*self._source.hf_tensors(rule))
+            yield rule, full if rule.dtype is not None else full.to(dtype)  # a buffer keeps its type

@@ -120,14 +120,22 @@ class PackedAttention(MegatronModule):
         documents = packed_seq_params
         assert documents.cp == self.config.context_parallel_size, "packed_documents() was not given the cp group"
         if self.rotary is not None:
-            cos, sin = documents.rotary(query.shape[-1], self.rotary, query.dtype)
-            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+            turned = int(query.shape[-1] * self.rotary.share)
+            cos, sin = documents.rotary(turned, self.rotary, query.dtype)
+            query, key = (_turn_first(x, turned, cos, sin) for x in (query, key))
         if documents.cp > 1:
             key, value = _gather(key, value, documents.cp_group)
         flash = flash_kernel(query.device, query.dtype, query.shape[-1]).call
         if flash is not None:
             return _varlen(query, key, value, documents, self.softmax_scale, flash)
         return _by_length(query, key, value, documents, self.softmax_scale)
+
+
+def _turn_first(x: Tensor, size: int, cos: Tensor, sin: Tensor) -> Tensor:
+    """The first `size` dimensions of each head turned, the others as they are."""
+    if size == x.shape[-1]:
+        return rotate(x, cos, sin)
+    return torch.cat([rotate(x[..., :size].contiguous(), cos, sin), x[..., size:]], -1)
 
 
 def _gather(key: Tensor, value: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:

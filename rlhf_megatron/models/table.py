@@ -60,6 +60,7 @@ class Rule:
     num_blocks: int | None = None  # indivisible blocks along the split dimension (KV groups); None: as its size divides
     expert: int | None = None  # whose tensor it is; None: not of an expert, so that tp shards it and not etp
     num_experts: int = 0  # of the layer, where it is an expert's
+    dtype: str | None = None  # of a buffer, whatever the model's type and that of a sync are; None: a parameter
 
 
 def plain_rule(name: str, tensor: HFTensor, split: Split, layer: int | None, num_blocks: int | None = None) -> Rule:

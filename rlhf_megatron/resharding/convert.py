@@ -70,7 +70,7 @@ def write_megatron(
     check_tensor_parallel(table, tp)
     rules_of_stage(table, 0, pp)
     refuse_existing(Path(out))
-    dtypes = {rule.megatron_name: dtype or model.source.dtype_of(rule) for rule in table}
+    dtypes = {rule.megatron_name: rule.dtype or dtype or model.source.dtype_of(rule) for rule in table}
     copies = {rule.megatron_name: tp if rule.split == "replicated" else 1 for rule in table}
     _check_space(
         out, sum(prod(r.megatron_shape) * DTYPE_BYTES[dtypes[r.megatron_name]] * copies[r.megatron_name] for r in table)
@@ -98,7 +98,7 @@ def write_hf(
     model's own. Returns the digests written."""
     table = table_for(model.hf_config, head=model.head)
     refuse_existing(Path(out))
-    dtypes = {rule.megatron_name: dtype or model.source.dtype_of(rule) for rule in table}
+    dtypes = {rule.megatron_name: rule.dtype or dtype or model.source.dtype_of(rule) for rule in table}
     specs = [TensorSpec(hf.name, dtypes[rule.megatron_name], hf.shape) for rule in table for hf in rule.hf]
     _check_space(out, sum(spec.num_bytes for spec in specs))
     digests: dict[str, str] = {}

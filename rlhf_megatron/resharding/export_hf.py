@@ -90,12 +90,12 @@ def _prepare(directory: Path, aside: Path) -> None:
 def _write_stage(
     export: Iterable[tuple[Rule, Tensor | None]], place: ExportPlace, aside: Path, dtype: torch.dtype, file_bytes: int
 ) -> None:
-    files: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+    files: dict[str, list[tuple[str, str, tuple[int, ...]]]] = {}
 
     def write(manifest: BucketManifest, bucket: Tensor) -> None:
         name = f"stage-{place.coordinates.pp:05d}-{manifest.bucket:05d}.safetensors"
         _write_file(aside / name, manifest, bucket)
-        files[name] = [(entry.name, entry.shape) for entry in manifest.tensors]
+        files[name] = [(entry.name, entry.dtype, entry.shape) for entry in manifest.tensors]
 
     def open_buffers(capacity: int, num_buckets: int) -> Buffers:
         return in_memory(torch.device("cpu"), capacity, num_buckets, write)
@@ -125,7 +125,7 @@ def _complete(
     written: dict[str, list[TensorSpec]] = {}
     for listing in sorted(aside.glob("stage-*.json")):
         for name, tensors in json.loads(listing.read_text()).items():
-            written[name] = [TensorSpec(tensor, dtype, tuple(shape)) for tensor, shape in tensors]
+            written[name] = [TensorSpec(tensor, own, tuple(shape)) for tensor, own, shape in tensors]
         listing.unlink()
     total = len(written)
     files = {}

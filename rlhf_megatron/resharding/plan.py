@@ -120,13 +120,17 @@ def _bucket(index: int, rules: list[Rule], dtype: str, alignment: int) -> Bucket
     slots, offset = [], 0
     for rule in rules:
         for hf in rule.hf:
-            slots.append(Slot(hf, offset, prod(hf.shape) * DTYPE_BYTES[dtype]))
+            width = DTYPE_BYTES[rule.dtype or dtype]
+            offset = _aligned(offset, width)  # of a buffer behind half-precision tensors without gaps
+            slots.append(Slot(hf, offset, prod(hf.shape) * width))
             offset += _aligned(slots[-1].num_bytes, alignment)
     return Bucket(index, tuple(rules), tuple(slots), offset)
 
 
 def _padded_bytes(rules: Sequence[Rule], dtype: str, alignment: int) -> int:
-    return sum(_aligned(prod(hf.shape) * DTYPE_BYTES[dtype], alignment) for rule in rules for hf in rule.hf)
+    return sum(
+        _aligned(prod(hf.shape) * DTYPE_BYTES[rule.dtype or dtype], alignment) for rule in rules for hf in rule.hf
+    )
 
 
 def sent_by(rules: Sequence[Rule], layout: Layout) -> list[list[tuple[Rule, tuple[int, ...]]]]:

@@ -128,13 +128,14 @@ def write_bucket(bucket: Bucket, gathered: Mapping[str, list[Tensor]], dtype: st
     entries = []
     slots = iter(bucket.slots)
     for rule in bucket.rules:
+        own = rule.dtype or dtype
         full = join(rule.split, gathered[rule.megatron_name])
         for tensor in rule.to_hf(full):
             slot = next(slots)
             assert tuple(tensor.shape) == slot.hf.shape, f"{slot.hf.name}: {tuple(tensor.shape)} is not {slot.hf.shape}"
-            target = buffer[slot.offset : slot.offset + slot.num_bytes].view(getattr(torch, dtype)).view(slot.hf.shape)
+            target = buffer[slot.offset : slot.offset + slot.num_bytes].view(getattr(torch, own)).view(slot.hf.shape)
             target.copy_(tensor)
-            entries.append(TensorEntry(slot.hf.name, dtype, slot.hf.shape, slot.offset, as_hex(digest(target))))
+            entries.append(TensorEntry(slot.hf.name, own, slot.hf.shape, slot.offset, as_hex(digest(target))))
     return entries
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_megatron.checkpoint.hf_reader import HFReader
-from rlhf_megatron.checkpoint.load_model import load_on_rank, local_shards, named_parameters
+from rlhf_megatron.checkpoint.load_model import load_on_rank, local_shards, named_weights
 from rlhf_megatron.checkpoint.source import WeightSource
 from rlhf_megatron.config.schema import KernelsConfig, MegatronConfig
 from rlhf_megatron.data.batch import LogProbs, TokenBatch
@@ -72,9 +72,9 @@ class MegatronReference:
 
     def copy_weights(self, chunks: list[nn.Module]) -> None:
         """Become the model of `chunks` (the actor's, after a warm-up), which has the same layout and configuration."""
-        source = named_parameters(chunks)
+        source = named_weights(chunks)
         with self._on_device(is_changed=True), torch.no_grad():
-            for name, parameter in named_parameters(self.model.chunks).items():
+            for name, parameter in named_weights(self.model.chunks).items():
                 parameter.copy_(source[name])
 
     def load_hf(self, directory: Path) -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp
 
-from rlhf_megatron.checkpoint.load_model import named_parameters
+from rlhf_megatron.checkpoint.load_model import named_parameters, named_weights
 from rlhf_megatron.models.head import head_weight
 from rlhf_megatron.parallel.mcore_fixes import is_of_expert
 from rlhf_megatron.parallel.world import World
@@ -59,11 +59,11 @@ def digest(tensor: Tensor) -> Tensor:
 def check_replicas(chunks: Sequence[nn.Module], optimizer: Optimizer, world: World) -> ReplicaReport:
     """Compare what this rank shares with others. All ranks of the pool, parameters gathered."""
     start = time.monotonic()
-    parameters = named_parameters(chunks)
+    parameters, weights = named_parameters(chunks), named_weights(chunks)
     whole, shards = _state_tensors(parameters, optimizer)
-    tensors = {**parameters, **whole, **shards, SCHEDULE: _schedule(optimizer, world)}
-    unsplit = {name for name, parameter in parameters.items() if not getattr(parameter, "tensor_model_parallel", False)}
-    copied = [*parameters, *whole, SCHEDULE]
+    tensors = {**weights, **whole, **shards, SCHEDULE: _schedule(optimizer, world)}
+    unsplit = {name for name, weight in weights.items() if not getattr(weight, "tensor_model_parallel", False)}
+    copied = [*weights, *whole, SCHEDULE]
     of_experts = [name for name in copied if is_of_expert(name)]
     groups = {
         "data parallel": (world.dp_cp_group, [name for name in copied if not is_of_expert(name)]),
@@ -82,7 +82,7 @@ def check_replicas(chunks: Sequence[nn.Module], optimizer: Optimizer, world: Wor
         num_bytes=sum(tensors[name].numel() * tensors[name].element_size() for name in compared),
         seconds=time.monotonic() - start,
         differences=(*differences, *_tied(chunks, world)),
-        not_finite=bad_tensors(parameters),
+        not_finite=bad_tensors(weights),
     )
 
 

@@ -23,7 +23,7 @@ from rlhf_megatron.checkpoint.dist_checkpoint import (
     stage_sharded,
     without_extra_state,
 )
-from rlhf_megatron.checkpoint.load_model import load_on_rank, local_shards, named_parameters
+from rlhf_megatron.checkpoint.load_model import load_on_rank, local_shards, named_parameters, named_weights
 from rlhf_megatron.checkpoint.manifest import SaveResult
 from rlhf_megatron.checkpoint.source import WeightSource
 from rlhf_megatron.config.schema import MegatronConfig, OptimConfig
@@ -233,7 +233,7 @@ class TrainedModel:
     def export(self) -> Iterator[tuple[Rule, Tensor | None]]:
         """This rank's shards with their table rules, all gathered. Raises on numbers that are not finite."""
         chunks = self.synced_chunks()
-        check_finite(named_parameters(chunks), self.world)
+        check_finite(named_weights(chunks), self.world)
         return local_shards(chunks, self.table)
 
     def offload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:

@@ -73,13 +73,19 @@ def tensors(directory: Path) -> dict[str, Tensor]:
     [
         ("qwen3_moe", Axes(dp=2, ep=2, distributed=True), Axes(tp=2, sequence_parallel=True, etp=1)),
         pytest.param(
+            "glm4_moe",
+            Axes(pp=2, first_layers=1, ep=2, dp=2),
+            Axes(tp=2, sequence_parallel=True, ep=2, etp=1),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
             "mixtral",
             Axes(tp=2, sequence_parallel=True, ep=2, etp=1, dp=2, distributed=True),
             Axes(pp=2, first_layers=3, etp=2, dp=2),
             marks=pytest.mark.long,
         ),
     ],
-    ids=["qwen3_moe", "mixtral"],
+    ids=["qwen3_moe", "glm4_moe", "mixtral"],
 )
 def test_a_run_goes_on_after_a_stay_in_another_layout(
     dist_pool: DistPool, tmp_path: Path, family: str, there: Axes, back: Axes
@@ -93,6 +99,7 @@ def test_a_run_goes_on_after_a_stay_in_another_layout(
     assert once.keys() == start.keys()
     assert abs(size - other) < 0.02 * size, "norms are whole on each tp rank, and rows pad the vocabulary"
     for name, tensor in once.items():
-        assert not torch.equal(tensor, start[name]) and not torch.equal(tensor, twice[name]), name
+        is_moved = not torch.equal(tensor, start[name]) and not torch.equal(tensor, twice[name])
+        assert is_moved != name.endswith("e_score_correction_bias"), name
         assert torch.equal(tensor, elsewhere[name]) and torch.equal(tensor, again[name]), name
         assert torch.equal(twice[name], on[name]), name

@@ -23,12 +23,15 @@ CELLS: list[tuple[str, Axes, Role]] = [
     ("qwen3_moe", Axes(tp=2, **SP, ep=2, etp=1), "actor"),
     ("qwen3_moe_plain", Axes(pp=2, ep=2, dp=2, first_layers=1, distributed=True), "actor"),
     ("mixtral", Axes(cp=2, ep=2, recompute="moe"), "actor"),
+    ("glm4_moe", Axes(tp=2, **SP, ep=2, etp=1), "actor"),
 ]
 LONG: list[tuple[str, Axes, Role]] = [
     ("qwen3_moe", Axes(pp=2, first_layers=1), "actor"),  # the layers of the first stage have no experts
     ("qwen3_moe", Axes(tp=2, **SP, ep=2, etp=1, dp=2, distributed=True, overlap=True), "critic"),
     ("qwen3_moe_plain", Axes(etp=2, dp=2, distributed=True), "actor"),
     ("mixtral", Axes(tp=2, **SP, pp=2, ep=2, etp=1), "critic"),
+    ("glm4_moe", Axes(pp=2, first_layers=1, dp=2, ep=2, distributed=True), "actor"),
+    ("glm4_moe", Axes(cp=2, tp=2, **SP, ep=2, etp=1, recompute="moe"), "actor"),
     ("mixtral", Axes(tp=2, **SP, etp=1, is_gathered=True), "actor"),
 ]
 

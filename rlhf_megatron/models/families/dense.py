@@ -49,6 +49,7 @@ def read_dense_model(
     has_proj_bias: bool = False,
     has_mlp_bias: bool = False,
     experts: Experts | None = None,
+    is_partly_turned: bool = False,
 ) -> DenseModel:
     """Dimensions from config.json. `head_dim` and `max_positions` are the family's defaults for keys that are missing
     or null; head_dim None means hidden_size / heads. Raises ValueError for what its family does not implement."""
@@ -70,7 +71,7 @@ def read_dense_model(
         vocab_size=require_int(hf_config, "vocab_size"),
         max_positions=require_int(hf_config, "max_position_embeddings", max_positions),
         norm_epsilon=float(hf_config.get("rms_norm_eps", 1e-6)),
-        rotary=read_rotary(hf_config),
+        rotary=read_rotary(hf_config, is_partly_turned),
         is_tied=bool(hf_config.get("tie_word_embeddings", False)),
         has_qk_norm=has_qk_norm,
         has_qkv_bias=has_qkv_bias,
@@ -88,13 +89,14 @@ def family(
     name: str,
     read: Callable[[HFConfig], DenseModel],
     unsupported: Callable[[HFConfig], Iterator[str]] | None = None,
+    is_partly_turned: bool = False,
     **only: Any,
 ) -> Family:
     """The family of a model_type whose config.json `read` understands. `only`: as in ONLY, of this family;
     `unsupported`: more of what it does not implement."""
 
     def problems(hf_config: HFConfig) -> Iterator[str]:
-        yield from _unsupported({**ONLY, **only}, hf_config)
+        yield from _unsupported({**ONLY, **only}, is_partly_turned, hf_config)
         yield from unsupported(hf_config) if unsupported is not None else ()
 
     return Family(
@@ -106,7 +108,7 @@ def family(
     )
 
 
-def _unsupported(only: Mapping[str, Any], hf_config: HFConfig) -> Iterator[str]:
+def _unsupported(only: Mapping[str, Any], is_partly_turned: bool, hf_config: HFConfig) -> Iterator[str]:
     for key, implemented in only.items():
         value = hf_config.get(key, implemented)
         if value != implemented and value is not None:
@@ -115,7 +117,7 @@ def _unsupported(only: Mapping[str, Any], hf_config: HFConfig) -> Iterator[str]:
     if kinds:
         yield f"layer_types {kinds} are not supported; only full_attention is: choose another model."
     try:
-        read_rotary(hf_config)
+        read_rotary(hf_config, is_partly_turned)
     except ValueError as error:
         yield str(error)
 

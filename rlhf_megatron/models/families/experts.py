@@ -36,7 +36,13 @@ class Experts:
     gate: str = "mlp.gate"  # the router's Hugging Face name in a layer
     prefix: str = "mlp.experts"
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    shared_ffn_hidden_size: int = 0  # of the experts that every token meets, all together; 0: there are none
+    has_bias: bool = False  # the router adds one to the scores by which it picks
     arguments: Mapping[str, Any] = field(default_factory=dict)  # of TransformerConfig: how the router scores
+
+    @property
+    def has_shared(self) -> bool:
+        return self.shared_ffn_hidden_size > 0
 
 
 def read_experts(hf_config: HFConfig, num: str, width: str, in_layer: tuple[bool, ...], **more: Any) -> Experts:
@@ -51,6 +57,35 @@ def read_experts(hf_config: HFConfig, num: str, width: str, in_layer: tuple[bool
     if found.per_token > found.num:
         raise ValueError(f"config.json: num_experts_per_tok ({found.per_token}) is over {num} ({found.num}).")
     return found
+
+
+def sigmoid_arguments(hf_config: HFConfig) -> dict[str, Any]:
+    """Of a router as in DeepSeek-V3 (2412.19437): sigmoid scores, a bias that only picks, groups of experts."""
+    groups = require_int(hf_config, "n_group", 1)
+    in_groups = {"moe_router_num_groups": groups, "moe_router_group_topk": require_int(hf_config, "topk_group", 1)}
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,  # megatron-core would count the tokens that only fill a micro-batch
+        "moe_router_topk_scaling_factor": float(hf_config.get("routed_scaling_factor", 1.0)),
+        **(in_groups if groups > 1 else {}),
+    }
+
+
+def unsupported_sigmoid(hf_config: HFConfig) -> Iterator[str]:
+    """What megatron-core would do otherwise than the model, without an error."""
+    groups, picked = require_int(hf_config, "n_group", 1), require_int(hf_config, "topk_group", 1)
+    per_token = require_int(hf_config, "num_experts_per_tok")
+    if groups > 1 and per_token / picked != 2:
+        yield (
+            f"num_experts_per_tok / topk_group ({per_token} / {picked}) must be 2: the model counts the best two"
+            " experts of a group, megatron-core as many as that; choose another model."
+        )
+    if not hf_config.get("norm_topk_prob", True):
+        yield "norm_topk_prob (False) is not supported: megatron-core scales the weights of picked experts to sum 1."
+    for key, value in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid"), ("moe_layer_freq", 1)):
+        if hf_config.get(key, value) != value:
+            yield f"{key} ({hf_config[key]!r}) is not supported; it must be {value!r}: choose another model."
 
 
 def unknown_keys(hf_config: HFConfig, known: str) -> Iterator[str]:
@@ -77,35 +112,45 @@ def expert_arguments(experts: Experts) -> dict[str, Any]:
         # The loss is the algorithm's.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
+        **({"moe_shared_expert_intermediate_size": experts.shared_ffn_hidden_size} if experts.has_shared else {}),
         **experts.arguments,
     }
 
 
 def expert_rules(experts: Experts, hidden_size: int, layer: int) -> list[Rule]:
-    """The router and every matrix of every expert of a layer."""
+    """The router, what all tokens share, and every matrix of every expert of a layer."""
     ours, theirs = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}"
     router = HFTensor(f"{theirs}.{experts.gate}.weight", (experts.num, hidden_size))
     rules = [plain_rule(f"{ours}.router.weight", router, "replicated", layer)]
-    up, down = (experts.ffn_hidden_size, hidden_size), (hidden_size, experts.ffn_hidden_size)
-    both = (2 * experts.ffn_hidden_size, hidden_size)
+    if experts.has_bias:
+        bias = HFTensor(f"{theirs}.{experts.gate}.e_score_correction_bias", (experts.num,))
+        rules.append(replace(plain_rule(f"{ours}.router.expert_bias", bias, "replicated", layer), dtype="float32"))
+    if experts.has_shared:
+        width, group = experts.shared_ffn_hidden_size, f"{theirs}.mlp.shared_experts"
+        rules += _mlp_rules(f"{ours}.shared_experts", group, experts.matrices, (width, hidden_size), layer)
     for number in range(experts.num):
         name, group = f"{ours}.experts.local_experts.{number}", f"{theirs}.{experts.prefix}.{number}"
-        gate_name, up_name, down_name = (f"{group}.{matrix}.weight" for matrix in experts.matrices)
-        fc2 = plain_rule(f"{name}.linear_fc2.weight", HFTensor(down_name, down), "columns", layer)
-        rules += [
-            Rule(
-                megatron_name=f"{name}.linear_fc1.weight",
-                megatron_shape=both,
-                hf=(HFTensor(gate_name, up), HFTensor(up_name, up)),
-                to_megatron=concatenate,
-                to_hf=halves,
-                split="gated_rows",
-                owner="layer",
-                layer=layer,
-                fusion_group=group,
-                expert=number,
-                num_experts=experts.num,
-            ),
-            replace(fc2, fusion_group=group, expert=number, num_experts=experts.num),
-        ]
+        shape = (experts.ffn_hidden_size, hidden_size)
+        for rule in _mlp_rules(name, group, experts.matrices, shape, layer):
+            rules.append(replace(rule, expert=number, num_experts=experts.num))
     return rules
+
+
+def _mlp_rules(
+    name: str, group: str, matrices: tuple[str, str, str], shape: tuple[int, int], layer: int
+) -> tuple[Rule, Rule]:
+    """Of a gated MLP without biases. `group`: its Hugging Face name, and the fusion group. `shape`: of gate and up."""
+    gate, up, down = (f"{group}.{matrix}.weight" for matrix in matrices)
+    fc1 = Rule(
+        megatron_name=f"{name}.linear_fc1.weight",
+        megatron_shape=(2 * shape[0], shape[1]),
+        hf=(HFTensor(gate, shape), HFTensor(up, shape)),
+        to_megatron=concatenate,
+        to_hf=halves,
+        split="gated_rows",
+        owner="layer",
+        layer=layer,
+        fusion_group=group,
+    )
+    fc2 = plain_rule(f"{name}.linear_fc2.weight", HFTensor(down, shape[::-1]), "columns", layer)
+    return fc1, replace(fc2, fusion_group=group)

@@ -25,7 +25,7 @@ from rlhf_megatron.rollout.local.model import storage_bytes
 class Part:
     """A parameter of transformers' model, or what one expert has of it."""
 
-    parameter: torch.nn.Parameter
+    parameter: Tensor
     expert: int | None = None
     start: int = 0  # rows of the expert's matrix
     stop: int = 0
@@ -35,6 +35,7 @@ class Part:
         return self.parameter.data if self.expert is None else self.parameter.data[self.expert, self.start : self.stop]
 
 
+WEIGHT_BUFFER = ".e_score_correction_bias"
 _FUSED = re.compile(r"(.*\.)mlp\.experts\.(gate_up_proj|down_proj)")
 _MATRICES = ("mlp", "gate_proj", "up_proj", "down_proj")
 _ON_DISK = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2")}
@@ -43,7 +44,8 @@ _ON_DISK = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2")}
 def named_parts(module: Any) -> Iterator[tuple[str, Part]]:
     """(name on disk, part) of every tensor. transformers keeps a layer's experts in two, on disk each has three."""
     block, gate, up, down = _ON_DISK.get(getattr(getattr(module, "config", None), "model_type", ""), _MATRICES)
-    for name, parameter in module.named_parameters():
+    buffers = [(name, buffer) for name, buffer in module.named_buffers() if name.endswith(WEIGHT_BUFFER)]
+    for name, parameter in [*module.named_parameters(), *buffers]:
         found = _FUSED.fullmatch(name)
         if found is None:
             yield name.replace(".mlp.gate.", f".{block}.gate."), Part(parameter)

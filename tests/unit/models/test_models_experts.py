@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from benchmarks.parity.cases import EXPERT_FAMILIES, make_state
 from benchmarks.parity.fused_experts import fused, unfused
 from benchmarks.parity.reference import make_model
+from benchmarks.parity.subjects import StateSource
 from rlhf_megatron.config.rules.experts import of_dense_model, of_experts
 from rlhf_megatron.config.schema import MegatronConfig
 from rlhf_megatron.models.families.base import family_for, table_for
@@ -76,6 +78,42 @@ def test_experts_are_split_by_etp_and_the_rest_by_tp(family: str) -> None:
             assert torch.equal(tensor, state[hf.name]), hf.name
     with pytest.raises(ValueError, match=r"size 5 does not divide \d+ tensors, first .*experts"):
         check_tensor_parallel(table, 2, 5)
+
+
+def test_a_routers_bias_stays_float32_in_a_half_precision_model(tmp_path: Path) -> None:
+    """From a file into a bfloat16 model, and out of it in a sync of bfloat16."""
+    from rlhf_megatron.checkpoint.load_model import load_on_rank, local_shards
+    from rlhf_megatron.models.build import build_model
+    from rlhf_megatron.parallel.world import create_world, destroy_world
+    from rlhf_megatron.resharding.export_hf import export_hf
+
+    hf_config, state = EXPERT_FAMILIES["glm4_moe"], make_state("glm4_moe")
+    world = create_world(Layout(1), torch.device("cpu"))
+    try:
+        model, table = build_model(hf_config, world, torch.bfloat16), table_for(hf_config)
+        load_on_rank(model.chunks, table, StateSource(state), world)
+        shards = local_shards(model.chunks, table)
+        export_hf(shards, world, directory=tmp_path / "hf", hf_config=hf_config, dtype=torch.bfloat16)
+    finally:
+        destroy_world()
+    for name, tensor in load_file(tmp_path / "hf" / "model.safetensors").items():
+        is_bias = name.endswith("e_score_correction_bias")
+        assert tensor.dtype == (torch.float32 if is_bias else torch.bfloat16), name
+        assert torch.equal(tensor, state[name] if is_bias else state[name].bfloat16()), name
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_group": 4, "topk_group": 2}, r"num_experts_per_tok / topk_group \(2 / 2\) must be 2"),
+        ({"norm_topk_prob": False}, r"norm_topk_prob \(False\) is not supported"),
+        ({"scoring_func": "softmax"}, r"scoring_func \('softmax'\) is not supported"),
+    ],
+)
+def test_routing_that_megatron_does_otherwise_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        table_for({**EXPERT_FAMILIES["glm4_moe"], **change})
 
 
 def test_gate_and_up_of_an_expert_are_cut_apart() -> None:
