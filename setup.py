@@ -61,7 +61,10 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["rlhf_megatron", "rlhf_megatron.*"]),
-    package_data={"rlhf_megatron.observe.report": ["assets/*"], "rlhf_megatron.config": ["*.txt"]},
+    package_data={
+        "rlhf_megatron.observe.report": ["assets/*"],
+        **{f"rlhf_megatron.{room}": ["*.txt", "*.yaml"] for room in ("algorithms", "config", "verl")},
+    },
     install_requires=REQUIRES,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["rlhf-megatron = rlhf_megatron.cli.main:main"]},

@@ -3,7 +3,6 @@
 The filter keeps groups that teach something: dynamic sampling (DAPO, arXiv 2503.14476, equation 11).
 """
 # B samples, G groups, V valid samples
-# B samples
 
 from __future__ import annotations
 
@@ -41,6 +40,16 @@ class Groups:
         mean_G = self.sums(column_B) / self.counts().clamp(min=1)
         return (column_B.to(torch.float64) - mean_G[self.index_B]).masked_fill(~self.is_valid_B, 0.0)
 
+    def advantages(self, rewards_B: Tensor, epsilon: float | None = None) -> Tensor:
+        """[B] float64: (r - mean_g) / (std_g + epsilon), or r - mean_g where `epsilon` is None.
+
+        Exactly 0 for an invalid sample, in a group with one valid sample, and in a group of equal rewards.
+        """
+        advantages_B = self.centered(rewards_B)
+        if epsilon is not None:
+            advantages_B = advantages_B / (self.deviations(advantages_B) + epsilon)[self.index_B]
+        return advantages_B.masked_fill(~self.have_spread(rewards_B)[self.index_B], 0.0)
+
     def deviations(self, centered_B: Tensor) -> Tensor:
         """[G] float64: the unbiased standard deviation of a `centered` column; 0 of fewer than two samples."""
         return (self.sums(centered_B.square()) / (self.counts() - 1).clamp(min=1)).sqrt()
@@ -73,15 +82,8 @@ class Groups:
 
 
 def group_advantages(rewards_B: Tensor, group_ids_B: Tensor, is_valid_B: Tensor, epsilon: float | None) -> Tensor:
-    """[B] float64: (r - mean_g) / (std_g + epsilon), or r - mean_g where `epsilon` is None, over valid samples.
-
-    Exactly 0 for an invalid sample, in a group with one valid sample, and in a group of equal rewards.
-    """
-    groups = Groups.of(group_ids_B, is_valid_B)
-    advantages_B = groups.centered(rewards_B)
-    if epsilon is not None:
-        advantages_B = advantages_B / (groups.deviations(advantages_B) + epsilon)[groups.index_B]
-    return advantages_B.masked_fill(~groups.have_spread(rewards_B)[groups.index_B], 0.0)
+    """[B] float64: `Groups.advantages` over the valid samples."""
+    return Groups.of(group_ids_B, is_valid_B).advantages(rewards_B, epsilon)
 
 
 def teaches(metric_B: Tensor, group_ids_B: Tensor, is_valid_B: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 A histogram counts how many tokens differ by how much, over logarithmic bins. All functions are pure.
 """
 # T packed tokens, N response tokens, K worst tokens
-# T packed tokens, N response tokens
 
 from __future__ import annotations
 

@@ -7,13 +7,10 @@ import os
 import sys
 from pathlib import Path
 
-from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS
-from rlhf_megatron.algorithms.losses import POLICY_LOSSES
 from rlhf_megatron.config.errors import ConfigError, Problem
 from rlhf_megatron.config.load import display, read_text
 from rlhf_megatron.config.source import MAX_CHARACTERS
-from rlhf_megatron.rewards.scorers import REWARDS
-from rlhf_megatron.verl.draft import Parts, Told, line_of
+from rlhf_megatron.verl.draft import Told, line_of
 from rlhf_megatron.verl.read import Written, add_overrides, read
 from rlhf_megatron.verl.translate import Translation, translate
 
@@ -33,7 +30,6 @@ def from_verl(args: argparse.Namespace) -> int:
     result = translate(
         written,
         source,
-        Parts(ADV_ESTIMATORS, POLICY_LOSSES, REWARDS),
         Told(args.train_rows, args.response_length, environment.get("HOME", "")),
         environment,
         args.set,

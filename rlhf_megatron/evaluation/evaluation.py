@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from math import comb, inf, sqrt
 
@@ -221,25 +221,12 @@ def _cut(values: Sequence, counts: Sequence[int]) -> tuple:  # type: ignore[type
 
 
 def _join(batches: Sequence[PromptBatch]) -> PromptBatch:
-    return PromptBatch(
-        tuple(chain.from_iterable(b.prompt_ids for b in batches)),
-        tuple(chain.from_iterable(b.prompts for b in batches)),
-        tuple(chain.from_iterable(b.labels for b in batches)),
-        tuple(chain.from_iterable(b.sources for b in batches)),
-        tuple(chain.from_iterable(b.group_ids for b in batches)),
-        tuple(chain.from_iterable(b.extras for b in batches)),
-    )
+    columns = [[getattr(batch, field.name) for batch in batches] for field in fields(PromptBatch)]
+    return PromptBatch(*(tuple(chain.from_iterable(column)) for column in columns))
 
 
 def _slice(p: PromptBatch, count: int | None) -> PromptBatch:
-    return PromptBatch(
-        p.prompt_ids[:count],
-        p.prompts[:count],
-        p.labels[:count],
-        p.sources[:count],
-        p.group_ids[:count],
-        p.extras[:count],
-    )
+    return PromptBatch(*(getattr(p, field.name)[:count] for field in fields(PromptBatch)))
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any, get_args
 
+from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS
+from rlhf_megatron.algorithms.losses import POLICY_LOSSES
 from rlhf_megatron.config.keys import field_types, has_default, leaf_keys
 from rlhf_megatron.config.rules.parts import entry_of
 from rlhf_megatron.config.schema import ActorConfig, AlgorithmConfig, RunConfig
@@ -31,22 +33,22 @@ def estimator_of(draft: Draft) -> str:
     """Our name of the advantage estimator; "" where none of that name is registered."""
     name = str(draft.given.look("algorithm.adv_estimator")).lower()
     plain = name.removeprefix("advantageestimator.").removesuffix("_vectorized")
-    return plain if plain in draft.parts.estimators else ""
+    return plain if plain in ADV_ESTIMATORS else ""
 
 
 def has_critic(draft: Draft) -> bool:
     name = estimator_of(draft)
-    return bool(name) and "values" in draft.parts.estimators.get(name).needs
+    return bool(name) and "values" in ADV_ESTIMATORS.get(name).needs
 
 
 def estimator(draft: Draft) -> None:
     key, g = "algorithm.adv_estimator", draft.given
     name = estimator_of(draft)
     if not name:
-        draft.leave(key, _unknown(draft.parts.estimators, g.look(key)), learns=True)
+        draft.leave(key, _unknown(ADV_ESTIMATORS, g.look(key)), learns=True)
         return
     draft.copy(key, value=name, note=f"{g.look(key)} there" if name != g.look(key) else "")
-    kind = draft.parts.estimators.get(name).params
+    kind = ADV_ESTIMATORS.get(name).params
     for parameter in _parameters(kind):
         _parameter(draft, kind, parameter, "algorithm.params", (f"algorithm.{parameter}",))
     for parameter in ESTIMATOR_KEYS:
@@ -119,18 +121,18 @@ def policy_loss(draft: Draft) -> None:
     draft.copy("actor.use_kl_loss", value=is_used and not is_weightless, note=note if is_used and is_weightless else "")
     _choice(draft, "actor.kl_loss_type", KL_TYPES, ActorConfig, "kl_loss_type")
     _aggregation(draft, name)
-    if name not in draft.parts.losses:
-        draft.leave(key, _unknown(draft.parts.losses, written), learns=True)
+    if name not in POLICY_LOSSES:
+        draft.leave(key, _unknown(POLICY_LOSSES, written), learns=True)
         return
     draft.copy(key, value=name, note=f"{written} there" if name != written else "")
-    kind = draft.parts.losses.get(name).params
+    kind = POLICY_LOSSES.get(name).params
     known = _parameters(kind)
     for parameter in known:
         sources = tuple(f"{section}.{parameter}" for section in LOSS_SECTIONS)
         _parameter(draft, kind, parameter, "actor.policy_loss.params", sources)
     _clip_ratio(draft, known)
     for section in LOSS_SECTIONS:
-        for source in (f"{section}.{parameter}" for parameter in (*LOSS_KEYS, *_other_parameters(draft))):
+        for source in (f"{section}.{parameter}" for parameter in (*LOSS_KEYS, *_other_parameters())):
             if g.has(source) and source.rpartition(".")[2] not in (*known, "clip_ratio"):
                 g.ignore(source)
                 draft.num_off += 1  # verl's loss of that name does not read it either
@@ -189,9 +191,8 @@ def _parameters(kind: type | None) -> list[str]:
     return [field.name for field in fields(kind)] if kind is not None else []  # type: ignore[arg-type]
 
 
-def _other_parameters(draft: Draft) -> set[str]:
-    """Of all registered losses."""
-    return {one for name in draft.parts.losses for one in _parameters(draft.parts.losses.get(name).params)}
+def _other_parameters() -> set[str]:
+    return {one for name in POLICY_LOSSES for one in _parameters(POLICY_LOSSES.get(name).params)}
 
 
 def _parameter(draft: Draft, kind: type | None, name: str, section: str, sources: Iterable[str]) -> None:

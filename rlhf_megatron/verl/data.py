@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from rlhf_megatron.models.families import FAMILIES
+from rlhf_megatron.rewards.scorers import REWARDS
 from rlhf_megatron.verl.draft import Draft
 from rlhf_megatron.verl.given import BUFFER
 
@@ -96,11 +97,11 @@ def reward(draft: Draft) -> None:
         g.ignore(f"{FUNCTION}.*")
         draft.ask(
             "reward.name: verl chooses a scorer by each row's data_source, which the file does not say; choose one with"
-            f" --set reward.name=NAME ({', '.join(draft.parts.rewards)}), for some sources with reward.by_source."
+            f" --set reward.name=NAME ({', '.join(REWARDS)}), for some sources with reward.by_source."
         )
-    for replaced in ("reward.reward_model.enable", "reward.sandbox_fusion.url"):
-        if chosen and g.has(replaced) and g.get(replaced):
-            draft.leave(replaced, f"not supported yet: reward.name {chosen}, given with --set, is in its place")
+    for replaced in ("reward.reward_model.enable", "reward.sandbox_fusion.url", f"{FUNCTION}.path"):
+        if chosen not in ("", "function") and g.look(replaced):
+            draft.leave(replaced, f"reward.name {chosen}, given with --set, is in its place")
             g.ignore(f"{replaced.rpartition('.')[0]}.*")
     manager = g.get(f"{MANAGER}.name")
     if manager == "dapo" and not path:

@@ -13,17 +13,7 @@ from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.secrets import REDACTED, secrets_in
 from rlhf_megatron.config.show import as_text
 from rlhf_megatron.config.verl_names import VERL_NAMES, VerlName, entry_of
-from rlhf_megatron.registry import Registry
 from rlhf_megatron.verl.given import DEFAULTS, Given
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What is registered: the names and parameters that a configuration may have."""
-
-    estimators: Registry[Any]
-    losses: Registry[Any]
-    rewards: Registry[Any]
 
 
 @dataclass(frozen=True)
@@ -55,8 +45,8 @@ class Left:
 
 
 class Draft:
-    def __init__(self, given: Given, parts: Parts, told: Told) -> None:
-        self.given, self.parts, self.told = given, parts, told
+    def __init__(self, given: Given, told: Told) -> None:
+        self.given, self.told = given, told
         self.values: dict[str, Value] = {}
         self.left: list[Left] = []
         self.num_off = 0  # settings that ask for nothing

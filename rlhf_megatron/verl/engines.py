@@ -33,29 +33,24 @@ def actor_layout(draft: Draft) -> None:
 
 def critic_layout(draft: Draft) -> None:
     """In the actor's pool, as in verl, unless the user gives it ranks of its own."""
-    for name in SHARED:
-        key, of_actor = f"critic.megatron.{name}", f"actor.megatron.{name}"
-        if draft.given.has(key) and _size(draft, key) != _size(draft, of_actor):
-            draft.leave(key, "the critic has the actor's ranks and layout; for others give it critic.num_ranks")
-        draft.given.ignore(key)
-    draft.given.ignore("critic.megatron.*")
+    _shares_layout(draft, "critic", "the critic has the actor's ranks and layout; for others give it critic.num_ranks")
 
 
 def reference_layout(draft: Draft) -> None:
     g = draft.given
-    for name in SHARED:
-        key = f"reference.megatron.{name}"
-        if g.has(key) and _size(draft, key) != _size(draft, f"actor.megatron.{name}"):
-            draft.leave(key, "the reference shares the actor's layout")
     for source in ("reference.megatron.param_offload", "reference.fsdp_config.param_offload"):
         if g.get(source) is not None:
             draft.put("reference.param_offload", g.flag(source), (source,))
-    g.ignore("reference.megatron.*")
+    _shares_layout(draft, "reference", "the reference shares the actor's layout")
 
 
-def _size(draft: Draft, key: str) -> object:
-    value = draft.given.look(key)
-    return 1 if value is None else value
+def _shares_layout(draft: Draft, role: str, reason: str) -> None:
+    g = draft.given
+    for name in SHARED:
+        key, of_actor = f"{role}.megatron.{name}", f"actor.megatron.{name}"
+        if g.has(key) and (g.look(key) or 1) != (g.look(of_actor) or 1):
+            draft.leave(key, reason)
+    g.ignore(f"{role}.megatron.*")
 
 
 def _layout(draft: Draft, section: str) -> None:

@@ -9,91 +9,20 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from importlib.resources import files
 from math import isfinite
 from typing import Any
 
+from rlhf_megatron.config.source import MappingNode, parse
 from rlhf_megatron.config.verl_names import RENAMED_SECTIONS, current_path
-from rlhf_megatron.verl.read import Setting, Written, hydra_value
+from rlhf_megatron.verl.read import Setting, Written, hydra_value, leaves
 
-_OPTIM: dict[str, Any] = {
-    "optimizer": "adam",
-    "weight_decay": 0.01,
-    "betas": [0.9, 0.999],
-    "clip_grad": 1.0,
-    "lr_warmup_steps": -1,
-    "lr_warmup_steps_ratio": 0.0,
-    "lr_decay_style": "constant",
-    "min_lr": 0.0,
-}
-_MEGATRON: dict[str, Any] = {
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "context_parallel_size": 1,
-    "sequence_parallel": True,
-    "use_distributed_optimizer": True,
-}
+_TABLE = parse(files("rlhf_megatron.verl").joinpath("defaults.yaml").read_text(encoding="utf-8"), "defaults.yaml", 0)
+assert isinstance(_TABLE, MappingNode)
 DEFAULTS: dict[str, Any] = {
-    "data.train_batch_size": 1024,
-    "data.max_prompt_length": 512,
-    "data.max_response_length": 512,
-    "data.prompt_key": "prompt",
-    "data.shuffle": True,
-    "actor.ppo_mini_batch_size": 256,
-    "actor.ppo_epochs": 1,
-    "actor.use_dynamic_bsz": False,
-    "actor.ppo_max_token_len_per_gpu": 16384,
-    "actor.shuffle": False,
-    "actor.policy_loss.loss_mode": "vanilla",
-    "actor.clip_ratio": 0.2,
-    "actor.clip_ratio_low": 0.2,
-    "actor.clip_ratio_high": 0.2,
-    "actor.clip_ratio_c": 3.0,
-    "actor.tau_pos": 1.0,
-    "actor.tau_neg": 1.05,
-    "actor.policy_loss.clip_cov_ratio": 0.0002,
-    "actor.policy_loss.clip_cov_lb": 1.0,
-    "actor.policy_loss.clip_cov_ub": 5.0,
-    "actor.policy_loss.kl_cov_ratio": 0.0002,
-    "actor.policy_loss.ppo_kl_coef": 0.1,
-    "actor.loss_agg_mode": "token-mean",
-    "actor.entropy_coeff": 0.0,
-    "actor.use_kl_loss": False,
-    "actor.kl_loss_coef": 0.001,
-    "actor.kl_loss_type": "low_var_kl",
-    "actor.optim.lr": 1e-6,
-    "critic.optim.lr": 1e-5,
-    **{f"{role}.optim.{name}": value for role in ("actor", "critic") for name, value in _OPTIM.items()},
-    **{f"{role}.megatron.{name}": value for role in ("actor", "critic") for name, value in _MEGATRON.items()},
-    "critic.ppo_max_token_len_per_gpu": 32768,
-    "critic.cliprange_value": 0.5,
-    "rollout.n": 1,
-    "rollout.temperature": 1.0,
-    "rollout.tensor_model_parallel_size": 2,
-    "rollout.data_parallel_size": 1,
-    "rollout.pipeline_model_parallel_size": 1,
-    "rollout.gpu_memory_utilization": 0.5,
-    "rollout.val_kwargs.do_sample": False,
-    "rollout.val_kwargs.temperature": 0.0,
-    "rollout.val_kwargs.n": 1,
-    "algorithm.adv_estimator": "gae",
-    "algorithm.gamma": 1.0,
-    "algorithm.lam": 1.0,
-    "algorithm.norm_adv_by_std_in_grpo": True,
-    "algorithm.use_kl_in_reward": False,
-    "algorithm.kl_penalty": "kl",
-    "algorithm.kl_ctrl.type": "fixed",
-    "algorithm.kl_ctrl.kl_coef": 0.001,
-    "algorithm.kl_ctrl.target_kl": 0.1,
-    "algorithm.kl_ctrl.horizon": 10000,
-    "trainer.total_epochs": 30,
-    "trainer.nnodes": 1,
-    "trainer.n_gpus_per_node": 8,
-    "trainer.save_freq": -1,
-    "trainer.test_freq": -1,
-    "trainer.val_before_train": True,
-    "trainer.critic_warmup": 0,
-    "trainer.resume_mode": "auto",
+    leaf.name: leaf.value for section, node in _TABLE.items.items() for leaf in leaves(section, node)
 }
+"""Of verl, where they decide what is learnt and differ from ours."""
 
 
 MISSING: Any = object()

@@ -114,15 +114,16 @@ def _of_yaml(text: str, source: str) -> Written:
         )
     for name, node in tree.items.items():
         if name not in _NOT_OURS:
-            for setting in _leaves(name, node):
+            for setting in leaves(name, node):
                 written.add(setting)
     return written
 
 
-def _leaves(name: str, node: Node) -> Iterator[Setting]:
+def leaves(name: str, node: Node) -> Iterator[Setting]:
+    """The settings of a tree of YAML, by their whole names."""
     if isinstance(node, MappingNode) and node.items:
         for key, child in node.items.items():
-            yield from _leaves(f"{name}.{key}", child)
+            yield from leaves(f"{name}.{key}", child)
     else:
         yield Setting(name, plain(node), str(node.origin))
 

@@ -12,17 +12,10 @@ from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.source import Loaded, MappingNode, parse, plain
 from rlhf_megatron.config.typed import BROKEN, Converter
 from rlhf_megatron.config.verl_names import has_known_below, suggest
-from rlhf_megatron.verl import algorithm as of_correction
-from rlhf_megatron.verl import data as of_data
-from rlhf_megatron.verl import data as of_reward
-from rlhf_megatron.verl import engines as of_engines
-from rlhf_megatron.verl import engines as of_layout
-from rlhf_megatron.verl.algorithm import estimator, group_filter, has_critic, kl_in_reward, policy_loss, resampling
-from rlhf_megatron.verl.draft import Draft, Left, Parts, Told, Value, as_yaml, rest
-from rlhf_megatron.verl.engines import as_steps, schedule
+from rlhf_megatron.verl import algorithm, data, engines, trainer
+from rlhf_megatron.verl.draft import Draft, Left, Told, Value, as_yaml, rest
 from rlhf_megatron.verl.given import Given
 from rlhf_megatron.verl.read import Written
-from rlhf_megatron.verl.trainer import actor_batches, critic_batches, optim, reference_batches, trainer
 
 
 @dataclass(frozen=True)
@@ -45,7 +38,6 @@ class Translation:
 def translate(
     written: Written,
     source: str,
-    parts: Parts,
     told: Told,
     environment: Mapping[str, str],
     ours: Sequence[str] = (),
@@ -56,11 +48,11 @@ def translate(
     Raises ConfigError for overrides that are malformed.
     """
     given = Given(written, environment)
-    as_steps(given)
-    of_correction.older_corrections(given)
+    engines.as_steps(given)
+    algorithm.older_corrections(given)
     overrides = [_flat(override) for override in parse_overrides(ours, layer=0)]
     told = replace(told, reward=str(dict(overrides).get("reward.name", "")))
-    draft = Draft(given, parts, told)
+    draft = Draft(given, told)
     _map(draft)
     for key, value in overrides:
         draft.values[key] = Value(value, (), False, "given with --set")
@@ -78,31 +70,31 @@ def translate(
 
 
 def _map(draft: Draft) -> None:
-    of_data.model(draft)
-    of_data.data(draft)
-    of_layout.actor_layout(draft)
-    actor_batches(draft)
-    optim(draft, "actor")
-    estimator(draft)
+    data.model(draft)
+    data.data(draft)
+    engines.actor_layout(draft)
+    trainer.actor_batches(draft)
+    trainer.optim(draft, "actor")
+    algorithm.estimator(draft)
     _critic(draft)
-    kl_in_reward(draft)
-    resampling(draft)
-    group_filter(draft)
-    policy_loss(draft)
-    of_correction.correction(draft)
-    schedule(draft)
-    reference_batches(draft)
-    of_layout.reference_layout(draft)
-    of_engines.sampling(draft)
-    of_engines.engines(draft)
-    of_reward.reward(draft)
-    trainer(draft)
+    algorithm.kl_in_reward(draft)
+    algorithm.resampling(draft)
+    algorithm.group_filter(draft)
+    algorithm.policy_loss(draft)
+    algorithm.correction(draft)
+    engines.schedule(draft)
+    trainer.reference_batches(draft)
+    engines.reference_layout(draft)
+    engines.sampling(draft)
+    engines.engines(draft)
+    data.reward(draft)
+    trainer.trainer(draft)
     rest(draft)
 
 
 def _critic(draft: Draft) -> None:
     g = draft.given
-    is_wanted = has_critic(draft)
+    is_wanted = algorithm.has_critic(draft)
     if g.look("critic.enable") is not None and g.flag("critic.enable") != is_wanted:
         name = g.look("algorithm.adv_estimator")
         if is_wanted:
@@ -118,12 +110,12 @@ def _critic(draft: Draft) -> None:
         g.ignore("critic.*", "trainer.critic_warmup")
         draft.num_off += before - len(g.rest())
         return
-    draft.take("critic.model.path", "critic.path", lambda value: of_data.at_home(draft, value))
+    draft.take("critic.model.path", "critic.path", lambda value: data.at_home(draft, value))
     draft.copy("critic.cliprange_value", value=g.number("critic.cliprange_value"))
     draft.copy("trainer.critic_warmup")
-    critic_batches(draft)
-    optim(draft, "critic")
-    of_layout.critic_layout(draft)
+    trainer.critic_batches(draft)
+    trainer.optim(draft, "critic")
+    engines.critic_layout(draft)
     if g.look("critic.shuffle") in (None, g.look("actor.shuffle")):
         g.ignore("critic.shuffle")
 

@@ -11,11 +11,13 @@ statistic) and so a group with one sample left (no baseline, advantage 0).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_megatron.algorithms.aggregate import sequence_sums
+from rlhf_megatron.algorithms.groups import Groups
 from rlhf_megatron.lazy import Tensor, np, torch
 from rlhf_megatron.registry import Registry
 
@@ -73,9 +75,23 @@ def sample_rewards(inputs: AdvantageInputs) -> Tensor:
     return rewards_B.masked_fill(~inputs.is_valid_B, 0.0)
 
 
-def of_samples(advantages_B: Tensor, inputs: AdvantageInputs) -> AdvantageOutputs:
-    """Return the advantages of an estimator of whole samples: one a sample, on all its response tokens."""
-    return AdvantageOutputs(spread(advantages_B, inputs.response_mask_T, inputs.offsets))
+GroupEstimator = Callable[[Tensor, Groups, AdvantageInputs, Any], Tensor]
+
+
+def of_groups(name: str, params: type | None = None) -> Callable[[GroupEstimator], AdvantageEstimator]:
+    """Decorator of an estimator of whole samples: (`sample_rewards`, groups, inputs, parameters) -> [B] advantages. All
+    response tokens of a sample get its own."""
+
+    def register(estimate: GroupEstimator) -> AdvantageEstimator:
+        @functools.wraps(estimate)
+        def of_step(inputs: AdvantageInputs, params: Any) -> AdvantageOutputs:
+            groups = Groups.of(inputs.group_ids_B, inputs.is_valid_B)
+            advantages_B = estimate(sample_rewards(inputs), groups, inputs, params)
+            return AdvantageOutputs(spread(advantages_B, inputs.response_mask_T, inputs.offsets))
+
+        return ADV_ESTIMATORS.register(name, params, needs=("rewards", "group_ids"), scope="group")(of_step)
+
+    return register
 
 
 def spread(advantages_B: Tensor, response_mask_T: Tensor, offsets: Tensor) -> Tensor:

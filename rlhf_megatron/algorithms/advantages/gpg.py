@@ -14,14 +14,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhf_megatron.algorithms.advantages.base import (
-    ADV_ESTIMATORS,
-    AdvantageInputs,
-    AdvantageOutputs,
-    of_samples,
-    sample_rewards,
-)
-from rlhf_megatron.algorithms.groups import Groups, group_advantages
+from rlhf_megatron.algorithms.advantages.base import AdvantageInputs, of_groups
+from rlhf_megatron.algorithms.groups import Groups
+from rlhf_megatron.lazy import Tensor
 
 
 @dataclass(frozen=True)
@@ -33,16 +28,9 @@ class GPGParams:
             raise ValueError(f"f_norm ({self.f_norm}) must be above 0: it divides the advantages; 1.0 is usual.")
 
 
-@ADV_ESTIMATORS.register("gpg", GPGParams, needs=("rewards", "group_ids"), scope="group")
-def gpg(inputs: AdvantageInputs, params: GPGParams) -> AdvantageOutputs:
-    """One advantage a sample, on all its response tokens.
-
-    Exactly 0 for a sample of masked status, in a group with one valid sample, and in a group of equal rewards.
-    """
-    rewards_B = sample_rewards(inputs)
-    groups = Groups.of(inputs.group_ids_B, inputs.is_valid_B)
+@of_groups("gpg", GPGParams)
+def gpg(rewards_B: Tensor, groups: Groups, inputs: AdvantageInputs, params: GPGParams) -> Tensor:
+    """Exactly 0 for a sample of masked status, in a group with one valid sample, and in a group of equal rewards."""
     teaches_B = inputs.is_valid_B & groups.have_spread(rewards_B)[groups.index_B]
     alpha = inputs.is_valid_B.sum() / teaches_B.sum().clamp(min=1).to(rewards_B.dtype)
-    centered_B = group_advantages(rewards_B, inputs.group_ids_B, inputs.is_valid_B, epsilon=None)
-    advantages_B = alpha * centered_B / params.f_norm
-    return of_samples(advantages_B, inputs)
+    return alpha * groups.advantages(rewards_B) / params.f_norm

@@ -11,14 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhf_megatron.algorithms.advantages.base import (
-    ADV_ESTIMATORS,
-    AdvantageInputs,
-    AdvantageOutputs,
-    of_samples,
-    sample_rewards,
-)
-from rlhf_megatron.algorithms.groups import group_advantages
+from rlhf_megatron.algorithms.advantages.base import AdvantageInputs, of_groups
+from rlhf_megatron.algorithms.groups import Groups
+from rlhf_megatron.lazy import Tensor
 
 
 @dataclass(frozen=True)
@@ -31,16 +26,7 @@ class GRPOParams:
             raise ValueError(f"epsilon ({self.epsilon}) must not be negative; 1e-6 is usual.")
 
 
-@ADV_ESTIMATORS.register("grpo", GRPOParams, needs=("rewards", "group_ids"), scope="group")
-def grpo(inputs: AdvantageInputs, params: GRPOParams) -> AdvantageOutputs:
-    """One advantage a sample, on all its response tokens.
-
-    Exactly 0 for a sample of masked status, in a group with one valid sample, and in a group of equal rewards.
-    """
-    advantages_B = group_advantages(
-        sample_rewards(inputs),
-        inputs.group_ids_B,
-        inputs.is_valid_B,
-        epsilon=params.epsilon if params.norm_adv_by_std_in_grpo else None,
-    )
-    return of_samples(advantages_B, inputs)
+@of_groups("grpo", GRPOParams)
+def grpo(rewards_B: Tensor, groups: Groups, inputs: AdvantageInputs, params: GRPOParams) -> Tensor:
+    """Exactly 0 for a sample of masked status, in a group with one valid sample, and in a group of equal rewards."""
+    return groups.advantages(rewards_B, params.epsilon if params.norm_adv_by_std_in_grpo else None)

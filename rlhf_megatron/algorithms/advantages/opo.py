@@ -10,27 +10,15 @@ reward by the squared norm of its sample's gradient, which is taken to grow with
 
 from __future__ import annotations
 
-from rlhf_megatron.algorithms.advantages.base import (
-    ADV_ESTIMATORS,
-    AdvantageInputs,
-    AdvantageOutputs,
-    of_samples,
-    response_lengths,
-    sample_rewards,
-)
-from rlhf_megatron.algorithms.groups import Groups, group_advantages
+from rlhf_megatron.algorithms.advantages.base import AdvantageInputs, of_groups, response_lengths
+from rlhf_megatron.algorithms.groups import Groups
+from rlhf_megatron.lazy import Tensor
 
 
-@ADV_ESTIMATORS.register("opo", needs=("rewards", "group_ids"), scope="group")
-def opo(inputs: AdvantageInputs, params: None) -> AdvantageOutputs:
-    """One advantage a sample, on all its response tokens.
-
-    Exactly 0 for a sample of masked status, in a group with one valid sample, and in a group of equal rewards.
-    """
+@of_groups("opo")
+def opo(rewards_B: Tensor, groups: Groups, inputs: AdvantageInputs, params: None) -> Tensor:
+    """Exactly 0 for a sample of masked status, in a group with one valid sample, and in a group of equal rewards."""
     lengths_B = response_lengths(inputs.response_mask_T, inputs.offsets)
-    groups = Groups.of(inputs.group_ids_B, inputs.is_valid_B)
-    # The baseline of centered rewards: no digits are lost where rewards are far from 0.
-    centered_B = group_advantages(sample_rewards(inputs), inputs.group_ids_B, inputs.is_valid_B, epsilon=None)
+    centered_B = groups.advantages(rewards_B)  # no digits are lost where rewards are far from 0
     baseline_G = groups.sums(lengths_B * centered_B) / groups.sums(lengths_B).clamp(min=1)
-    advantages_B = (centered_B - baseline_G[groups.index_B]).masked_fill(~inputs.is_valid_B, 0.0)
-    return of_samples(advantages_B, inputs)
+    return (centered_B - baseline_G[groups.index_B]).masked_fill(~inputs.is_valid_B, 0.0)

@@ -14,7 +14,6 @@ Position t counts all tokens from the first of the response on, a tool's too. `t
 those that the policy sampled (tool-integrated reasoning).
 """
 # B samples, T packed tokens, N response tokens of valid samples, G groups, C cells: positions of each group
-# B samples, N response tokens of valid samples
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@
 With KL in the reward (the paper's setting) r_t has the KL term of token t; without, only the last token has a reward.
 `reinforce_plus_plus_baseline` takes the mean of the group as baseline: rewards centered by group, then whitened.
 """
-# T packed tokens, N response tokens of valid samples
-# B samples
+# B samples, T packed tokens, N response tokens of valid samples
 
 from __future__ import annotations
 
@@ -18,12 +17,12 @@ from rlhf_megatron.algorithms.advantages.base import (
     ADV_ESTIMATORS,
     AdvantageInputs,
     AdvantageOutputs,
+    of_groups,
     response_lengths,
-    sample_rewards,
-    spread,
 )
 from rlhf_megatron.algorithms.advantages.tokens import ResponseTokens, whiten_, whitened_samples
-from rlhf_megatron.algorithms.groups import Groups, group_advantages
+from rlhf_megatron.algorithms.groups import Groups
+from rlhf_megatron.lazy import Tensor
 
 
 @dataclass(frozen=True)
@@ -43,16 +42,10 @@ def reinforce_plus_plus(inputs: AdvantageInputs, params: ReinforcePlusPlusParams
     return AdvantageOutputs(tokens.put(whiten_(tokens.sums_to_go(inputs.token_rewards_T, params.gamma))))
 
 
-@ADV_ESTIMATORS.register("reinforce_plus_plus_baseline", needs=("rewards", "group_ids"), scope="group")
-def reinforce_plus_plus_baseline(inputs: AdvantageInputs, params: None) -> AdvantageOutputs:
-    """One advantage a sample, on all its response tokens.
-
-    A group with one valid sample is in no statistic, and 0. One of equal rewards is in them: it is the whitening's
-    mean that it gets, which is 0 where all responses are of one length.
-    """
-    centered_B = group_advantages(sample_rewards(inputs), inputs.group_ids_B, inputs.is_valid_B, epsilon=None)
-    groups = Groups.of(inputs.group_ids_B, inputs.is_valid_B)
+@of_groups("reinforce_plus_plus_baseline")
+def reinforce_plus_plus_baseline(rewards_B: Tensor, groups: Groups, inputs: AdvantageInputs, params: None) -> Tensor:
+    """A group with one valid sample is in no statistic, and 0. One of equal rewards is in them: it is the whitening's
+    mean that it gets, which is 0 where all responses are of one length."""
     is_kept_B = inputs.is_valid_B & (groups.counts() > 1)[groups.index_B]
     lengths_B = response_lengths(inputs.response_mask_T, inputs.offsets)
-    advantages_B = whitened_samples(centered_B, lengths_B, is_kept_B)
-    return AdvantageOutputs(spread(advantages_B, inputs.response_mask_T, inputs.offsets))
+    return whitened_samples(groups.advantages(rewards_B), lengths_B, is_kept_B)

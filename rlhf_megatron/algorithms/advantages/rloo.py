@@ -10,21 +10,14 @@
 
 from __future__ import annotations
 
-from rlhf_megatron.algorithms.advantages.base import (
-    ADV_ESTIMATORS,
-    AdvantageInputs,
-    AdvantageOutputs,
-    of_samples,
-    sample_rewards,
-)
-from rlhf_megatron.algorithms.groups import Groups, group_advantages
+from rlhf_megatron.algorithms.advantages.base import AdvantageInputs, of_groups
+from rlhf_megatron.algorithms.groups import Groups
+from rlhf_megatron.lazy import Tensor
 
 
-@ADV_ESTIMATORS.register("rloo", needs=("rewards", "group_ids"), scope="group")
-def rloo(inputs: AdvantageInputs, params: None) -> AdvantageOutputs:
-    """One advantage a sample, on all its response tokens; 0 where no other sample of the group is valid."""
-    centered_B = group_advantages(sample_rewards(inputs), inputs.group_ids_B, inputs.is_valid_B, epsilon=None)
-    groups = Groups.of(inputs.group_ids_B, inputs.is_valid_B)
+@of_groups("rloo")
+def rloo(rewards_B: Tensor, groups: Groups, inputs: AdvantageInputs, params: None) -> Tensor:
+    """0 where no other sample of the group is valid."""
     count_G = groups.counts()
     factor_G = count_G / (count_G - 1).clamp(min=1)
-    return of_samples(centered_B * factor_G[groups.index_B], inputs)
+    return groups.advantages(rewards_B) * factor_G[groups.index_B]

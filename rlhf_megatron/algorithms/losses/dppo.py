@@ -14,8 +14,6 @@ p_old is the trainer's policy at the start of the update. The paper measures fro
 The divergence of `dppo_kl` is KL(old || current) of the two coins, that of `dppo_tv` is |p - p_old|.
 """
 # T tokens
-# T tokens
-# T tokens
 
 from __future__ import annotations
 
@@ -25,99 +23,63 @@ from rlhf_megatron.algorithms.losses.base import POLICY_LOSSES, PolicyLossInputs
 from rlhf_megatron.algorithms.losses.ratio import clamped_log_ratio, ppo_kl
 from rlhf_megatron.lazy import Tensor, torch
 
-
-@dataclass(frozen=True)
-class Coins:
-    """[T] each, without grad."""
-
-    log_p_T: Tensor
-    log_p_old_T: Tensor
-
-    @property
-    def moved_T(self) -> Tensor:
-        """p - p_old."""
-        return self.log_p_T.exp() - self.log_p_old_T.exp()
-
-
-def coins(inputs: PolicyLossInputs) -> Coins:
-    return Coins(inputs.log_probs_T.detach(), inputs.old_log_probs_T)
-
-
-def divergence_loss(
-    inputs: PolicyLossInputs, moved_T: Tensor, divergence_T: Tensor, low: float, high: float, max_ratio: float
-) -> PolicyLossOutputs:
-    """`moved_T`: its sign tells whether the token became likelier; `divergence_T`: how far it went, at least 0.
-
-    Metrics actor/ppo_kl, actor/pg_clipfrac (1 where the token was taken out).
-    """
-    advantages_T = inputs.advantages_T
-    is_out_T = torch.where(
-        advantages_T > 0,
-        (moved_T > 0) & (divergence_T > high),
-        (moved_T < 0) & (divergence_T > low),
-    )
-    weight_T = clamped_log_ratio(inputs).detach().exp().clamp(max=max_ratio).masked_fill(is_out_T, 0.0)
-    metrics = {**ppo_kl(inputs), "actor/pg_clipfrac": is_out_T.to(weight_T.dtype)}
-    return PolicyLossOutputs(-advantages_T * weight_T * inputs.log_probs_T, metrics)
-
-
-def check_thresholds(clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float, usual: float) -> None:
-    """Raises ValueError for what bounds nothing."""
-    for name, value in (("clip_ratio_low", clip_ratio_low), ("clip_ratio_high", clip_ratio_high)):
-        if not value > 0:
-            raise ValueError(f"{name} ({value}) must be positive, a bound of the divergence; {usual} is usual.")
-    if not clip_ratio_c > 1:
-        raise ValueError(f"clip_ratio_c ({clip_ratio_c}) must be above 1; 20 is usual.")
-
-
-USUAL_KL = 0.05  # of the authors' runs
 LARGEST_LOG_P = -1e-8
 
 
 @dataclass(frozen=True)
-class DPPOKLParams:
-    clip_ratio_low: float = USUAL_KL  # nats: a token of negative advantage that became rarer is out beyond
-    clip_ratio_high: float = USUAL_KL  # nats: one of positive advantage that became likelier is out beyond
+class DPPOTVParams:
+    clip_ratio_low: float = 0.15  # a token of negative advantage is out below p_old - clip_ratio_low
+    clip_ratio_high: float = 0.15  # one of positive advantage above p_old + clip_ratio_high
     clip_ratio_c: float = 20.0  # bound on the importance weight
 
     def __post_init__(self) -> None:
-        check_thresholds(self.clip_ratio_low, self.clip_ratio_high, self.clip_ratio_c, USUAL_KL)
+        for name, value in (("clip_ratio_low", self.clip_ratio_low), ("clip_ratio_high", self.clip_ratio_high)):
+            if not value > 0:
+                usual = type(self).clip_ratio_low  # of the authors' runs
+                raise ValueError(f"{name} ({value}) must be positive, a bound of the divergence; {usual} is usual.")
+        if not self.clip_ratio_c > 1:
+            raise ValueError(f"clip_ratio_c ({self.clip_ratio_c}) must be above 1; 20 is usual.")
+
+
+@dataclass(frozen=True)
+class DPPOKLParams(DPPOTVParams):
+    clip_ratio_low: float = 0.05  # nats: a token of negative advantage that became rarer is out beyond
+    clip_ratio_high: float = 0.05  # nats: one of positive advantage that became likelier is out beyond
+
+
+def _divergence_loss(
+    inputs: PolicyLossInputs, moved_T: Tensor, divergence_T: Tensor, params: DPPOTVParams
+) -> PolicyLossOutputs:
+    """`moved_T`: its sign tells whether the token became likelier; `divergence_T`: how far it went, at least 0."""
+    advantages_T = inputs.advantages_T
+    is_out_T = torch.where(
+        advantages_T > 0,
+        (moved_T > 0) & (divergence_T > params.clip_ratio_high),
+        (moved_T < 0) & (divergence_T > params.clip_ratio_low),
+    )
+    weight_T = clamped_log_ratio(inputs).detach().exp().clamp(max=params.clip_ratio_c).masked_fill(is_out_T, 0.0)
+    metrics = {**ppo_kl(inputs), "actor/pg_clipfrac": is_out_T.to(weight_T.dtype)}
+    return PolicyLossOutputs(-advantages_T * weight_T * inputs.log_probs_T, metrics)
+
+
+def _moved(inputs: PolicyLossInputs) -> Tensor:
+    """[T] p - p_old, without grad."""
+    return inputs.log_probs_T.detach().exp() - inputs.old_log_probs_T.exp()
 
 
 @POLICY_LOSSES.register("dppo_kl", DPPOKLParams, needs=("advantages", "old_log_probs"))
 def dppo_kl(inputs: PolicyLossInputs, params: DPPOKLParams) -> PolicyLossOutputs:
     """Per-token loss; metrics actor/ppo_kl, actor/pg_clipfrac (1 where the token was taken out)."""
-    both = coins(inputs)
-    return divergence_loss(
-        inputs, both.moved_T, _binary_kl(both), params.clip_ratio_low, params.clip_ratio_high, params.clip_ratio_c
-    )
-
-
-def _binary_kl(both: Coins) -> Tensor:
-    """[T] nats, finite."""
-    log_p_T, log_p_old_T = both.log_p_T.clamp(max=LARGEST_LOG_P), both.log_p_old_T.clamp(max=LARGEST_LOG_P)
+    log_p_T = inputs.log_probs_T.detach().clamp(max=LARGEST_LOG_P)
+    log_p_old_T = inputs.old_log_probs_T.clamp(max=LARGEST_LOG_P)
     heads_T = log_p_old_T.exp() * (log_p_old_T - log_p_T)
     rest_T, rest_old_T = -log_p_T.expm1(), -log_p_old_T.expm1()
-    return heads_T + rest_old_T * (rest_old_T.log() - rest_T.log())
-
-
-USUAL_TV = 0.15  # of the authors' runs
-
-
-@dataclass(frozen=True)
-class DPPOTVParams:
-    clip_ratio_low: float = USUAL_TV  # a token of negative advantage is out below p_old - clip_ratio_low
-    clip_ratio_high: float = USUAL_TV  # one of positive advantage above p_old + clip_ratio_high
-    clip_ratio_c: float = 20.0  # bound on the importance weight
-
-    def __post_init__(self) -> None:
-        check_thresholds(self.clip_ratio_low, self.clip_ratio_high, self.clip_ratio_c, USUAL_TV)
+    divergence_T = heads_T + rest_old_T * (rest_old_T.log() - rest_T.log())
+    return _divergence_loss(inputs, _moved(inputs), divergence_T, params)
 
 
 @POLICY_LOSSES.register("dppo_tv", DPPOTVParams, needs=("advantages", "old_log_probs"))
 def dppo_tv(inputs: PolicyLossInputs, params: DPPOTVParams) -> PolicyLossOutputs:
     """Per-token loss; metrics actor/ppo_kl, actor/pg_clipfrac (1 where the token was taken out)."""
-    moved_T = coins(inputs).moved_T
-    return divergence_loss(
-        inputs, moved_T, moved_T.abs(), params.clip_ratio_low, params.clip_ratio_high, params.clip_ratio_c
-    )
+    moved_T = _moved(inputs)
+    return _divergence_loss(inputs, moved_T, moved_T.abs(), params)

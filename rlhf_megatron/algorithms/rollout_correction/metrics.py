@@ -25,6 +25,7 @@ from rlhf_megatron.algorithms.sequences import Sequences
 class Spread:
     """Of all entries added."""
 
+    shows_range: bool = False
     count: int = 0
     total: float = 0.0
     squares: float = 0.0
@@ -38,9 +39,7 @@ class Spread:
         low, high = (bound.item() for bound in entries.aminmax())
         self.largest = high if self.count == 0 else max(self.largest, high)
         self.smallest = low if self.count == 0 else min(self.smallest, low)
-        self.count += entries.numel()
-        self.total += entries.sum().item()
-        self.squares += entries.dot(entries).item()
+        self.add_sums(entries, with_squares=True)
 
     def add_sums(self, entries: Tensor, with_squares: bool = False) -> None:
         """Without the extremes, and the deviation where not wanted."""
@@ -68,23 +67,18 @@ class Spread:
         return self.total**2 / (self.count * self.squares) if self.squares > 0 else 0.0
 
     def metrics(self, name: str) -> dict[str, float]:
-        """name_{mean,std,max,min}."""
-        return {
-            f"{name}_mean": self.mean,
-            f"{name}_std": self.std,
-            f"{name}_max": self.largest,
-            f"{name}_min": self.smallest,
-        }
+        """name, the mean; or name_{mean,std,max,min}."""
+        if not self.shows_range:
+            return {name: self.mean}
+        found = {"mean": self.mean, "std": self.std, "max": self.largest, "min": self.smallest}
+        return {f"{name}_{kind}": value for kind, value in found.items()}
 
 
-class Tally:
-    """Spreads and shares by name."""
+class Tally(dict[str, Spread]):
+    """By the name of a metric; what begins with a point is none, but makes one."""
 
-    def __init__(self) -> None:
-        self._spreads: dict[str, Spread] = {}
-
-    def spread(self, name: str, entries: Tensor) -> None:
-        self.of(name).add(entries)
+    def of(self, name: str, shows_range: bool = False) -> Spread:
+        return self.setdefault(name, Spread(shows_range))
 
     def share(self, name: str, is_hit: Tensor) -> None:
         """Of True among the entries."""
@@ -95,9 +89,6 @@ class Tally:
         found = self.of(name)
         found.count += count
         found.total += num_hits
-
-    def of(self, name: str) -> Spread:
-        return self._spreads.setdefault(name, Spread())
 
 
 PREFIX = "rollout_corr/"
@@ -119,7 +110,7 @@ class Rows:
 
 
 class CorrectionMetrics:
-    """Add every block, then read."""
+    """Add every block, one at least, then read."""
 
     def __init__(self, params: CorrectionParams) -> None:
         self.params = params
@@ -127,79 +118,69 @@ class CorrectionMetrics:
 
     def add(self, rows: Rows, corrected: Corrected) -> None:
         """`corrected` is of the same rows."""
-        log_ratio_N = rows.log_ratio_N
         self._add_divergence(rows)
         if self.params.importance is not None and corrected.importance is not None:
             self._add_importance(rows, corrected, corrected.importance, self.params.importance)
         for one, (_, measure) in zip(self.params.filters, corrected.filters, strict=True):
-            self._add_filter(rows, log_ratio_N, one, measure)
+            self._add_filter(rows, one, measure)
         if corrected.veto_S is not None and self.params.veto is not None:
-            is_veto_N = log_ratio_N < math.log(self.params.veto)
+            is_veto_N = rows.log_ratio_N < math.log(self.params.veto)
             self._tally.share("rollout_is_catastrophic_token_fraction", is_veto_N)
             self._tally.share("rollout_is_veto_fraction", corrected.veto_S)
         if corrected.keep_N is not None:
             self._add_masked("rollout_rs", rows, ~corrected.keep_N)
 
     def read(self, batch_norm_factor: float | None) -> dict[str, float]:
-        found = self._divergence()
+        of, found = self._tally.of, {}
+        for name, spread in tuple(self._tally.items()):
+            found |= {} if name.startswith(".") else spread.metrics(name)
+            if name.startswith(".deviation "):
+                found[f"{name.partition(' ')[2]}_max_deviation"] = spread.largest
+        difference, excess, product = of("log_ppl_diff"), of(".excess"), of(".product excess")
+        found |= {
+            "kl": -of(".log ratio").mean,
+            "k3_kl": excess.mean - of(".clamped").mean,
+            "log_ppl_diff_max": difference.largest,
+            "log_ppl_diff_min": difference.smallest,
+            "chi2_token": excess.mean_square + 2 * excess.mean,  # E[r^2] - 1, without its cancellation
+            "chi2_seq": product.mean_square + 2 * product.mean,
+        }
         if self.params.importance is not None:
-            found |= self._importance(self.params.importance)
+            acting = of(".acting")
+            found |= {"rollout_is_std": acting.std, "rollout_is_eff_sample_size": acting.effective_share}
         if batch_norm_factor is not None:
             found["rollout_is_batch_norm_factor"] = batch_norm_factor
-        for one in self.params.filters:
-            found |= self._filter(one)
-        if self.params.veto is not None:
-            names = ("rollout_is_catastrophic_token_fraction", "rollout_is_veto_fraction")
-            found |= {name: self._tally.of(name).mean for name in names}
-        if self.params.rejects:
-            found |= self._masked("rollout_rs")
         return {PREFIX + name: value for name, value in found.items()}
 
     def _add_divergence(self, rows: Rows) -> None:
-        tally = self._tally
-        clamped_N = rows.log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        excess_N = clamped_N.expm1()  # r - 1
-        tally.of("log_ratio").add_sums(rows.log_ratio_N)
-        tally.of("clamped").add_sums(clamped_N)
-        tally.of("excess").add_sums(excess_N, with_squares=True)
-        trainer_S, engine_S = rows.means(_numbers(rows.log_probs_N)), rows.means(_numbers(rows.rollout_log_probs_N))
-        tally.spread("training_log_ppl", -trainer_S)
-        tally.spread("training_ppl", exp(-trainer_S))
-        tally.spread("rollout_log_ppl", -engine_S)
-        tally.spread("rollout_ppl", exp(-engine_S))
-        diff_S = engine_S - trainer_S
-        tally.spread("log_ppl_diff", diff_S)
-        tally.spread("log_ppl_abs_diff", diff_S.abs())
-        tally.spread("ppl_ratio", exp(diff_S))
-        product_S = exp(-diff_S * rows.counts_S)
-        tally.of("product_excess").add_sums(product_S - 1, with_squares=True)
-
-    def _divergence(self) -> dict[str, float]:
         of = self._tally.of
-        means = (
-            *("training_ppl", "training_log_ppl", "rollout_ppl", "rollout_log_ppl"),
-            *("log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio"),
-        )
-        return {
-            **{name: of(name).mean for name in means},
-            "kl": -of("log_ratio").mean,
-            "k3_kl": of("excess").mean - of("clamped").mean,
-            "log_ppl_diff_max": of("log_ppl_diff").largest,
-            "log_ppl_diff_min": of("log_ppl_diff").smallest,
-            "chi2_token": of("excess").mean_square + 2 * of("excess").mean,  # E[r^2] - 1, without its cancellation
-            "chi2_seq": of("product_excess").mean_square + 2 * of("product_excess").mean,
-        }
+        clamped_N = rows.log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        of(".log ratio").add_sums(rows.log_ratio_N)
+        of(".clamped").add_sums(clamped_N)
+        of(".excess").add_sums(clamped_N.expm1(), with_squares=True)  # r - 1
+        trainer_S, engine_S = rows.means(_numbers(rows.log_probs_N)), rows.means(_numbers(rows.rollout_log_probs_N))
+        diff_S = engine_S - trainer_S
+        for name, column_S in (
+            ("training_log_ppl", -trainer_S),
+            ("training_ppl", exp(-trainer_S)),
+            ("rollout_log_ppl", -engine_S),
+            ("rollout_ppl", exp(-engine_S)),
+            ("log_ppl_diff", diff_S),
+            ("log_ppl_abs_diff", diff_S.abs()),
+            ("ppl_ratio", exp(diff_S)),
+        ):
+            of(name).add(column_S)
+        of(".product excess").add_sums(exp(-diff_S * rows.counts_S) - 1, with_squares=True)
 
     def _add_importance(self, rows: Rows, corrected: Corrected, measure: Measure, importance: Importance) -> None:
         tally = self._tally
-        assert corrected.weights_N is not None
+        assert corrected.weights_N is not None and measure.is_low is not None
         ratios, acting = measure.ratios, corrected.weights_N
-        tally.spread("rollout_is", ratios)
+        tally.of("rollout_is", shows_range=True).add(ratios)
         if measure.of_sequences:
             acting = acting.index_select(0, rows.counts_S.cumsum(0) - rows.counts_S)  # alike in a sequence: its first
-        tally.spread("rollout_is_acting", acting)
+        tally.of(".acting").add(acting)
         tally.share("rollout_is_ratio_fraction_high", measure.is_high)
-        assert measure.is_low is not None
         tally.share("rollout_is_ratio_fraction_low", measure.is_low)
         if importance.low is not None:
             tally.share("rollout_is_oob_ratio", measure.is_outside)
@@ -207,27 +188,14 @@ class CorrectionMetrics:
         ratios_S = ratios if measure.of_sequences else rows.means(ratios)
         self._add_sequences("rollout_is", ratios_S, importance.high, low, neutral=1.0)
 
-    def _importance(self, importance: Importance) -> dict[str, float]:
-        of = self._tally.of
-        acting = of("rollout_is_acting")
-        names = ["rollout_is_ratio_fraction_high", "rollout_is_ratio_fraction_low"]
-        names += ["rollout_is_oob_ratio"] if importance.low is not None else []
-        return {
-            **of("rollout_is").metrics("rollout_is"),
-            "rollout_is_std": acting.std,
-            "rollout_is_eff_sample_size": acting.effective_share,
-            **{name: of(name).mean for name in names},
-            **self._sequences("rollout_is", has_low=True),
-        }
-
-    def _add_filter(self, rows: Rows, log_ratio_N: Tensor, one: Filter, measure: Measure) -> None:
+    def _add_filter(self, rows: Rows, one: Filter, measure: Measure) -> None:
         name, tally = f"rollout_rs_{one.name}", self._tally
         values = measure.ratios if measure.is_log else measure.values
         if one.level == "seq_max":
             values = values.new_zeros(values.shape).scatter_reduce_(
-                0, rows.sequences.ids_T, estimates(log_ratio_N, one.estimate), "amax"
+                0, rows.sequences.ids_T, estimates(rows.log_ratio_N, one.estimate), "amax"
             )
-        tally.spread(name, values)
+        tally.of(name, shows_range=True).add(values)
         tally.share(f"{name}_fraction_high", measure.is_high)
         if measure.is_low is not None:
             tally.share(f"{name}_fraction_low", measure.is_low)
@@ -239,39 +207,17 @@ class CorrectionMetrics:
             self._add_masked(name, rows, measure.is_outside)
             self._add_sequences(name, rows.means(values), one.high, one.low, neutral=1.0 if measure.is_log else 0.0)
 
-    def _filter(self, one: Filter) -> dict[str, float]:
-        name, of = f"rollout_rs_{one.name}", self._tally.of
-        found = {**of(name).metrics(name), f"{name}_fraction_high": of(f"{name}_fraction_high").mean}
-        if one.low is not None:
-            found[f"{name}_fraction_low"] = of(f"{name}_fraction_low").mean
-        if one.level == "token":
-            found |= self._sequences(name, has_low=one.low is not None)
-        return found | self._masked(name)
-
     def _add_sequences(self, name: str, means_S: Tensor, high: float, low: float | None, neutral: float) -> None:
         """Of each sequence's mean."""
-        self._tally.spread(f"{name}_seq", means_S)
-        self._tally.spread(f"{name}_seq_deviation", (means_S - neutral).abs())
+        self._tally.of(f"{name}_seq", shows_range=True).add(means_S)
+        self._tally.of(f".deviation {name}_seq").add((means_S - neutral).abs())
         self._tally.share(f"{name}_seq_fraction_high", means_S > high)
         if low is not None:
             self._tally.share(f"{name}_seq_fraction_low", means_S < low)
 
-    def _sequences(self, name: str, has_low: bool) -> dict[str, float]:
-        of = self._tally.of
-        shares = [f"{name}_seq_fraction_high"] + ([f"{name}_seq_fraction_low"] if has_low else [])
-        return {
-            **of(f"{name}_seq").metrics(f"{name}_seq"),
-            f"{name}_seq_max_deviation": of(f"{name}_seq_deviation").largest,
-            **{share: of(share).mean for share in shares},
-        }
-
     def _add_masked(self, name: str, rows: Rows, is_masked_N: Tensor) -> None:
         self._tally.share(f"{name}_masked_fraction", is_masked_N)
         self._tally.share(f"{name}_seq_masked_fraction", rows.sequences.sums(is_masked_N)[0] > 0)
-
-    def _masked(self, name: str) -> dict[str, float]:
-        names = (f"{name}_masked_fraction", f"{name}_seq_masked_fraction")
-        return {share: self._tally.of(share).mean for share in names}
 
 
 def _numbers(log_probs_N: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from rlhf_megatron.rewards.scorers.base import MAX_SCORE, RewardSample
+from rlhf_megatron.rewards.scorers.base import MAX_SCORE, RewardSample, check_pattern
 
 BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 
@@ -24,14 +24,8 @@ class AnswerParams:
             raise ValueError(f"wrong_score ({self.wrong_score}) must be at most 0; 0 and -1 are usual.")
         if self.max_answer_chars < 1:
             raise ValueError(f"max_answer_chars ({self.max_answer_chars}) must be at least 1.")
-        if self.pattern is None:
-            return
-        try:
-            num_groups = re.compile(self.pattern).groups
-        except re.error as error:
-            raise ValueError(f"pattern ({self.pattern!r}) is not a regular expression: {error}.") from error
-        if num_groups < 1:
-            raise ValueError(f"pattern ({self.pattern!r}) needs a group; put parentheses around the answer.")
+        if self.pattern is not None:
+            check_pattern(self.pattern, num_groups=1)
 
     def can_read(self, sample: RewardSample) -> bool:
         return sample.finish_reason != "length" or self.allow_truncated
@@ -46,10 +40,8 @@ def parse_answer(response: str, pattern: str | None) -> str | None:
     """The stripped group 1 of the last match of `pattern`, None without one. No pattern: the whole response."""
     if pattern is None:
         return response.strip()
-    answer = None
-    for match in re.finditer(pattern, response):
-        answer = match.group(1)
-    return answer.strip() if answer is not None else None
+    answers = [match.group(1) for match in re.finditer(pattern, response)]
+    return answers[-1].strip() if answers and answers[-1] is not None else None
 
 
 def last_boxed(response: str) -> str | None:

@@ -14,6 +14,7 @@ have caused is masked: the sample is left out of its group's statistics and trai
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -85,6 +86,16 @@ class RewardResult:
         for name, value in (("score", self.score), *self.parts.items()):
             if not isinstance(value, int | float) or not abs(value) <= MAX_SCORE:
                 raise BadResultError(f"{name} ({_shown(value)}) must be a number from {-MAX_SCORE:g} to {MAX_SCORE:g}.")
+
+
+def check_pattern(pattern: str, num_groups: int = 0) -> None:
+    """Raises ValueError for what is no regular expression, or has fewer groups."""
+    try:
+        found = re.compile(pattern).groups
+    except re.error as error:
+        raise ValueError(f"pattern ({pattern!r}) is not a regular expression: {error}.") from error
+    if found < num_groups:
+        raise ValueError(f"pattern ({pattern!r}) needs a group; put parentheses around the answer.")
 
 
 def _shown(value: object) -> str:

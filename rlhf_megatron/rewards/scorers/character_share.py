@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from rlhf_megatron.rewards.scorers.base import REWARDS, RewardResult, RewardSample
+from rlhf_megatron.rewards.scorers.base import REWARDS, RewardResult, RewardSample, check_pattern
 
 
 @dataclass(frozen=True)
@@ -13,10 +13,7 @@ class CharacterShareParams:
     pattern: str = "[0-9]"  # regular expression of one character
 
     def __post_init__(self) -> None:
-        try:
-            re.compile(self.pattern)
-        except re.error as error:
-            raise ValueError(f"pattern ({self.pattern!r}) is not a regular expression: {error}.") from error
+        check_pattern(self.pattern)
 
 
 @REWARDS.register("character_share", CharacterShareParams)

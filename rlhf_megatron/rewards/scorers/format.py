@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhf_megatron.rewards.scorers.base import REWARDS, RewardResult, RewardSample
+from rlhf_megatron.rewards.scorers.base import REWARDS, RewardResult, RewardSample, check_pattern
 
 
 @dataclass(frozen=True)
@@ -17,10 +17,7 @@ class FormatParams:
     )
 
     def __post_init__(self) -> None:
-        try:
-            re.compile(self.pattern)
-        except re.error as error:
-            raise ValueError(f"pattern ({self.pattern!r}) is not a regular expression: {error}.") from error
+        check_pattern(self.pattern)
 
 
 @REWARDS.register("format", FormatParams)

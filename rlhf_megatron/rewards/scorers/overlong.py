@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhf_megatron.algorithms.overlong import overlong_penalty
 from rlhf_megatron.rewards.scorers.base import REWARDS, RewardResult, RewardSample
 
 
@@ -28,5 +27,5 @@ class OverlongParams:
 
 @REWARDS.register("overlong", OverlongParams)
 def overlong(sample: RewardSample, params: OverlongParams) -> RewardResult:
-    """Return the punishment, from -1 to 0."""
-    return RewardResult(overlong_penalty(sample.num_tokens, params.max_len, params.buffer))
+    """Return the punishment, from -1 to 0: min(-(num_tokens - (max_len - buffer)) / buffer, 0), and not below -1."""
+    return RewardResult(-min(1.0, max(0.0, (sample.num_tokens - params.acts_from) / params.buffer)))

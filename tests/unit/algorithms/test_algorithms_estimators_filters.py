@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from rlhf_megatron.algorithms.groups import teaches
-from rlhf_megatron.algorithms.overlong import overlong_penalty
 from rlhf_megatron.algorithms.resampling import ResamplingParams, resample, resampling_weights
 from rlhf_megatron.rewards.scorers import REWARDS, RewardSample
 
@@ -83,20 +82,14 @@ def test_wrong_parameters_of_resampling() -> None:
 
 def test_overlong_by_hand() -> None:
     # max 10, buffer 4: from 6 tokens on, a quarter a token
+    entry = REWARDS.get("overlong")
     lengths = [0, 6, 7, 8, 10, 11, 99]
-    assert [overlong_penalty(n, 10, 4) for n in lengths] == [0, 0, -0.25, -0.5, -1, -1, -1]
-    assert [overlong_penalty(n, 10, 4, factor=0.5) for n in lengths] == [0, 0, -0.125, -0.25, -0.5, -0.5, -0.5]
+    params = entry.params(max_len=10, buffer=4)
+    scores = [entry.build(RewardSample("", "", "", "", "stop", n), params).score for n in lengths]
+    assert scores == [0, 0, -0.25, -0.5, -1, -1, -1]
     for buffer in (0, 11):
         with pytest.raises(ValueError, match=rf"buffer \({buffer} tokens\) must be from 1 to max_len \(10\)"):
-            overlong_penalty(3, 10, buffer)
-
-
-def test_the_reward_of_that_name_is_it() -> None:
-    entry = REWARDS.get("overlong")
-    params = entry.params(max_len=10, buffer=4)
-    for num_tokens in range(13):
-        sample = RewardSample("", "", "", "", "stop", num_tokens)
-        assert entry.build(sample, params).score == overlong_penalty(num_tokens, 10, 4)
+            entry.params(max_len=10, buffer=buffer)
 
 
 def test_workers_of_rewards_need_no_torch_for_it() -> None:

@@ -17,8 +17,7 @@ from rlhf_megatron.algorithms.losses import POLICY_LOSSES
 from rlhf_megatron.cli.main import main
 from rlhf_megatron.config.keys import value_of
 from rlhf_megatron.config.load import load_run_config
-from rlhf_megatron.rewards.scorers import REWARDS
-from rlhf_megatron.verl.draft import Parts, Told
+from rlhf_megatron.verl.draft import Told
 from rlhf_megatron.verl.read import add_overrides, read
 from rlhf_megatron.verl.translate import Translation, translate
 
@@ -42,7 +41,7 @@ def translated(
 ) -> Translation:
     written = read(text, source, ENVIRONMENT)
     add_overrides(written, overrides)
-    return translate(written, source, Parts(ADV_ESTIMATORS, POLICY_LOSSES, REWARDS), told, ENVIRONMENT, ours)
+    return translate(written, source, told, ENVIRONMENT, ours)
 
 
 def values(result: Translation) -> dict[str, Any]:

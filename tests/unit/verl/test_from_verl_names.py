@@ -6,14 +6,11 @@ import random
 
 import pytest
 
-from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS
-from rlhf_megatron.algorithms.losses import POLICY_LOSSES
 from rlhf_megatron.config.keys import leaf_keys
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.source import MappingNode, parse
 from rlhf_megatron.config.verl_names import VERL_NAMES, entry_of, suggest
-from rlhf_megatron.rewards.scorers import REWARDS
-from rlhf_megatron.verl.draft import Parts, Told
+from rlhf_megatron.verl.draft import Told
 from rlhf_megatron.verl.given import one_name
 from rlhf_megatron.verl.read import Setting, Written
 from rlhf_megatron.verl.translate import translate
@@ -94,7 +91,7 @@ def test_no_key_that_users_know_is_unknown(estimator: str) -> None:
     for key in KNOWN:
         if key.partition(".")[0] not in ("data", "algorithm", "trainer") and written.settings[key].value is None:
             written.settings[key] = Setting(key, "something", "run.yaml:1")
-    result = translate(written, "run.yaml", Parts(ADV_ESTIMATORS, POLICY_LOSSES, REWARDS), Told(), {})
+    result = translate(written, "run.yaml", Told(), {})
     unknown = [one.name for one in result.left if one.reason.startswith("unknown")]
     assert not unknown
     assert all(one.reason for one in result.left) and len(result.left) > 40
@@ -112,7 +109,7 @@ def test_odd_values_are_told_and_end_nothing(seed: int) -> None:
     written = Written()
     for key in rng.sample(KNOWN, (1, 5, 20, 80)[seed % 4]):
         written.add(Setting(key, rng.choice(ODD), "run.yaml:1"))
-    result = translate(written, "run.yaml", Parts(ADV_ESTIMATORS, POLICY_LOSSES, REWARDS), Told(100, 100), {})
+    result = translate(written, "run.yaml", Told(100, 100), {})
     assert isinstance(parse(result.text, "result", 0), MappingNode)
     assert not any("Traceback" in problem for problem in result.problems)
 

@@ -36,8 +36,8 @@ def test_a_setting_of_a_reward_model_that_nobody_knows_is_told() -> None:
     given = translated(
         BASE, "reward_model.enable=True", "reward_model.model.path=/rm", ours=["reward.name=math_verify"]
     )
-    (left,) = given.left
-    assert given.is_whole and "reward.name math_verify, given with --set, is in its place" in left.reason
+    assert [one.name for one in given.left] == ["reward_model.enable", "custom_reward_function.path"]
+    assert given.is_whole and "reward.name math_verify, given with --set, is in its place" in given.left[0].reason
 
 
 @pytest.mark.parametrize(
