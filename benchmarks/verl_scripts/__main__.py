@@ -27,15 +27,15 @@ from rlhf_megatron.cli.main import main as command
 
 TABLE = Path(__file__).with_name("table.csv")
 ENVIRONMENT = {
-    **dict.fromkeys(("HOME", "PWD", "DATA_HOME", "HOME_DATA", "HDFS_ROOT", "DATA_ROOT"), "/home/user"),
+    **dict.fromkeys(("HOME", "PWD", "DATA_HOME", "HOME_DATA", "HDFS_ROOT", "DATA_ROOT", "RAY_DATA_HOME"), "/home/user"),
     **dict.fromkeys(("SLURM_JOB_NUM_NODES", "ARNOLD_WORKER_NUM"), "2"),
-    "ARNOLD_WORKER_GPU": "8",
+    **dict.fromkeys(("ARNOLD_WORKER_GPU", "SLURM_GPUS_PER_NODE"), "8"),
 }
 TOLD = ["--train-rows", "7473", "--response-length", "300", "--set", "reward.name=math_verify"]
 CLASSES = {  # the first that fits counts
     "other job": "it is a job of|it holds no setting of verl",
     "images": "it is a job with images",
-    "experts": "models with experts|by its name a model of (qwen2_moe|qwen3_moe|mixtral|deepseek_v[23]|gpt_oss|glm)",
+    "experts": r"router_replay|dispatcher_type \(flex\)|by its name a model of (qwen2_moe|deepseek_v[23]|gpt_oss|glm)",
     "family": "by its name a model of",
     "reward model": "reward models are not supported",
     "tools": r"multi_turn\.\S+: not supported yet",

@@ -48,7 +48,7 @@ IMAGES = re.compile(r"(?i)[-_]vl\b|[-_]vl[-_]|\bvl\d|\dv[-_.]|minicpm-?[ov]|-omn
 FAMILIES_BY_NAME = (
     ("qwen3_moe", r"qwen3.*-a\d+b"),
     ("qwen2_moe", r"qwen.*(moe|-a\d+b)"),
-    ("deepseek_v3", r"deepseek-?(v3|r1(?!-distill))|671b|moonlight|kimi"),
+    ("deepseek_v3", r"deepseek-?(v3|r1(?!-distill))|dsv3|671b|moonlight|kimi"),
     ("deepseek_v2", r"deepseek-?v2"),
     ("mixtral", r"mixtral"),
     ("mistral", r"mistral|mathstral"),
