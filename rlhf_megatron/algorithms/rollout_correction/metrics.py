@@ -131,7 +131,8 @@ class CorrectionMetrics:
             self._add_masked("rollout_rs", rows, ~corrected.keep_N)
 
     def read(self, batch_norm_factor: float | None) -> dict[str, float]:
-        of, found = self._tally.of, {}
+        of = self._tally.of
+        found: dict[str, float] = {}
         for name, spread in tuple(self._tally.items()):
             found |= {} if name.startswith(".") else spread.metrics(name)
             if name.startswith(".deviation "):
