@@ -55,6 +55,7 @@ FAMILIES_BY_NAME = (
     ("gpt_oss", r"gpt-?oss"),
     ("seed_oss", r"seed-?oss"),
     ("gemma", r"gemma"),
+    ("glm4_moe", r"glm-?4\.[5-9]"),
     ("glm", r"glm"),
     ("mimo", r"mimo-"),
     ("internlm", r"internlm"),
