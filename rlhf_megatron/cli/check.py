@@ -8,6 +8,7 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -95,7 +96,9 @@ def _certificate(args: argparse.Namespace, config: RunConfig, models: Models, di
     from rlhf_megatron.proof.check.certificate import Certificate
     from rlhf_megatron.proof.check.fold_layout import fold_layouts
     from rlhf_megatron.proof.check.proof import prove
+    from rlhf_megatron.runtime.roles import settled_config
 
+    given, config = config, settled_config(config, 0 if config.trainer.device == "cpu" else memory_table.GPU_BYTES)
     memory = memory_table.plan(config, models.policy, models.critic)
     _print_memory(memory)
     _make_directory(directory)
@@ -113,7 +116,7 @@ def _certificate(args: argparse.Namespace, config: RunConfig, models: Models, di
         layout=_layout(config),
         num_ranks=world_size(config),
         has_files=not args.no_files,
-        notes=_notes(config),
+        notes=(*_notes(config), *_settled(given, config)),
         memory=memory,
         proof=proof,
     )
@@ -156,6 +159,17 @@ def _notes(config: RunConfig) -> tuple[str, ...]:
         "transformer_impl is auto, which is local on this machine and transformer_engine on GPUs where Transformer"
         f" Engine is installed; {settings} {verb} that module layout",
     )
+
+
+def _settled(given: RunConfig, config: RunConfig) -> Iterator[str]:
+    """What the configuration leaves to the run, as it is on a GPU."""
+    for (section, left, _), (_, megatron, _) in zip(megatron_sections(given), megatron_sections(config), strict=True):
+        if config.trainer.device != "cpu" and left.use_distributed_optimizer is None:
+            is_shared = str(bool(megatron.use_distributed_optimizer)).lower()
+            yield f"{section}.use_distributed_optimizer is left to the run: {is_shared} on GPUs"
+        if config.trainer.device != "cpu" and left.recompute_granularity is None:
+            value = megatron.recompute_granularity or "none"
+            yield f"{section}.recompute_granularity is left to the run: {value} on GPUs of 80 GB"
 
 
 def _progress(text: str) -> None:

@@ -106,7 +106,7 @@ def _pipeline_settings(layout: Layout) -> dict[str, Any]:
 
 
 def _recompute_settings(megatron: MegatronConfig) -> dict[str, Any]:
-    if megatron.recompute_granularity is None:
+    if megatron.recompute_granularity in (None, "none"):
         return {}
     if megatron.recompute_granularity == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": list(megatron.recompute_modules)}
@@ -217,7 +217,7 @@ def _check_recompute(num_layers: int, layout: Layout, megatron: MegatronConfig, 
                 " megatron-core's backward pass would not end. Leave it out, or use full recompute."
             )
         return
-    if megatron.recompute_granularity is None:
+    if megatron.recompute_granularity in (None, "none"):
         return
     depths = stage_depths(num_layers, layout.pp, layout.first_layers, layout.last_layers)
     in_chunk, group = math.gcd(*depths) // layout.vpp, megatron.recompute_num_layers

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from rlhf_megatron.parallel.device import backend
+from rlhf_megatron.parallel.device import backend, memory
 from rlhf_megatron.parallel.layout import Coordinates, Layout
 from rlhf_megatron.parallel.prepare import prepare_megatron
 
@@ -126,6 +126,14 @@ def destroy_world(is_default_group_ended: bool = True) -> None:
         return
     for group in groups:
         dist.destroy_process_group(group)
+
+
+def smallest_device(world: World) -> int:
+    """Bytes of the smallest GPU of the world's ranks; 0 on CPUs. All ranks."""
+    total = torch.tensor(memory(world.device).total, dtype=torch.int64, device=world.device)
+    if world.device.type != "cpu":
+        dist.all_reduce(total, dist.ReduceOp.MIN)
+    return int(total)
 
 
 def free_scratch() -> None:

@@ -16,12 +16,12 @@ from rlhf_megatron.checkpoint.manifest import FileRecord, SaveResult, record_of,
 from rlhf_megatron.checkpoint.rng_state import load_rng, save_rng
 from rlhf_megatron.checkpoint.source import WeightSource, random_source
 from rlhf_megatron.checkpoint.value_model import read_value_model
-from rlhf_megatron.config.rules.run import has_critic, needs_reference
+from rlhf_megatron.config.rules.run import actor_ranks, critic_ranks, has_critic, needs_reference
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.data.seeds import seed_process
 from rlhf_megatron.models.families.base import HFConfig, table_for
 from rlhf_megatron.parallel.device import device_for, local_rank
-from rlhf_megatron.parallel.world import World, create_world, destroy_world
+from rlhf_megatron.parallel.world import World, create_world, destroy_world, smallest_device
 from rlhf_megatron.resharding.export_hf import export_hf
 from rlhf_megatron.resharding.sender import SendReport, send_weights
 from rlhf_megatron.rollout.engine import EngineAddress, WeightTransport
@@ -30,6 +30,7 @@ from rlhf_megatron.rollout.transports.delivery import Delivery
 from rlhf_megatron.rollout.transports.process_group import Groups
 from rlhf_megatron.runtime.pool import ACTOR, CRITIC, Pool, pool_of_role, pools_of
 from rlhf_megatron.runtime.proxies import CriticWorker, HostWorker
+from rlhf_megatron.workers.activations import Trained, settled
 from rlhf_megatron.workers.actor import MegatronActor
 from rlhf_megatron.workers.contract import ForwardWorker, TrainWorker
 from rlhf_megatron.workers.critic import MegatronCritic
@@ -181,6 +182,25 @@ def weight_source(path: Path, init_seed: int | None, hf_config: HFConfig, tp: in
     return reader
 
 
+def settled_config(config: RunConfig, device_bytes: int) -> RunConfig:
+    """`config` with both layouts `settled`, by the models that stand on their ranks. `device_bytes`: see there."""
+    dtype, actor, critic = getattr(torch, config.model.dtype), config.actor, config.critic
+    policy = read_hf_config(Path(config.model.path))
+    of_actor = [Trained(policy, dtype, actor.ppo_max_token_len_per_gpu)]
+    if has_critic(config):
+        hf_config = read_hf_config(Path(critic.path)) if critic.path else policy
+        tokens = critic.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
+        values = Trained(hf_config, dtype, tokens, "value")
+        if num_ranks := critic_ranks(config):
+            megatron = settled(critic.megatron, num_ranks, [values], device_bytes)
+            critic = replace(critic, megatron=megatron)
+        else:
+            of_actor.append(values)
+    has_reference = needs_reference(config) and not config.reference.param_offload
+    megatron = settled(actor.megatron, actor_ranks(config), of_actor, device_bytes, has_reference)
+    return replace(config, actor=replace(actor, megatron=megatron), critic=critic)
+
+
 @dataclass(frozen=True)
 class RoleBuilder:
     """The factory that a launcher calls on every rank of each pool."""
@@ -193,11 +213,12 @@ class RoleBuilder:
         seed = config.trainer.seed
         world = create_world(pool.layout, device_for(config.trainer.device, local_rank()), seed=seed)
         seed_process(seed, 1 + [ACTOR, CRITIC].index(pool.name), world.rank)
+        builder = RoleBuilder(settled_config(config, smallest_device(world)))
         roles: dict[str, object] = {"world": WorldRole()}
         if pool.name == ACTOR:
-            roles |= self._actor_roles(world)
+            roles |= builder._actor_roles(world)
         if has_critic(config) and pool.name == pool_of_role([pool.name for pool in pools_of(config)], CRITIC):
-            roles[CRITIC] = self._critic(pool, world)
+            roles[CRITIC] = builder._critic(pool, world)
         return roles
 
     @property

@@ -31,7 +31,7 @@ def wrap(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=megatron.overlap_grad_reduce,
         overlap_param_gather=megatron.overlap_param_gather,
-        use_distributed_optimizer=megatron.use_distributed_optimizer,
+        use_distributed_optimizer=bool(megatron.use_distributed_optimizer),
         bucket_size=BUCKET_SIZE,
         check_for_nan_in_grad=False,  # Optimizer.step sees it in the norm, and skips instead of ending the run
     )

@@ -73,7 +73,7 @@ def _plan_stage(
         dense = [buffer for chunk in chunks for buffer in chunk.buffers]
         of_experts = [buffer for chunk in chunks for buffer in chunk.expert_parallel_buffers]
         buffers = [*dense, *of_experts]
-        is_sharded, num_shards = megatron.use_distributed_optimizer, layout.dp * layout.cp
+        is_sharded, num_shards = bool(megatron.use_distributed_optimizer), layout.dp * layout.cp
         owned = (sum(p.numel() for p in plain),) * num_shards
         if is_sharded:
             shards, per_copy = _owned(of_experts, layout.edp), layout.ep * layout.etp

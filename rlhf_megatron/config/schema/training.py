@@ -56,11 +56,14 @@ class MegatronConfig:
     num_layers_in_last_pipeline_stage: int | None = doc(
         "layers of the last stage; null: as many as others", None, COUNT
     )
-    use_distributed_optimizer: bool = doc("split optimizer state over replicas and context-parallel ranks", False)
+    use_distributed_optimizer: bool | None = doc(
+        "split optimizer state over replicas and context-parallel ranks; null: on GPUs, where there are several", None
+    )
     overlap_grad_reduce: bool = doc("reduce gradients while the backward pass runs", False)
     overlap_param_gather: bool = doc("gather updated parameters while the next forward pass runs", False)
-    recompute_granularity: Literal["full", "selective"] | None = doc(
-        "full: keep only layer inputs for the backward pass; selective: recompute recompute_modules; null: keep all",
+    recompute_granularity: Literal["full", "selective", "none"] | None = doc(
+        "full: keep only layer inputs for the backward pass; selective: recompute recompute_modules; none: keep all;"
+        " null: full on GPUs that would be too small, else none",
         None,
     )
     recompute_method: Literal["uniform", "block"] | None = doc(

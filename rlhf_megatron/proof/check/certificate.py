@@ -72,6 +72,9 @@ def as_json(certificate: Certificate) -> dict[str, Any]:
             "reference_bytes": list(c.memory.reference),
             "weight_sync": [asdict(traffic) for traffic in c.memory.traffic],
             "head": None if c.memory.head is None else asdict(c.memory.head),
+            "activations": list(c.memory.activations),
+            "critic_activations": list(c.memory.critic_activations),
+            "peaks": [c.memory.peak(stage) for stage in range(len(c.memory.stages))],
         },
         "proof": None if c.proof is None else _proof_json(c.proof),
     }

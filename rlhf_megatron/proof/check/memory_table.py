@@ -11,23 +11,25 @@ import torch
 
 from rlhf_megatron.checkpoint.hf_reader import read_hf_config
 from rlhf_megatron.config.rules.run import actor_ranks, critic_ranks, has_critic, needs_reference
-from rlhf_megatron.config.schema import ActorConfig, RunConfig
+from rlhf_megatron.config.schema import ActorConfig, MegatronConfig, RunConfig
 from rlhf_megatron.kernels.head_memory import HeadMemory, HeadShape, head_memory
 from rlhf_megatron.models.families.base import padded_vocab_size, table_for
+from rlhf_megatron.models.table import Impl
 from rlhf_megatron.parallel.layout import layout_of
 from rlhf_megatron.resharding.plan import StageTraffic, stage_traffic
 from rlhf_megatron.rollout.fleet.start import MIB, EngineSetup
+from rlhf_megatron.workers.activations import Trained, kept_bytes
 from rlhf_megatron.workers.head_backend import stash_bytes_of
 from rlhf_megatron.workers.memory_plan import StageMemory, plan_memory
 
 NOT_INCLUDED = (
-    "Not included: activations, temporary tensors of other kernels and of collectives, the runtime of the device,"
-    " engines."
+    "Not included: temporary tensors of other kernels and of collectives, the runtime of the device, engines."
 )
+GPU_BYTES = 80 * 10**9  # for what a configuration leaves to us: a common GPU's memory
 UNITS = {"MiB": 1 << 20, "GiB": 1 << 30}
 HEADER = (
     *("model", "stage", "ranks", "parameters", "gradients", "main parameters", "moments"),
-    *("a rank", "head", "reference", "weight sync"),
+    *("a rank", "activations", "head", "peak", "reference", "weight sync"),
 )
 
 
@@ -42,6 +44,16 @@ class Memory:
     is_reference_on_host: bool  # it is on the device during its forward pass only
     traffic: tuple[StageTraffic, ...]  # of the weight sync, by stage: the sender of each
     head: HeadMemory | None  # of the actor's last stage in an update; None: the reference backend makes all logits
+    activations: tuple[int, ...]  # that a rank's layers keep in an update, by stage of the actor
+    critic_activations: tuple[int, ...]
+
+    def peak(self, stage: int) -> int:
+        """Bytes of an actor's rank in an update: all of its models' states, and what the update needs beside them."""
+        has_critic = bool(self.critic) and not self.has_critic_pool
+        states = max(self.stages[stage].totals) + (max(self.critic[stage].totals) if has_critic else 0)
+        states += self.reference[stage] if self.reference and not self.is_reference_on_host else 0
+        of_head = self.head.peak if self.head is not None and stage == len(self.stages) - 1 else 0
+        return states + max(self.activations[stage] + of_head, self.critic_activations[stage] if has_critic else 0)
 
     @property
     def total(self) -> int:
@@ -79,7 +91,19 @@ def plan(config: RunConfig, hf_config: Mapping[str, Any], critic_config: Mapping
     )
     head = _head(config.actor, hf_config, dtype, config.trainer.device == "cpu")
     has_critic_pool, is_on_host = critic_ranks(config) > 0, config.reference.param_offload
-    return Memory(stages, critic, has_critic_pool, reference, is_on_host, traffic, head)
+    model = Trained(hf_config, dtype, config.actor.ppo_max_token_len_per_gpu)
+    activations = _activations(model, megatron, actor_ranks(config))
+    of_critic: tuple[int, ...] = ()
+    if critic:
+        tokens = config.critic.ppo_max_token_len_per_gpu or config.actor.ppo_max_token_len_per_gpu
+        of_critic = _activations(Trained(critic_config, dtype, tokens, "value"), *layout)
+    return Memory(stages, critic, has_critic_pool, reference, is_on_host, traffic, head, activations, of_critic)
+
+
+def _activations(model: Trained, megatron: MegatronConfig, num_ranks: int) -> tuple[int, ...]:
+    impl: Impl = "transformer_engine" if megatron.transformer_impl == "transformer_engine" else "local"
+    layout = layout_of(megatron, num_ranks)
+    return tuple(kept_bytes(model, megatron, layout, impl, stage) for stage in range(layout.pp))
 
 
 def _head(actor: ActorConfig, hf_config: Mapping[str, Any], dtype: torch.dtype, is_cpu: bool) -> HeadMemory | None:
@@ -115,8 +139,13 @@ def rows(memory: Memory) -> list[Sequence[str]]:
         reference = _text(memory.reference[index], unit) if memory.reference else "-"
         is_last = index == len(memory.stages) - 1
         head = _text(memory.head.peak, unit) if memory.head is not None and is_last else "-"
-        found.append((*_cells("actor", stage, unit), head, reference, _text(traffic.peak_buffer, unit)))
-    return [*found, *((*_cells("critic", stage, unit), "-", "-", "-") for stage in memory.critic)]
+        peak, activations = _text(memory.peak(index), unit), _text(memory.activations[index], unit)
+        cells = (activations, head, peak, reference, _text(traffic.peak_buffer, unit))
+        found.append((*_cells("actor", stage, unit), *cells))
+    for stage, kept in zip(memory.critic, memory.critic_activations, strict=True):
+        peak = _text(max(stage.totals) + kept, unit) if memory.has_critic_pool else "-"
+        found.append((*_cells("critic", stage, unit), _text(kept, unit), "-", peak, "-", "-"))
+    return found
 
 
 def _cells(model: str, stage: StageMemory, unit: str) -> Sequence[str]:
@@ -132,6 +161,10 @@ def notes(memory: Memory) -> list[str]:
     every = [f"{_range(totals, unit)} {unit} {where}" for where, totals in _by_rank(memory)]
     ranks = sum(stage.num_ranks for stage in (*memory.stages, *(memory.critic if memory.has_critic_pool else ())))
     lines.append(f"{'; '.join(every)}; {_text(memory.total, unit)} {unit} on {ranks} ranks.")
+    lines.append(
+        "`activations`: what layers keep in an update of micro-batches of ppo_max_token_len_per_gpu tokens, with flash"
+        " attention; `peak`: of an update, all of a rank's models together."
+    )
     lines.append(
         "`weight sync`: the largest buffers of the one rank of a stage that sends, two of them in shared memory."
     )

@@ -1,0 +1,133 @@
+"""What a rank holds at the peak of an update, by arithmetic: weights, optimizer, and what layers keep for the backward
+pass. And what the settings that are left to us become by it (`settled`).
+
+Bytes kept of a token in a layer, measured with hooks on saved tensors (tests/unit/workers/test_workers_activations.py)
+and under a counting CUDA allocator: 2.25 GiB a layer of Qwen3-8B at 16,384 tokens, 2.10 with Transformer Engine.
+"""
+
+# H hidden, F ffn, N heads, K key-value heads, d head dimension; of one rank, where tp splits them
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from rlhf_megatron.config.schema import MegatronConfig
+from rlhf_megatron.models.families.base import HFConfig, family_for, table_for
+from rlhf_megatron.models.table import Head, Impl, rules_of_stage
+from rlhf_megatron.parallel.layout import Layout, layout_of, stage_depths
+
+FITS = 0.75  # of a device's memory: the rest is for NCCL, fragments, collectives and what engines keep
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model that learns on the ranks of a pool."""
+
+    hf_config: HFConfig
+    dtype: torch.dtype
+    tokens: int  # of a micro-batch, on one rank
+    head: Head = "vocabulary"
+
+
+def layer_bytes(model: Trained, layout: Layout, impl: Impl, has_experts: bool = False) -> int:
+    """What a layer keeps of a micro-batch, with nothing computed again, flash attention and fused SwiGLU.
+
+    Of one with experts: where tokens are routed evenly; that part was not measured.
+    """
+    arguments = family_for(model.hf_config).transformer_arguments(model.hf_config)
+    tp, sequence = layout.tp, layout.tp if layout.sequence_parallel else 1
+    heads, hidden = arguments["num_attention_heads"], arguments["hidden_size"]
+    groups, dim = arguments.get("num_query_groups", heads), arguments.get("kv_channels", hidden // heads)
+    has_norm = arguments.get("qk_layernorm", False)
+    # Both residuals and their norms; attention's output; queries and keys with positions.
+    kept = 4 * hidden / sequence + (heads * dim + (heads + groups) * dim) / tp
+    kept += ((heads + 2 * groups) if has_norm else groups) * dim / tp  # the whole q, k, v for their norms, or values
+    if has_norm and impl == "local":  # queries are copied for the norm, values for attention
+        kept += (heads + groups) * dim / tp
+    if layout.cp > 1:  # keys and values of the other ranks
+        kept += 2 * groups * dim / tp * layout.cp
+    if has_experts:  # each choice of a token: its way in and out, and gate, up and product of an expert
+        choices = arguments["moe_router_topk"] * layout.etp / sequence
+        kept += choices * (2 * hidden + 3 * arguments["moe_ffn_hidden_size"] / layout.etp)
+    else:
+        kept += 3 * arguments["ffn_hidden_size"] / tp
+    return math.ceil(kept * model.tokens * model.dtype.itemsize)
+
+
+def kept_bytes(model: Trained, megatron: MegatronConfig, layout: Layout, impl: Impl, stage: int) -> int:
+    """What all layers of a stage keep at most, over the micro-batches that are under way there at one time."""
+    arguments = family_for(model.hf_config).transformer_arguments(model.hf_config)
+    depths = stage_depths(arguments["num_layers"], layout.pp, layout.first_layers, layout.last_layers)
+    first, num_layers = sum(depths[:stage]), depths[stage]
+    kinds = (arguments.get("moe_layer_freq") or [0] * arguments["num_layers"])[first : first + num_layers]
+    whole = [layer_bytes(model, layout, impl, bool(has_experts)) for has_experts in kinds]
+    under_way = layout.pp - stage
+    if layout.vpp > 1:  # chunks of layers, in rounds of pp micro-batches
+        under_way = math.ceil((2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1) / layout.vpp)
+    if megatron.recompute_granularity != "full":
+        return sum(whole) * under_way
+    sequence = layout.tp if layout.sequence_parallel else 1
+    of_input = arguments["hidden_size"] * model.tokens * model.dtype.itemsize // sequence
+    group = megatron.recompute_num_layers or 1
+    if megatron.recompute_method == "block":  # the others of a chunk keep all
+        again = min(num_layers, group * layout.vpp)
+        return (again * of_input + sum(whole[again:])) * under_way + max(whole)
+    return -(-num_layers // group) * of_input * under_way + group * max(whole)
+
+
+def num_parameters(model: Trained, layout: Layout, stage: int) -> tuple[int, int]:
+    """Elements on one rank of a stage, of experts and of all else; of a tied embedding those of the first stage."""
+    table = table_for(model.hf_config, layout.tp, head=model.head)
+    of_experts = others = 0
+    for rule in rules_of_stage(table, stage, layout.pp, layout.first_layers, layout.last_layers):
+        count = math.prod(rule.megatron_shape)
+        if rule.expert is None:
+            others += count // (1 if rule.split == "replicated" else layout.tp)
+        else:
+            of_experts += count // layout.etp
+    return of_experts // layout.ep, others
+
+
+def state_bytes(model: Trained, megatron: MegatronConfig, layout: Layout, stage: int) -> int:
+    """Weights, float32 gradients, main parameters and moments of a stage's rank; a distributed optimizer's evenly."""
+    of_optimizer = (2 if model.dtype == torch.float32 else 3) * _FLOAT32
+    total = 0
+    for count, copies in zip(num_parameters(model, layout, stage), (layout.edp, layout.dp * layout.cp), strict=True):
+        total += count * (model.dtype.itemsize + _FLOAT32)
+        total += of_optimizer * count // (copies if megatron.use_distributed_optimizer else 1)
+    return total
+
+
+def settled(
+    megatron: MegatronConfig,
+    num_ranks: int,
+    models: Sequence[Trained],
+    device_bytes: int,
+    has_reference: bool = False,
+) -> MegatronConfig:
+    """`megatron` with what it leaves to us decided, alike on all ranks of the pool.
+
+    On GPUs optimizer state is shared out where several ranks hold the same shard, and layers are computed again where
+    the peak without that is over FITS of a device. `models`: all that learn on these ranks, the first with a frozen
+    copy beside it where there is a reference. `device_bytes`: of the smallest GPU; 0: a CPU, where neither is done.
+    """
+    layout = layout_of(megatron, num_ranks)
+    if megatron.use_distributed_optimizer is None:
+        megatron = replace(megatron, use_distributed_optimizer=device_bytes > 0 and layout.dp * layout.cp > 1)
+    if megatron.recompute_granularity == "none":
+        return replace(megatron, recompute_granularity=None)
+    if megatron.recompute_granularity is not None or not device_bytes:
+        return megatron
+    impl: Impl = "transformer_engine" if megatron.transformer_impl == "transformer_engine" else "local"
+    for stage in range(layout.pp):
+        peak = sum(state_bytes(model, megatron, layout, stage) for model in models)
+        peak += max(kept_bytes(model, megatron, layout, impl, stage) for model in models)
+        peak += sum(num_parameters(models[0], layout, stage)) * models[0].dtype.itemsize * has_reference
+        if peak > FITS * device_bytes:
+            return replace(megatron, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    return megatron
