@@ -195,7 +195,7 @@ def test_ray_that_is_missing_or_too_old_is_refused_with_the_command(monkeypatch:
         (("trainer.runtime=ray", "ray.address=ray://head:10001"), "names a service of Ray, but the driver must run on"),
         (("trainer.runtime=ray", "ray.address=head"), "ray.address (head) must be HOST:PORT, or auto"),
         (("trainer.runtime=ray", "ray.address=h:1", "ray.dashboard=true"), "ray.dashboard (true) would be ignored"),
-        (("trainer.runtime=ray", "ray.start_timeout_s=0"), "ray.start_timeout_s (0.0) must be above 0"),
+        (("trainer.runtime=ray", "ray.start_timeout_s=0"), "ray.start_timeout_s (0.0) must be at least 0.001"),
         (("trainer.runtime=ray", "ray.num_cpus_per_engine=-1"), "ray.num_cpus_per_engine (-1.0) must be at least 0"),
     ],
 )
