@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rlhf_megatron.config.load import load_run_config, read_run_config
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.show import as_text
-from rlhf_megatron.job import TrainJob
+from rlhf_megatron.job import CHECKED_ENV, TrainJob
 
 if TYPE_CHECKING:
     from rlhf_megatron.observe.report.build import Written
@@ -152,7 +152,7 @@ def _words(overrides: Overrides) -> tuple[str, ...]:
 def _in_own_process(job: TrainJob) -> int:
     """Return the exit code of the run, after its output has been printed line by line."""
     _ = job.config  # its problems are raised here, not printed there
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    environment = os.environ | {"PYTHONUNBUFFERED": "1", CHECKED_ENV: "1"}
     command = [sys.executable, "-m", "rlhf_megatron", *job.arguments()]
     with subprocess.Popen(
         command,

@@ -15,6 +15,7 @@ from rlhf_megatron import faults
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.keys import leaf_keys, value_of
 from rlhf_megatron.config.load import load_run_config
+from rlhf_megatron.config.rules import Check
 from rlhf_megatron.config.rules.run import megatron_sections
 from rlhf_megatron.config.rules.validate import check_world_size
 from rlhf_megatron.config.schema import RunConfig
@@ -45,8 +46,15 @@ class TrainJob:
 
     @cached_property
     def config(self) -> RunConfig:
-        """Fully checked, secrets included. Raises ConfigError."""
-        return revealed(load_run_config(self.path, self.overrides).config, os.environ)
+        """Secrets included. Raises ConfigError with all that is wrong, which one process looks for."""
+        checks: list[Check] = []
+        if not {CONTROLLER_ENV, CHECKED_ENV} & os.environ.keys() and os.environ.get("RANK", "0") == "0":
+            from rlhf_megatron.proof.preflight import checks_of_run
+
+            capsule = self.replay if isinstance(self.replay, Path) else None
+            last_step = self.replay if isinstance(self.replay, int) else None
+            checks = checks_of_run(self.replay_from, last_step, capsule)
+        return revealed(load_run_config(self.path, self.overrides, checks=checks).config, os.environ)
 
     @property
     def run_dir(self) -> Path:
@@ -72,7 +80,6 @@ class TrainJob:
             return self._control(Path(os.environ.pop(CONTROLLER_ENV)))
         if trainer.runtime == "inline":
             _install_faults("controller")
-            self._check()
             if self._is_complete():
                 return 0
             return self._inline(self._open_run_dir())
@@ -85,7 +92,6 @@ class TrainJob:
                 raise ValueError(
                     f"trainer.nnodes is {trainer.nnodes}: start this run with launch/torchrun.sh on every node."
                 )
-            self._check()
             if self._is_complete():
                 return 0
             os.environ[CHECKED_ENV] = "1"
@@ -99,15 +105,6 @@ class TrainJob:
         replay = ["--replay", str(self.replay)] if self.replay is not None else []
         replay += ["--replay-from", str(self.replay_from)] if self.replay_from is not None else []
         return ["train", str(self.path), *self.overrides, *record, *replay]
-
-    def _check(self) -> None:
-        """What the configuration names must exist and fit, before any process is started."""
-        from rlhf_megatron.proof.preflight import check_run
-
-        if isinstance(self.replay, Path):
-            check_run(self.config, capsule=self.replay)
-        else:
-            check_run(self.config, self.replay_from, self.replay)
 
     def _pools(self):  # type: ignore[no-untyped-def]
         from rlhf_megatron.runtime.pool import pools_of
@@ -200,7 +197,6 @@ class TrainJob:
         _install_faults("controller")
         check_installed()
         address_of(self.config.ray, os.environ)  # a wrong one is told before a run directory is made
-        self._check()
         if self._is_complete():
             return 0
         opened = self._open_run_dir()
@@ -237,8 +233,6 @@ class TrainJob:
             raise ConfigError(problems)
         inherited: list[int] = []
         if os.environ["RANK"] == "0":
-            if CHECKED_ENV not in os.environ:
-                self._check()
             opened = self._open_run_dir()
             inherited = opened.lock.descriptors
             os.environ |= {CONTROLLER_ENV: str(opened.path), LOCK_ENV: ",".join(map(str, inherited))}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib
 import importlib.util
@@ -75,6 +76,8 @@ def _module(name: str) -> ModuleType:
 def _module_of_file(file: str) -> ModuleType:
     """Under a name of its own, so that a file may be called as a module of somebody else's is."""
     path = Path(file).resolve(strict=True)
+    if not path.is_file():  # a pipe would be waited for
+        raise FileNotFoundError(errno.ENOENT, "it is not a file", file)
     sys.path.insert(0, str(path.parent))  # it may import its neighbours
     name = f"plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)

@@ -40,7 +40,6 @@ def check(args: argparse.Namespace) -> int:
     start = time.monotonic()
     loaded = load_run_config(args.config, args.overrides, with_files=not args.no_files)
     models = _models(loaded)
-    _check_parts(loaded.config)
     layout = _layout(loaded.config)
     print(f"configuration  {args.config}: ok ({layout}, {world_size(loaded.config)} ranks)", flush=True)
     directory = _directory(args, loaded.config)
@@ -72,13 +71,6 @@ def _models(loaded: Loaded) -> Models:
     if problems:
         raise ConfigError(problems)
     return Models(policy, critic)
-
-
-def _check_parts(config: RunConfig) -> None:
-    """Names and parameters of the registered parts. Raises ConfigError."""
-    from rlhf_megatron.scheduler.parts import load_parts
-
-    load_parts(config)
 
 
 def _layout(config: RunConfig) -> str:

@@ -110,7 +110,9 @@ def _config(parser: argparse.ArgumentParser) -> None:
     show.set_defaults(run=f"{module}:show")
     check = actions.add_parser("check", help="find everything that is wrong, start nothing")
     add_run_config(check)
-    check.add_argument("--no-files", action="store_true", help="leave out model, tokenizer and data on disk")
+    check.add_argument(
+        "--no-files", action="store_true", help="leave out files on disk, devices and engines of this machine"
+    )
     check.add_argument("--no-plugins", action="store_true", help="do not run plugins, and leave out what they may have")
     check.set_defaults(run=f"{module}:check")
     reference = actions.add_parser("reference", help="settings as Markdown: type, default, meaning")

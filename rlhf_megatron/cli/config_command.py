@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from contextlib import suppress
 
 from rlhf_megatron.config import explain as config_explain
 from rlhf_megatron.config import reference as config_reference
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import load_run_config, read_run_config
+from rlhf_megatron.config.rules import Check
 from rlhf_megatron.config.rules.parts import unchecked
 from rlhf_megatron.config.rules.validate import problems_of, problems_of_files
 from rlhf_megatron.config.show import as_yaml, table
@@ -28,12 +28,18 @@ def show(args: argparse.Namespace) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Says which files it runs, then runs them. Raises ConfigError with everything that is wrong."""
-    with suppress(ConfigError):  # told below, with everything else
-        plugins = read_run_config(args.config, args.overrides).config.plugins
-        sys.stdout.write(f"runs {', '.join(plugins)}\n" if plugins and not args.no_plugins else "")
-        sys.stdout.flush()
-    loaded = load_run_config(args.config, args.overrides, not args.no_files, with_plugins=not args.no_plugins)
+    """Say which plugins it runs, then run them and all checks that `train` makes before it starts anything.
+
+    Raises ConfigError with everything that is wrong.
+    """
+    checks: list[Check] = []
+    if not args.no_files:
+        from rlhf_megatron.proof.preflight import checks_of_run
+
+        checks = checks_of_run()
+    loaded = load_run_config(
+        args.config, args.overrides, not args.no_files, not args.no_plugins, checks, sys.stdout.write
+    )
     for one in unchecked(loaded.config):
         sys.stdout.write(f"not checked: {one.kind} {one.name!r} ({one.key}), which a plugin may have\n")
     c = loaded.config

@@ -8,11 +8,13 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from rlhf_megatron.config.errors import ConfigError, Problem
+from rlhf_megatron.config.rules import Check
 from rlhf_megatron.config.rules.validate import problems_of, problems_of_files
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.secrets import secrets_in
@@ -71,23 +73,51 @@ EXTENDS = "extends"
 
 
 def load_run_config(
-    path: str | Path, overrides: Sequence[str] = (), with_files: bool = True, with_plugins: bool = True
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    with_files: bool = True,
+    with_plugins: bool = True,
+    checks: Sequence[Check] = (),
+    tell: Callable[[str], object] = lambda text: None,
 ) -> Loaded:
     """The configuration of a run, fully checked; nothing but files is touched, and its plugins are run.
 
     `with_files`: also check what the configuration points to (model, tokenizer, data). Without, a file may name a model
-    that is made later. `with_plugins`: without, and where the text has problems, what plugins may have is not checked.
-    Raises ConfigError with every problem: syntax, unknown keys, types, contradictions, the model.
+    that is made later. `with_plugins`: without, what plugins may have is not checked. `checks`: further ones, which see
+    the configuration with the default in place of what cannot be read; `tell` is told which plugins are run, before.
+    Raises ConfigError with every problem: syntax, unknown keys, types, contradictions, the model, what `checks` find.
     """
     loaded, problems, broken = _read(path, overrides)
-    if with_plugins and not problems:
-        load_plugins(loaded.config.plugins, str(loaded.origin("plugins")))
+    if with_plugins and loaded.config.plugins:
+        tell(f"runs {', '.join(loaded.config.plugins)}\n")
+        try:
+            load_plugins(loaded.config.plugins, str(loaded.origin("plugins")))
+        except ConfigError as error:
+            problems += [Problem(text) for text in error.problems]
     rules = problems_of(loaded) + (problems_of_files(loaded) if with_files else [])
     # A rule that looks at a value which could not be read would only repeat the first message in other words.
-    problems += [p for p in rules if not any(_overlap(key, b) for key in p.keys for b in broken)]
-    if problems:
-        raise ConfigError(problems)
+    rules = [p for p in rules if not any(_overlap(key, b) for key in p.keys for b in broken)]
+    told = {str(problem): None for problem in (*problems, *rules)}
+    wrong = {*broken, *(key for problem in rules for key in problem.keys[:1])}
+    for text in chain.from_iterable(found_by(check, loaded.config, wrong) for check in checks):
+        told.setdefault(text)
+    if told:
+        raise ConfigError(list(told))
     return loaded
+
+
+def found_by(check: Check | None, config: RunConfig, wrong: Collection[str]) -> list[str]:
+    """`wrong`: settings that are known to be."""
+    while check is not None and any(_overlap(key, setting) for key in wrong for setting in check.reads):
+        check = check.instead
+    try:
+        if check is not None:
+            check.run(config)
+    except ConfigError as error:
+        return error.problems
+    except (ValueError, OSError) as error:
+        return [str(error)]
+    return []
 
 
 def read_run_config(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:

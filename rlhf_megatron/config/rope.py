@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 DEFAULT_BASE = 10000.0
+LARGEST = 1e30  # of a setting: float32 has room for it
 
 
 @dataclass(frozen=True)
@@ -109,10 +110,10 @@ def _parameters(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kind(parameters: Mapping[str, Any]) -> str:
-    kinds = {parameters[key] for key in ("rope_type", "type") if key in parameters}
+    kinds = {str(parameters[key]) for key in ("rope_type", "type") if key in parameters}
     if len(kinds) > 1:
-        raise ValueError(f"rotary embeddings have the types {sorted(map(str, kinds))}; keep one.")
-    kind = str(kinds.pop()) if kinds else "default"
+        raise ValueError(f"rotary embeddings have the types {sorted(kinds)}; keep one.")
+    kind = kinds.pop() if kinds else "default"
     if kind == "dynamic":
         raise ValueError(
             "rotary embeddings of type 'dynamic' are not supported: their angles depend on the length of the text;"
@@ -177,7 +178,7 @@ def _scaling(kind: str, parameters: Mapping[str, Any], hf_config: Mapping[str, A
 def _number(name: str, value: Any, at_least: float = 0.0) -> float:
     """A finite positive number. Raises ValueError."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value <= 0 or value < at_least:
+    if not is_number or not 0 < value <= LARGEST or value < at_least:
         rule = f"a number of at least {at_least:g}" if at_least else "a positive number"
         raise ValueError(f"{name} ({value!r}) must be {rule}; mend the file.")
     return float(value)

@@ -18,7 +18,7 @@ import torch
 from rlhf_megatron.config.schema import FewShotConfig
 from rlhf_megatron.data.batch import PromptBatch, TokenBatch, offsets_from_lengths
 from rlhf_megatron.data.chat_template import ChatFormat
-from rlhf_megatron.data.rows import Prompt, PromptRow
+from rlhf_megatron.data.rows import Prompt, PromptRow, refuse
 from rlhf_megatron.data.tokenizer import Tokenizer
 
 
@@ -137,6 +137,7 @@ class Encoded:
     items: tuple[PromptItem, ...]
     num_dropped: int  # over the limit
     num_cut: int  # likewise, and shortened
+    num_bad: int = 0  # skipped
 
 
 def take_shots(
@@ -166,41 +167,74 @@ def take_shots(
     return text, tuple(row for row in rows if row.prompt not in taken), taken
 
 
-def encode_rows(rows: Sequence[PromptRow], tokenizer: Tokenizer, form: PromptFormat, limit: Limit) -> Encoded:
+def encode_rows(
+    rows: Sequence[PromptRow],
+    tokenizer: Tokenizer,
+    form: PromptFormat,
+    limit: Limit,
+    skip_bad_rows: bool = False,
+    spells_labels: bool = False,
+) -> Encoded:
     """Items of the rows; those over the limit are dropped or cut as it says.
 
-    Raises ValueError naming the row for a prompt that is too long where it says neither, that has no tokens or that
-    `form` refuses, and when no row is left.
+    Raises ValueError naming the rows that `form` refuses, that have no tokens or that the tokenizer cannot spell (with
+    `spells_labels`: their labels too), unless they are skipped; for a prompt that is too long where `limit` neither
+    drops nor cuts it; and when no row is left.
     """
-    texts = []
-    for row in rows:
-        try:
-            texts.append(form.text(row.prompt))
-        except ValueError as error:
-            raise ValueError(f"{row.origin}: {error}") from error
+    spelled, problems = _spelled(rows, tokenizer, form, spells_labels)
+    refuse(problems, len(spelled), skip_bad_rows)
     items: list[PromptItem] = []
     num_dropped = num_cut = 0
-    all_ids = tokenizer.encode_all(texts)
-    for row, text, ids in zip(rows, texts, all_ids, strict=True):
-        if not ids:
-            raise ValueError(f"{row.origin}: the prompt {text!r} has no tokens; remove the row.")
+    lengths = [len(ids) for _, _, ids in spelled]
+    for row, text, ids in spelled:
         if len(ids) > limit.max_prompt_length:
             if limit.filter_overlong:
                 num_dropped += 1
                 continue
             if limit.truncation == "error":
-                raise ValueError(_too_long(row, len(ids), [len(other) for other in all_ids], limit.max_prompt_length))
+                raise ValueError(_too_long(row, len(ids), lengths, limit.max_prompt_length))
             ids = cut(ids, limit.max_prompt_length, limit.truncation)
             text = tokenizer.spell(ids)
             num_cut += 1
         items.append(PromptItem(ids, text, row.label, row.source, row.extra))
     if not items:
-        shortest = min(map(len, all_ids), default=0)
         raise ValueError(
             f"the dataset is empty: all {len(rows)} prompts are over data.max_prompt_length"
-            f" ({limit.max_prompt_length}); the shortest has {shortest} tokens."
+            f" ({limit.max_prompt_length}); the shortest has {min(lengths, default=0)} tokens."
         )
-    return Encoded(tuple(items), num_dropped, num_cut)
+    return Encoded(tuple(items), num_dropped, num_cut, len(problems))
+
+
+Spelled = tuple[PromptRow, str, tuple[int, ...]]  # row, what the model reads, the same as token ids
+
+
+def _spelled(
+    rows: Sequence[PromptRow], tokenizer: Tokenizer, form: PromptFormat, spells_labels: bool
+) -> tuple[list[Spelled], list[str]]:
+    """The rows that have tokens, and what is wrong with the others."""
+    made: list[tuple[PromptRow, str]] = []
+    problems: dict[str, str] = {}
+    for row in rows:
+        try:
+            made.append((row, form.text(row.prompt)))
+        except ValueError as error:
+            problems[row.origin] = f"{row.origin}: {error}"
+    try:
+        if spells_labels:
+            tokenizer.encode_all([row.label for row, _ in made])
+        all_ids = tokenizer.encode_all([text for _, text in made])
+    except ValueError:  # of which row, it does not say
+        all_ids = []
+        for row, text in made:
+            try:
+                all_ids.append(tokenizer.encode_all([text, row.label][: 1 + spells_labels])[0])
+            except ValueError as error:
+                all_ids.append(())
+                problems[row.origin] = f"{row.origin}: {error}"
+    for (row, text), ids in zip(made, all_ids, strict=True):
+        if not ids:
+            problems.setdefault(row.origin, f"{row.origin}: the prompt {text!r} has no tokens; remove the row.")
+    return [(row, text, ids) for (row, text), ids in zip(made, all_ids, strict=True) if ids], [*problems.values()]
 
 
 def cut(ids: tuple[int, ...], length: int, side: Truncation) -> tuple[int, ...]:

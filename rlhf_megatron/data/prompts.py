@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -9,7 +11,7 @@ from rlhf_megatron.config.schema import DataConfig, FewShotConfig
 from rlhf_megatron.config.typed import params_from_mapping
 from rlhf_megatron.data.chat_template import ChatFormat, make_chat_format
 from rlhf_megatron.data.items import Encoded, Limit, PromptFormat, PromptItem, PromptSource, encode_rows, take_shots
-from rlhf_megatron.data.rows import PromptRow, RowCounts, read_rows
+from rlhf_megatron.data.rows import PromptRow, RowCounts, check_texts, read_rows
 from rlhf_megatron.data.tasks import TASKS
 from rlhf_megatron.data.tokenizer import Tokenizer
 
@@ -71,8 +73,8 @@ class _Loaded:
     num_duplicates: int
 
 
-def load_prompts(config: DataConfig, tokenizer: Tokenizer) -> PromptSets:
-    """The items of the run's sources, or of its task or files.
+def load_prompts(config: DataConfig, tokenizer: Tokenizer, spells_labels: bool = False) -> PromptSets:
+    """The items of the run's sources, or of its task or files. `spells_labels`: labels are trained on, too.
 
     A held-out set is what a source holds out, by file or data_source where it has several. Raises ValueError for
     malformed rows, empty sets and prompts over the limit, as `read_rows` and `encode_rows` say, for a task or parameter
@@ -82,13 +84,13 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer) -> PromptSets:
     if config.apply_chat_template:
         chat = make_chat_format(tokenizer, config.system_prompt, config.apply_chat_template_kwargs)
     settings = source_settings(config)
-    loaded = [_load(source, config, tokenizer, chat) for source in settings]
+    loaded = [_load(source, config, tokenizer, chat, spells_labels) for source in settings]
     trained = {item.prompt for source in loaded for item in source.train.items}
     encoded = [part for source in loaded for part in (source.train, source.held_out)]
     return PromptSets(
         sources=tuple(PromptSource(s.name, s.weight, f.train.items) for s, f in zip(settings, loaded, strict=True)),
         held_out_sets=tuple(held_out for source in loaded for held_out in source.sets),
-        num_bad_rows=sum(source.num_bad_rows for source in loaded),
+        num_bad_rows=sum(source.num_bad_rows for source in loaded) + sum(part.num_bad for part in encoded),
         num_overlong=sum(part.num_dropped for part in encoded),
         num_cut=sum(part.num_cut for part in encoded),
         num_duplicates=sum(source.num_duplicates for source in loaded),
@@ -117,8 +119,28 @@ def source_settings(config: DataConfig) -> tuple[SourceSettings, ...]:
     )
 
 
-def _load(source: SourceSettings, config: DataConfig, tokenizer: Tokenizer, chat: ChatFormat | None) -> _Loaded:
+def read_all(config: DataConfig) -> None:
+    """Read the rows of all sources, without a tokenizer. Raises ValueError as `load_prompts` does."""
+    for source in source_settings(config):
+        with _of_source(source):
+            _read(source, config)
+
+
+@contextmanager
+def _of_source(source: SourceSettings) -> Iterator[None]:
+    """What is wrong with one of several sources is told with its place."""
     try:
+        yield
+    except ValueError as error:
+        if not source.name:
+            raise
+        raise ValueError(f"{source.key} ({source.name}): {error}") from error
+
+
+def _load(
+    source: SourceSettings, config: DataConfig, tokenizer: Tokenizer, chat: ChatFormat | None, spells_labels: bool
+) -> _Loaded:
+    with _of_source(source):
         train, train_counts, held_out, held_out_counts = _read(source, config)
         shots, train, taken = take_shots(train, source.few_shot, source.prompt_template)
         held_out_rows = tuple(row for row in held_out if row.prompt not in taken)
@@ -126,12 +148,9 @@ def _load(source: SourceSettings, config: DataConfig, tokenizer: Tokenizer, chat
             raise ValueError("every held-out prompt is used as a solved example; lower few_shot.num_shots.")
         form = PromptFormat(source.prompt_template, shots, chat)
         limit = Limit(config.max_prompt_length, config.filter_overlong_prompts, config.truncation)
-        train_items = encode_rows(train, tokenizer, form, limit)
-        held_out_items = encode_rows(held_out_rows, tokenizer, form, limit) if held_out_rows else Encoded((), 0, 0)
-    except ValueError as error:
-        if not source.name:
-            raise
-        raise ValueError(f"{source.key} ({source.name}): {error}") from error
+        how = (tokenizer, form, limit, config.skip_bad_rows)
+        train_items = encode_rows(train, *how, spells_labels)
+        held_out_items = encode_rows(held_out_rows, *how) if held_out_rows else Encoded((), 0, 0)
     return _Loaded(
         _named(train_items, source.name),
         _named(held_out_items, source.name),
@@ -152,6 +171,11 @@ def _read(
             params_from_mapping(task.params, source.task_params, f"{source.key}.task_params") if task.params else None
         )
         rows = task.build(params)
+        for row in (*rows.train, *rows.held_out):
+            try:
+                check_texts(row)
+            except ValueError as error:
+                raise ValueError(f"task {source.task}, {row.origin}: {error}; mend the task.") from None
         return rows.train, nothing, rows.held_out, nothing
     if not source.train_files:
         raise ValueError(

@@ -130,15 +130,36 @@ def read_rows(
             except ValueError as error:
                 problems.append(f"{origin}: {error}")
     num_rows = len(rows) + len(problems)
-    names = ", ".join(map(str, paths))
-    if problems and (not skip_bad_rows or not rows):
-        listed = "\n".join(f"  {problem}" for problem in problems[:NUM_SHOWN])
-        more = f"\n  and {len(problems) - NUM_SHOWN} more" if len(problems) > NUM_SHOWN else ""
-        fix = "set data.skip_bad_rows=true to count and skip them" if rows else "no usable row is left"
-        raise ValueError(f"{len(problems)} of {num_rows} rows cannot be used:\n{listed}{more}\nCorrect them; {fix}.")
+    refuse(problems, len(rows), skip_bad_rows)
     if not rows:
+        names = ", ".join(map(str, paths))
         raise ValueError(f"the dataset is empty: no rows in {names or 'no files'}; each line must be a JSON object.")
     return tuple(rows), RowCounts(num_rows, len(problems), len(rows) - len({row.prompt for row in rows}))
+
+
+def refuse(problems: Sequence[str], num_good: int, skip_bad_rows: bool) -> None:
+    """Raises ValueError that lists bad rows, unless they are to be skipped and others are left."""
+    if not problems or (skip_bad_rows and num_good):
+        return
+    listed = "\n".join(f"  {problem}" for problem in problems[:NUM_SHOWN])
+    more = f"\n  and {len(problems) - NUM_SHOWN} more" if len(problems) > NUM_SHOWN else ""
+    fix = "set data.skip_bad_rows=true to count and skip them" if num_good else "no usable row is left"
+    count = f"{len(problems)} of {num_good + len(problems)} rows cannot be used"
+    raise ValueError(f"{count}:\n{listed}{more}\nCorrect them; {fix}.")
+
+
+def check_texts(row: PromptRow) -> PromptRow:
+    """The row. Raises ValueError for half of a surrogate pair, which JSON can escape and no file or log can hold."""
+    messages = () if isinstance(row.prompt, str) else row.prompt
+    prompts = [row.prompt] if isinstance(row.prompt, str) else [text for m in messages for text in (m.role, m.content)]
+    others = (("label", row.label), ("source", row.source), ("other keys", row.extra))
+    for what, text in (*(("prompt", text) for text in prompts), *others):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            found = f"\\u{ord(text[error.start]):04x} at character {error.start}"
+            raise ValueError(f"its {what} has half of a surrogate pair ({found}); write it as UTF-8 text") from None
+    return row
 
 
 def _checked(value: Any, prompt_key: str, label_key: str, stem: str, origin: str) -> PromptRow:
@@ -155,7 +176,7 @@ def _checked(value: Any, prompt_key: str, label_key: str, stem: str, origin: str
     if not isinstance(source, str) or not source:
         raise ValueError(f"{SOURCE_KEY!r} must be a name, not {_shown(source)}")
     extra = _extra({key: item for key, item in value.items() if key not in (prompt_key, label_key)})
-    return PromptRow(prompt, label if isinstance(label, str) else repr(label), source, origin, extra)
+    return check_texts(PromptRow(prompt, label if isinstance(label, str) else repr(label), source, origin, extra))
 
 
 def _look_up(row: Mapping[str, Any], key: str, setting: str) -> Any:

@@ -1,76 +1,102 @@
-"""Checks before any process starts that what a configuration names exists and fits together."""
+"""What `train` and `config check` look at before any process starts: whether what a configuration names exists."""
 
 from __future__ import annotations
 
+import os
 import tempfile
-from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 from rlhf_megatron.checkpoint.hf_reader import HFReader, read_hf_config
 from rlhf_megatron.checkpoint.value_model import read_value_model
-from rlhf_megatron.config.errors import ConfigError
-from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.rules import Check
+from rlhf_megatron.config.rules.run import has_critic, needs_reference
+from rlhf_megatron.config.schema import DataConfig, RunConfig, TrainerConfig
+from rlhf_megatron.config.secrets import revealed
+from rlhf_megatron.data.prompts import read_all
 from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.observe.loggers import check_loggers
 from rlhf_megatron.observe.metrics.names import find
+from rlhf_megatron.parallel.device import num_devices
 from rlhf_megatron.recovery.capsule import read_capsule
 from rlhf_megatron.recovery.recorder import Recorder
 from rlhf_megatron.rewards.service.scorer import check_reward, check_sources
 from rlhf_megatron.rollout.fleet.start import EngineSetup
-from rlhf_megatron.scheduler.parts import load_data, load_parts, run_data
+from rlhf_megatron.scheduler.parts import load_data, run_data
+
+_NOT_OF_PROMPTS = ("max_response_length", "train_batch_size", "shuffle", "seed")
+OF_DATA = tuple(f"data.{f.name}" for f in fields(DataConfig) if f.name not in _NOT_OF_PROMPTS)
+OF_TOKENIZER = ("model.path", "model.tokenizer_path", "rollout.stop")
+OF_ENGINES = tuple(
+    f"rollout.{name}"
+    for name in ("engine", "num_engines", "endpoints", "router", "colocated", "dtype", "weight_transport", "sglang")
+)
 
 
-def check_run(
-    config: RunConfig, replay_from: Path | None = None, last_step: int | None = None, capsule: Path | None = None
-) -> None:
-    """Check what the configuration names, before any process starts. Raises ConfigError with all problems at once.
+def checks_of_run(
+    replay_from: Path | None = None, last_step: int | None = None, capsule: Path | None = None
+) -> list[Check]:
+    """What `load_run_config` is to check before any process starts, beside the rules.
 
-    Only the parent of the run directory is made. `replay_from` and `last_step` name a replay, which needs no engine;
-    `capsule` names a replay of one mini-batch, which needs no data either.
+    `replay_from` and `last_step` name a replay, which needs no engine; `capsule` names a replay of one mini-batch,
+    which needs no data either.
     """
-
-    def data() -> None:
-        load_parts(config)  # so that a wrong task is told once, by the rule on it
-        sets, tokenizer = load_data(config.model, config.data)
-        run_data(config.data, config.trainer.seed, config.rollout.stop, sets, tokenizer)
-        check_sources(config.reward, {item.source for item in (*sets.train, *sets.held_out)})
-        _check_vocabulary(tokenizer.vocab_size, Path(config.model.path))
-
-    def weights() -> None:
-        parts, tp = load_parts(config), config.actor.megatron.tensor_model_parallel_size
-        if config.model.init_seed is None:
-            _check_weights(Path(config.model.path), tp)
-        if parts.needs_reference and config.reference.path is not None:
-            _check_weights(Path(config.reference.path), tp)
-        if parts.needs_values and config.critic.path is not None:
-            critic = Path(config.critic.path)
-            read_value_model(critic, read_hf_config(critic))
-
-    checks: list[Callable[[], object]] = [
-        lambda: load_parts(config),
-        weights,
-        lambda: _check_output(config.trainer.default_local_dir),
-        lambda: _check_metric(config.trainer.keep_best),
+    found = [
+        Check(("rollout.sglang.env",), lambda c: revealed(c, os.environ)),
+        Check(("model",), lambda c: _check_weights(c.model.path, _tp(c)) if c.model.init_seed is None else None),
+        Check(("model.path", "reference"), _check_reference),
+        Check(("critic.path",), _check_critic),
+        Check(("trainer.default_local_dir",), lambda c: _check_output(Path(c.trainer.default_local_dir))),
+        Check(("trainer.keep_best",), lambda c: _check_metric(c.trainer.keep_best)),
+        Check(("trainer.device", "trainer.n_gpus_per_node"), lambda c: _check_devices(c.trainer)),
     ]
     if capsule is not None:
-        checks.append(lambda: read_capsule(capsule))
-    else:
-        checks[1:1] = [lambda: check_reward(config.reward), data]
-        checks.append(lambda: check_loggers(config.trainer.logger))
-        if replay_from is not None and last_step is not None:
-            checks.append(lambda: Recorder(replay_from / "record").read(last_step))
-        else:
-            checks.append(EngineSetup.of(config).check)
-    problems: list[str] = []
-    for check in checks:
-        try:
-            check()
-        except ConfigError as error:
-            problems += [problem for problem in error.problems if problem not in problems]
-        except ValueError as error:
-            problems.append(str(error))
-    if problems:
-        raise ConfigError(problems)
+        return [*found, Check((), lambda c: read_capsule(capsule))]
+    data = Check((*OF_DATA, *OF_TOKENIZER), _check_data, Check(OF_DATA, lambda c: read_all(c.data)))
+    found[1:1] = [Check(("reward",), lambda c: check_reward(c.reward)), data]
+    found.append(Check(("trainer.logger",), lambda c: check_loggers(c.trainer.logger)))
+    if replay_from is not None and last_step is not None:
+        return [*found, Check((), lambda c: Recorder(replay_from / "record").read(last_step))]
+    return [*found, Check(("model.path", *OF_ENGINES), lambda c: EngineSetup.of(revealed(c, os.environ)).check())]
+
+
+def _check_data(c: RunConfig) -> None:
+    sets, tokenizer = load_data(c.model, c.data, c.warmup.max_steps > 0)
+    run_data(c.data, c.trainer.seed, c.rollout.stop, sets, tokenizer)
+    check_sources(c.reward, {item.source for item in (*sets.train, *sets.held_out)})
+    _check_vocabulary(tokenizer.vocab_size, Path(c.model.path))
+
+
+def _check_reference(c: RunConfig) -> None:
+    if needs_reference(c) and c.reference.path is not None:
+        _check_weights(c.reference.path, _tp(c))
+
+
+def _check_critic(c: RunConfig) -> None:
+    if has_critic(c) and c.critic.path is not None:
+        critic = Path(c.critic.path)
+        read_value_model(critic, read_hf_config(critic))
+
+
+def _tp(c: RunConfig) -> int:
+    return c.actor.megatron.tensor_model_parallel_size
+
+
+def _check_devices(trainer: TrainerConfig) -> None:
+    """Of this machine; Ray has its own."""
+    wanted, found = trainer.n_gpus_per_node, num_devices()
+    if trainer.runtime == "ray" or trainer.device == "cpu" or (trainer.device == "auto" and not found):
+        return
+    if not found:
+        raise ValueError(
+            "trainer.device (cuda) needs a GPU, and torch finds none here; use auto or cpu, or look at"
+            " `rlhf-megatron doctor`."
+        )
+    if wanted > found:
+        raise ValueError(
+            f"trainer.n_gpus_per_node ({wanted}) must be at most the number of GPUs that torch finds here ({found});"
+            f" use {found}, or look at CUDA_VISIBLE_DEVICES."
+        )
 
 
 def _check_metric(name: str | None) -> None:
@@ -90,14 +116,17 @@ def _check_vocabulary(num_tokens: int, model: Path) -> None:
         )
 
 
-def _check_weights(model: Path, tp: int) -> None:
+def _check_weights(path: str, tp: int) -> None:
+    """Read the headers of the weight files. Raises ValueError naming missing tensors and wrong shapes."""
+    model = Path(path)
     HFReader(model).check(table_for(read_hf_config(model), tp))
 
 
-def _check_output(parent: str) -> None:
+def _check_output(parent: Path) -> None:
+    """Look at the innermost directory that there is; the others are made when the run starts."""
     try:
-        Path(parent).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=parent):
+        there = next(path for path in (parent.absolute(), *parent.absolute().parents) if path.exists())
+        with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
         raise ValueError(

@@ -66,7 +66,7 @@ def replay(
     parts = load_parts(config)
     recorder = Recorder(source / "record")
     start = recorder.read_start()
-    sets, tokenizer = load_data(config.model, config.data)
+    sets, tokenizer = load_data(config.model, config.data, config.warmup.max_steps > 0)
     trainer = config.trainer
     with ExitStack() as stack:
         facts = run_facts(config, run_dir.name, tokenizer)

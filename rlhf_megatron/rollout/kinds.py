@@ -6,6 +6,7 @@ Imports no torch: a kind imports what it needs when it is used.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -31,6 +32,14 @@ class EngineKind:
     transports: ClassVar[tuple[str, ...]] = ("tensor", "disk")  # values of rollout.weight_transport
     can_attach: ClassVar[bool] = False  # to running servers, rollout.endpoints
     is_elsewhere: ClassVar[bool] = False  # servers may run on machines without a rank
+
+    @staticmethod
+    def refused(rollout: RolloutConfig, is_deterministic: bool) -> Iterator[tuple[str, str]]:
+        """(full key, value with rule and fix) of each setting that no server of this kind can have in training.
+
+        `is_deterministic`: trainer.deterministic. It is asked before anything of the engine is there.
+        """
+        return iter(())
 
     def check(self, setup: EngineSetup) -> None:
         """Raise ValueError, with the fix, where servers could not be started. Starts nothing."""
@@ -122,6 +131,12 @@ class SGLangKind(EngineKind):
     transports = ("tensor", "process_group", "disk")
     can_attach = True
     is_elsewhere = True
+
+    @staticmethod
+    def refused(rollout: RolloutConfig, is_deterministic: bool) -> Iterator[tuple[str, str]]:
+        from rlhf_megatron.rollout.sglang.environment import refused_arguments
+
+        return refused_arguments(rollout.sglang, is_deterministic, rollout.colocated)
 
     def check(self, setup: EngineSetup) -> None:
         from rlhf_megatron.rollout.engine import EngineError

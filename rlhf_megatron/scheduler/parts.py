@@ -85,10 +85,13 @@ class RunData:
     stop_token_ids: tuple[int, ...]
 
 
-def load_data(model: ModelConfig, data: DataConfig) -> tuple[PromptSets, Tokenizer]:
-    """Prompts and tokenizer of a run. Raises ValueError for what a user can fix; starts nothing."""
+def load_data(model: ModelConfig, data: DataConfig, spells_labels: bool = False) -> tuple[PromptSets, Tokenizer]:
+    """Prompts and tokenizer of a run; `spells_labels`: it warms up on labels.
+
+    Raises ValueError for what a user can fix; starts nothing.
+    """
     tokenizer = load_tokenizer(model.tokenizer_path or model.path, model.path)
-    return load_prompts(data, tokenizer), tokenizer
+    return load_prompts(data, tokenizer, spells_labels), tokenizer
 
 
 def run_data(data: DataConfig, seed: int, stop: Sequence[str], sets: PromptSets, tokenizer: Tokenizer) -> RunData:

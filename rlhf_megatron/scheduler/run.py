@@ -77,7 +77,7 @@ def train(
     """
     seed_process(config.trainer.seed, 0)
     parts = load_parts(config)
-    sets, tokenizer = load_data(config.model, config.data)
+    sets, tokenizer = load_data(config.model, config.data, config.warmup.max_steps > 0)
     data = run_data(config.data, config.trainer.seed, config.rollout.stop, sets, tokenizer)
     start = find_start(config, run_dir, data.stream)
     attempts = Attempts(run_dir)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
 from rlhf_megatron.config.errors import Problem
@@ -19,6 +20,15 @@ RULES: list[Rule] = []
 IDLE_RULES: list[IdleRule] = []
 R = TypeVar("R", bound=Rule)
 I = TypeVar("I", bound=IdleRule)  # noqa: E741
+
+
+@dataclass(frozen=True)
+class Check:
+    """A look at what a configuration points to, beyond the rules: files, this machine, running servers."""
+
+    reads: tuple[str, ...]  # settings or sections; it is left out where one of them is known to be wrong
+    run: Callable[[RunConfig], object]  # raises ConfigError, ValueError or OSError
+    instead: Check | None = None  # where it is left out
 
 
 NAME_RULE = "must be a name of printable characters, 200 bytes at most, as files and pages bear it; shorten it"

@@ -47,6 +47,15 @@ def engines(loaded: Loaded) -> Findings:
     )
 
 
+@rule
+def engine_arguments(loaded: Loaded) -> Findings:
+    """What the kind of engine itself refuses; of running servers, they say it."""
+    c, entry = loaded.config, entry_of("engine", loaded.config.rollout.engine)
+    if entry is not None and not c.rollout.endpoints:
+        for key, text in entry.build.refused(c.rollout, c.trainer.deterministic):
+            yield Problem(text, (key,))
+
+
 @idle
 def idle_engine_settings(c: RunConfig) -> Iterator[Idle]:
     is_attached, balancer = bool(c.rollout.endpoints), entry_of("balancer", c.rollout.router)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from importlib.util import find_spec
+from os.path import isdir, isfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from rlhf_megatron.config.rules.run import has_critic, needs_reference
 from rlhf_megatron.config.schema import DataConfig, RunConfig
 from rlhf_megatron.config.secrets import read_key
 
+MAX_JSON = 1 << 24  # characters of a config.json; the longest have thousands
 SAME_IN_REFERENCE = ("model_type", "vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads")
 
 
@@ -30,7 +33,7 @@ def file_problems(config: RunConfig) -> Iterator[Problem]:
     if has_critic(config) and config.critic.path:
         yield from _critic(config, config.critic.path, hf_config)
     yield from _data(config.data)
-    if config.rollout.transfer_dir is not None and not Path(config.rollout.transfer_dir).is_dir():
+    if config.rollout.transfer_dir is not None and not isdir(config.rollout.transfer_dir):
         key = "rollout.transfer_dir"
         yield Problem(f"{key} ({config.rollout.transfer_dir}) must be a directory; make it or remove the key.", (key,))
     if config.rollout.endpoints:
@@ -48,25 +51,31 @@ def _keys(config: RunConfig) -> Iterator[Problem]:
 
 def _model_dir(key: str, path: str, with_weights: bool) -> Generator[Problem, None, dict[str, Any] | None]:
     """Yields what is missing; returns the parsed config.json."""
-    directory = Path(path)
-    if not directory.is_dir():
+    if not isdir(path):
         yield Problem(f"{key} ({path}) is not a directory; correct it, or make or fetch the model first.", (key,))
         return None
-    if with_weights and not any(directory.glob("*.safetensors")):
+    if with_weights and not any(file.is_file() for file in Path(path).glob("*.safetensors")):
         seed = "; put weights there, or set model.init_seed for random ones" if key == "model.path" else ""
         yield Problem(f"{key} ({path}) has no *.safetensors{seed}.", (key,))
-    file = directory / "config.json"
-    if not file.is_file():
+    file = Path(path) / "config.json"
+    if not isfile(file):
         yield Problem(f"{key} ({path}) has no config.json; name a model in Hugging Face layout.", (key,))
         return None
     try:
-        parsed = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        yield Problem(f"{file} cannot be read as JSON ({error}); mend or fetch it again.", (key,))
+        return _json_object(file)
+    except ValueError as error:
+        yield Problem(str(error), (key,))
         return None
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    try:
+        with file.open(encoding="utf-8") as opened:
+            parsed = json.loads(opened.read(MAX_JSON))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file} cannot be read as JSON ({error}); mend or fetch it again.") from error
     if not isinstance(parsed, dict):
-        yield Problem(f"{file} must hold a JSON object; mend or fetch it again.", (key,))
-        return None
+        raise ValueError(f"{file} must hold a JSON object; mend or fetch it again.")
     return parsed
 
 
@@ -80,7 +89,7 @@ def _data(data: DataConfig) -> Iterator[Problem]:
             files.append((f"data.sources[{index}].{name}", "data.sources", paths))
     for name, key, paths in files:
         for file in paths:
-            if not Path(file).is_file():
+            if not isfile(file):
                 yield Problem(f"{name} ({file}) does not exist; correct the path.", (key,))
             if file.endswith(".parquet") and find_spec("pyarrow") is None:
                 yield Problem(
@@ -93,11 +102,11 @@ def _data(data: DataConfig) -> Iterator[Problem]:
 def _tokenizer(config: RunConfig) -> Iterator[Problem]:
     key = "model.path" if config.model.tokenizer_path is None else "model.tokenizer_path"
     path = config.model.tokenizer_path or config.model.path
-    if path and (key != "model.path" or Path(path).is_dir()) and not (Path(path) / "tokenizer.json").is_file():
+    if path and (key != "model.path" or isdir(path)) and not isfile(Path(path) / "tokenizer.json"):
         yield Problem(
             f"{key} ({path}) has no tokenizer.json; set model.tokenizer_path to a directory that has.", (key,)
         )
-    elif config.data.apply_chat_template and path and Path(path).is_dir() and not _has_chat_template(Path(path)):
+    elif config.data.apply_chat_template and path and isdir(path) and not _has_chat_template(Path(path)):
         yield Problem(
             f"{key} ({path}) has no chat template, neither chat_template.jinja nor chat_template in"
             " tokenizer_config.json; set model.tokenizer_path to a directory that has one, or data.apply_chat_template"
@@ -107,12 +116,10 @@ def _tokenizer(config: RunConfig) -> Iterator[Problem]:
 
 
 def _has_chat_template(directory: Path) -> bool:
-    try:
-        settings = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        settings = {}
-    in_settings = isinstance(settings, dict) and settings.get("chat_template")
-    return bool(in_settings) or (directory / "chat_template.jinja").is_file()
+    settings, found = directory / "tokenizer_config.json", isfile(directory / "chat_template.jinja")
+    with suppress(ValueError):
+        found = found or (isfile(settings) and bool(_json_object(settings).get("chat_template")))
+    return found
 
 
 def _reference(path: str, hf_config: dict[str, Any] | None) -> Iterator[Problem]:

@@ -70,7 +70,7 @@ def read_dense_model(
         head_dim=require_int(hf_config, "head_dim", head_dim or hidden_size // num_heads),
         vocab_size=require_int(hf_config, "vocab_size"),
         max_positions=require_int(hf_config, "max_position_embeddings", max_positions),
-        norm_epsilon=float(hf_config.get("rms_norm_eps", 1e-6)),
+        norm_epsilon=hf_config.get("rms_norm_eps", 1e-6),
         rotary=read_rotary(hf_config, is_partly_turned),
         is_tied=bool(hf_config.get("tie_word_embeddings", False)),
         has_qk_norm=has_qk_norm,
@@ -113,7 +113,11 @@ def _unsupported(only: Mapping[str, Any], is_partly_turned: bool, hf_config: HFC
         value = hf_config.get(key, implemented)
         if value != implemented and value is not None:
             yield f"{key} ({value!r}) is not supported; it must be {implemented!r}: choose another model."
-    kinds = sorted(set(hf_config.get("layer_types") or ()) - {"full_attention"})
+    epsilon = hf_config.get("rms_norm_eps", 1e-6)
+    if not (isinstance(epsilon, float) and 0 < epsilon < 1):
+        yield f"rms_norm_eps ({epsilon!r}) must be a number above 0 and below 1; mend the file."
+    layers = hf_config.get("layer_types") or ()
+    kinds = sorted({str(kind) for kind in layers} - {"full_attention"}) if isinstance(layers, list | tuple) else layers
     if kinds:
         yield f"layer_types {kinds} are not supported; only full_attention is: choose another model."
     try:

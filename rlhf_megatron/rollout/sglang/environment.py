@@ -17,13 +17,16 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
+from rlhf_megatron.config.schema import SGLangConfig
 from rlhf_megatron.parallel.environment import ALLOCATOR_SETTINGS
 from rlhf_megatron.rollout.sglang.arguments import (
     DETERMINISTIC,
+    OWN_ARGUMENTS,
     QUERY,
     Arguments,
     Option,
@@ -230,6 +233,26 @@ def check_communicators(python: str | None, env: Mapping[str, str]) -> None:
         )
     if (own_torch, own_nccl) != (torch, nccl):
         logger.warning("%s; process_group is tested with equal versions.", said)
+
+
+def refused_arguments(section: SGLangConfig, is_deterministic: bool, is_shared: bool) -> Iterator[tuple[str, str]]:
+    """(full key, what is wrong) of what no version of SGLang may be told in training; `is_shared`: it is colocated."""
+    names = {name.replace("_", "-"): name for name in section.args}
+    values: dict[str, object] = {name: section.args[key] for name, key in names.items()}
+    for name in sorted(names.keys() & OWN_ARGUMENTS.keys()):
+        key = f"rollout.sglang.args.{names[name]}"
+        yield key, f"{key} is set by the run: {OWN_ARGUMENTS[name]}; remove it."
+    for name, value, why, fix in unfit(values):
+        key = f"rollout.sglang.args.{names[name]}"
+        yield key, f"{key} ({value!r}) cannot be: {why}; {fix}."
+    wanted = [(DETERMINISTIC, partial(deterministic_arguments, values, section.env))] if is_deterministic else []
+    if is_shared and not on_cpu(values, section.env):
+        wanted.append((MEMORY_SAVER, partial(shared_arguments, values)))
+    for name, look in wanted:
+        try:
+            look()
+        except ValueError as error:
+            yield f"rollout.sglang.args.{names.get(name, name)}", str(error)
 
 
 def find_python(python: str | None) -> str:
