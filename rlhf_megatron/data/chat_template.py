@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextvars
 import json
+import resource
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -29,7 +32,10 @@ from rlhf_megatron.data.tokenizer import Tokenizer
 
 MAX_STEPS = 1_000_000  # turns of loops for one text; those of published models need a few for each message
 STEPS_OF_CALL = 10  # it takes as long
+SIZE_OF_STEP = 500  # characters or items that an operation reads or makes: they take memory and time
 MAX_SIZE = 10_000_000  # characters or items that one operation makes
+MAX_MEMORY = 1 << 28  # bytes that a text may take beyond what the process has
+NOT_HERE = ("random", "lipsum")  # no two runs would read the same prompts
 MAX_DIGITS = 64  # of base and exponent in a power: 64 ** 64 has 116 digits
 _COUNTED, _SIZED = "counted by the sandbox", "sized by the sandbox"
 
@@ -40,7 +46,8 @@ def render(template: jinja2.Template, **variables: Any) -> str:
     """The text. Raises ValueError with the template's own words where it refuses, fails, or does too much."""
     token = _num_steps.set([0])
     try:
-        return template.render(**variables)
+        with _bounded_memory():
+            return template.render(**variables)
     except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
         raise ValueError(str(error)) from error
     except (RecursionError, MemoryError) as error:
@@ -49,13 +56,33 @@ def render(template: jinja2.Template, **variables: Any) -> str:
         _num_steps.reset(token)
 
 
+@contextmanager
+def _bounded_memory() -> Iterator[None]:
+    """What no count of the sandbox sees in time, such as a text padded to a billion characters, raises MemoryError."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else None
+    if pages is None:
+        yield
+        return
+    room = pages * resource.getpagesize() + MAX_MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (room if limits[1] < 0 else min(room, limits[1]), limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
 class Sandbox(ImmutableSandboxedEnvironment):
     """An environment whose templates are rendered with `render`."""
 
-    intercepted_binops = frozenset(["+", "*", "**"])  # also not worked out at compile time
+    intercepted_binops = frozenset(["+", "*", "**", "%"])  # also not worked out at compile time
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        for name in NOT_HERE:
+            self.filters.pop(name, None)
+            self.globals.pop(name, None)
+        self.filters = {name: _weighed(function) for name, function in self.filters.items()}
         self.filters[_COUNTED] = _counted
         self.filters[_SIZED] = _sized
 
@@ -65,9 +92,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def call(self, context: Any, called: Any, /, *args: Any, **kwargs: Any) -> Any:
         if isinstance(called, LoopContext) and args:  # a recursive loop goes over it without the loop's filter
             args = (_turns(args[0]), *args[1:])
+        _count_sizes(args)
         result = super().call(context, called, *args, **kwargs)
         _count(STEPS_OF_CALL + (len(result) if isinstance(result, range) else 0))
-        return result
+        return _sized(result)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "**" and not all(_is_number(value) and abs(value) <= MAX_DIGITS for value in (left, right)):
@@ -112,9 +140,30 @@ def _count(number: int) -> None:
         raise SecurityError(f"it takes more than {MAX_STEPS} turns of loops, a call counting {STEPS_OF_CALL}")
 
 
+def _weighed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The filter, what it reads and makes counted. It takes the context, which keeps it from compile time."""
+    kind = getattr(getattr(function, "jinja_pass_arg", None), "name", "")
+
+    @jinja2.pass_context
+    def weighed(context: Any, *args: Any, **kwargs: Any) -> Any:
+        passed = {"context": context, "eval_context": context.eval_ctx, "environment": context.environment}
+        _count_sizes(args)
+        _count(STEPS_OF_CALL)
+        for number in (value for value in (*args[1:], *kwargs.values()) if _is_number(value)):
+            _check_size(abs(number))
+        return _sized(function(*([passed[kind]] if kind else []), *args, **kwargs))
+
+    return weighed
+
+
+def _count_sizes(values: Iterable[Any]) -> None:
+    _count(sum(len(value) for value in values if isinstance(value, str | bytes | list | tuple | dict)) // SIZE_OF_STEP)
+
+
 def _sized(value: Any) -> Any:
-    if isinstance(value, Sized):
+    if isinstance(value, Sized) and not isinstance(value, range):
         _check_size(len(value))
+        _count(len(value) // SIZE_OF_STEP)
     return value
 
 
@@ -193,9 +242,10 @@ def make_chat_format(tokenizer: Tokenizer, system_prompt: str | None, kwargs: Ma
     environment.globals["raise_exception"] = _raise
     environment.globals[DAY] = _day(kwargs.get(DAY))
     try:
-        template = environment.from_string(tokenizer.chat_template)
-        known = jinja2.meta.find_undeclared_variables(environment.parse(tokenizer.chat_template))
-    except (jinja2.TemplateError, RecursionError) as error:
+        with _bounded_memory():
+            template = environment.from_string(tokenizer.chat_template)
+            known = jinja2.meta.find_undeclared_variables(environment.parse(tokenizer.chat_template))
+    except (jinja2.TemplateError, RecursionError, MemoryError) as error:
         raise ValueError(f"the tokenizer's chat template is malformed ({error}); fetch it again.") from error
     for name in kwargs:
         if name in OWN_VARIABLES:

@@ -121,6 +121,17 @@ ENDLESS = {
     "doubling": "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
     "joining": "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
     "squares": "{% set n = namespace(x=7) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
+    "padding": "{{ 'x'.ljust(10 ** 10) }}",
+    "a format": "{{ '{:>9999999999}'.format(1) }}",
+    "an old format": "{{ '%9999999999d' % 1 }}",
+    "an old format, as a filter": "{{ '%9999999999d'|format(1) }}",
+    "indents": "{{ [1]|tojson(indent=9999999999) }}",
+    "replacing": "{% set x = 'a' * 999999 %}{{ x|replace('a', x) }}",
+    "a huge text, often": "{% set x = 'a' * 9999999 %}{% for i in range(99999) %}{{ x }}{% endfor %}",
+    "a huge text, upper": "{% set x = 'a' * 9999999 %}{% for i in range(99999) %}{% set y = x.upper() %}{% endfor %}",
+    "lists of lists": "{% set n = namespace(x=[]) %}{% for i in range(9999) %}"
+    "{% set n.x = [n.x, (range(99999)|list)] %}{% endfor %}",
+    "slices": "{{ 'a'|slice(9999999999)|list }}",
     "brackets": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
 }
 
@@ -131,6 +142,12 @@ def test_a_template_that_would_not_end_is_refused(tmp_path: Path, kind: str) -> 
     with pytest.raises(ValueError, match="chat template"):
         chat_format(tmp_path, ENDLESS[kind]).text("hello")
     assert time.monotonic() - start < BOUND_S
+
+
+@pytest.mark.parametrize("chance", ["[1, 2]|random", "lipsum()"])
+def test_a_template_has_no_dice(tmp_path: Path, chance: str) -> None:
+    with pytest.raises(ValueError, match="chat template"):
+        chat_format(tmp_path, "{{ " + chance + " }}").text("hello")
 
 
 def test_the_bounds_leave_templates_as_they_are() -> None:
