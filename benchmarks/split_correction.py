@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_megatron.config.correction_presets import FILTERS, PRESETS, is_bypass, resolved
+from rlhf_megatron.config.correction import FILTERS, PRESETS, is_bypass, resolved
 from rlhf_megatron.config.schema import RolloutCorrectionConfig
 from rlhf_megatron.data.batch import TrainBatch
 

@@ -28,7 +28,7 @@ from rlhf_megatron.algorithms.losses.compose import total_token_loss
 from rlhf_megatron.algorithms.losses.kl import KLType
 from rlhf_megatron.algorithms.losses.sft import sft_loss
 from rlhf_megatron.algorithms.sequences import Sequences
-from rlhf_megatron.config.correction_presets import is_bypass
+from rlhf_megatron.config.correction import is_bypass
 from rlhf_megatron.config.schema import ActorConfig, PolicyLossConfig, RolloutCorrectionConfig
 from rlhf_megatron.data.batch import MiniBatch, TrainBatch
 from rlhf_megatron.data.plan import take

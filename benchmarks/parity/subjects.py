@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.parity.cases import Cut, Recipe, Role
-from rlhf_megatron.config.correction_presets import is_bypass
+from rlhf_megatron.config.correction import is_bypass
 from rlhf_megatron.config.schema import ActorConfig, CriticConfig, MegatronConfig, OptimConfig, PolicyLossConfig
 from rlhf_megatron.data.batch import LogProbs, MiniBatch, TokenBatch, TrainBatch, ValueMiniBatch, Values
 from rlhf_megatron.data.plan import ReplicaPlan

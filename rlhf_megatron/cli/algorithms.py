@@ -16,7 +16,7 @@ from typing import Any
 from rlhf_megatron.algorithms import aggregate
 from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS
 from rlhf_megatron.algorithms.losses import POLICY_LOSSES, kl
-from rlhf_megatron.config.correction_presets import PRESETS
+from rlhf_megatron.config.correction import PRESETS
 from rlhf_megatron.config.keys import field_types
 from rlhf_megatron.config.reference import type_name
 from rlhf_megatron.config.rules.parts import ESTIMATOR, LOSS, OF_ESTIMATORS, OF_LOSSES

@@ -10,7 +10,8 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Command:
-    """`run` is "module:function"; the function takes the parsed arguments and returns an exit code or None for 0.
+    """`run` is "module:function", ".module" one of this package; the function takes the parsed arguments and returns an
+    exit code or None for 0.
 
     `add_arguments` must import nothing heavy: it runs for every call of the program.
     """
@@ -102,7 +103,7 @@ def _report(parser: argparse.ArgumentParser) -> None:
 
 
 def _config(parser: argparse.ArgumentParser) -> None:
-    module = "rlhf_megatron.cli.config_command"
+    module = ".config_command"
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     show = actions.add_parser("show", help="each resolved value and where it came from")
     add_run_config(show)
@@ -125,7 +126,7 @@ def _config(parser: argparse.ArgumentParser) -> None:
     explain.set_defaults(run=f"{module}:explain")
     verl = actions.add_parser("from-verl", help="translate a configuration of verl")
     _from_verl(verl)
-    verl.set_defaults(run="rlhf_megatron.cli.from_verl:from_verl")
+    verl.set_defaults(run=".from_verl:from_verl")
     for action in (show, check, explain, reference, verl):
         add_traceback(action)
 
@@ -158,7 +159,7 @@ def _export(parser: argparse.ArgumentParser) -> None:
 
 
 def _convert(parser: argparse.ArgumentParser) -> None:
-    module = "rlhf_megatron.cli.convert"
+    module = ".convert"
     actions = parser.add_subparsers(metavar="DIRECTION", required=True)
     to_megatron = actions.add_parser("hf-to-megatron", help="one file a (tp, pp) rank from a Hugging Face directory")
     to_megatron.add_argument("--hf", metavar="DIR", type=Path, required=True, help="model in Hugging Face layout")
@@ -242,42 +243,17 @@ def add_traceback(parser: argparse.ArgumentParser) -> None:
 
 
 COMMANDS = (
-    Command("train", "train a policy", _train, "rlhf_megatron.cli.train:train"),
-    Command("check", "prove a run's layout on this machine, without GPUs", _check, "rlhf_megatron.cli.check:check"),
-    Command(
-        "simulate",
-        "compare schedules and splits of a run on simulated GPUs",
-        _simulate,
-        "rlhf_megatron.cli.simulate:simulate",
-    ),
-    Command(
-        "doctor",
-        "show which fast paths this machine has, and what is missing",
-        _doctor,
-        "rlhf_megatron.cli.doctor.run:doctor",
-    ),
-    Command("generate", "write a model's answers to prompts", _generate, "rlhf_megatron.cli.generate:generate"),
-    Command("evaluate", "score answers, a model or a run", _evaluate, "rlhf_megatron.cli.evaluate:evaluate"),
-    Command("engine", "start SGLang servers for runs to attach to", _engine, "rlhf_megatron.cli.engine:engine"),
-    Command(
-        "report",
-        "write one HTML page about a run, or compare several",
-        _report,
-        "rlhf_megatron.cli.report:report",
-    ),
+    Command("train", "train a policy", _train, ".train:train"),
+    Command("check", "prove a run's layout on this machine, without GPUs", _check, ".check:check"),
+    Command("simulate", "compare schedules and splits of a run on simulated GPUs", _simulate, ".simulate:simulate"),
+    Command("doctor", "show which fast paths this machine has, and what is missing", _doctor, ".doctor.run:doctor"),
+    Command("generate", "write a model's answers to prompts", _generate, ".generate:generate"),
+    Command("evaluate", "score answers, a model or a run", _evaluate, ".evaluate:evaluate"),
+    Command("engine", "start SGLang servers for runs to attach to", _engine, ".engine:engine"),
+    Command("report", "write one HTML page about a run, or compare several", _report, ".report:report"),
     Command("config", "show, check, document or translate configurations", _config, ""),
-    Command(
-        "algorithms",
-        "list estimators, losses, rewards, schedules and their parameters",
-        _algorithms,
-        "rlhf_megatron.cli.algorithms:algorithms",
-    ),
-    Command("fetch", "download a real model without a model hub", _fetch, "rlhf_megatron.cli.convert:fetch"),
-    Command(
-        "export",
-        "write the weights of a checkpoint in Hugging Face layout",
-        _export,
-        "rlhf_megatron.cli.convert:export",
-    ),
+    Command("algorithms", "list estimators, losses, rewards and schedules", _algorithms, ".algorithms:algorithms"),
+    Command("fetch", "download a real model without a model hub", _fetch, ".convert:fetch"),
+    Command("export", "write the weights of a checkpoint in Hugging Face layout", _export, ".convert:export"),
     Command("convert", "change the layout of weights on disk", _convert, ""),
 )

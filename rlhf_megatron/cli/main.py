@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
     module, _, function = args.run.partition(":")
     try:
-        return getattr(importlib.import_module(module), function)(args) or 0
+        return getattr(importlib.import_module(module, __package__), function)(args) or 0
     except ConfigError as error:
         if hasattr(args, "traceback"):
             raise

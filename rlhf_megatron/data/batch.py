@@ -14,7 +14,7 @@ Legend: P prompts, B samples (B = P x group size), T tokens of all samples toget
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
@@ -192,24 +192,27 @@ def offsets_from_lengths(lengths: Tensor) -> Tensor:
     return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.to(torch.int64).cumsum(0)])
 
 
+def columns_of(batch: TokenBatch) -> Iterator[tuple[str, str, Any]]:
+    """(name, "sample" or "token", value) of each column that is there."""
+    for f in fields(batch):
+        if "axis" in f.metadata and getattr(batch, f.name) is not None:
+            yield f.name, f.metadata["axis"], getattr(batch, f.name)
+
+
 def select(batch: Batch, samples: Sequence[int]) -> Batch:
     """The given samples of a batch, in the given order. Every column follows."""
     rows = torch.as_tensor(list(samples), dtype=torch.int64)
     tokens = token_index(batch.offsets, list(samples))
     new: dict[str, Any] = {"offsets": offsets_from_lengths(batch.lengths[rows])}
-    for f in fields(batch):
-        value = getattr(batch, f.name)
-        axis = f.metadata.get("axis")
-        if value is None or axis is None:
-            continue
+    for name, axis, value in columns_of(batch):
         if axis == "token":
-            new[f.name] = value[tokens]
+            new[name] = value[tokens]
         elif isinstance(value, Tensor):
-            new[f.name] = value[rows]
+            new[name] = value[rows]
         elif isinstance(value, dict):
-            new[f.name] = {key: column[rows] for key, column in value.items()}
+            new[name] = {key: column[rows] for key, column in value.items()}
         else:
-            new[f.name] = tuple(value[i] for i in samples)
+            new[name] = tuple(value[i] for i in samples)
     return replace(batch, **new)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.data import codec
-from rlhf_megatron.data.batch import Batch, concat, select
+from rlhf_megatron.data.batch import Batch, columns_of, concat, select
 from rlhf_megatron.data.packing import Bin, pack
 
 NO_OP = -1
@@ -135,16 +135,12 @@ def _replica_plan(share: list[Bin], packed_length: int) -> ReplicaPlan:
 def _no_op_sample(batch: Batch) -> Batch:
     """One sample of `batch`'s type and columns that trains nothing."""
     new: dict[str, Any] = {"offsets": torch.tensor([0, NO_OP_LENGTH], dtype=torch.int64)}
-    for f in fields(batch):
-        value = getattr(batch, f.name)
-        axis = f.metadata.get("axis")
-        if value is None or axis is None:
-            continue
+    for name, axis, value in columns_of(batch):
         count = NO_OP_LENGTH if axis == "token" else 1
         if isinstance(value, Tensor):
-            new[f.name] = value.new_zeros((count, *value.shape[1:]))
+            new[name] = value.new_zeros((count, *value.shape[1:]))
         elif isinstance(value, dict):
-            new[f.name] = {key: column.new_zeros((count, *column.shape[1:])) for key, column in value.items()}
+            new[name] = {key: column.new_zeros((count, *column.shape[1:])) for key, column in value.items()}
         else:
-            new[f.name] = ("",) * count
+            new[name] = ("",) * count
     return replace(batch, **new)

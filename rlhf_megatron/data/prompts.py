@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from rlhf_megatron.config.schema import DataConfig, FewShotConfig
+from rlhf_megatron.config.schema import DataConfig, SourceConfig
 from rlhf_megatron.config.typed import params_from_mapping
 from rlhf_megatron.data.chat_template import ChatFormat, make_chat_format
 from rlhf_megatron.data.items import Encoded, Limit, PromptFormat, PromptItem, PromptSource, encode_rows, take_shots
@@ -48,21 +48,6 @@ class PromptSets:
 
 
 @dataclass(frozen=True)
-class SourceSettings:
-    """An entry of data.sources with what it takes over from the section, or the section itself."""
-
-    key: str  # where its settings stand
-    name: str  # "" of the section itself
-    weight: float
-    task: str | None
-    task_params: dict[str, object]
-    train_files: tuple[str, ...]
-    val_files: tuple[str, ...]
-    prompt_template: str
-    few_shot: FewShotConfig
-
-
-@dataclass(frozen=True)
 class _Loaded:
     """One source."""
 
@@ -83,12 +68,15 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, spells_labels: bool =
     chat = None
     if config.apply_chat_template:
         chat = make_chat_format(tokenizer, config.system_prompt, config.apply_chat_template_kwargs)
-    settings = source_settings(config)
-    loaded = [_load(source, config, tokenizer, chat, spells_labels) for source in settings]
+    sources = _sources(config)
+    loaded = [_load(key, source, config, tokenizer, chat, spells_labels) for key, source in sources.items()]
     trained = {item.prompt for source in loaded for item in source.train.items}
     encoded = [part for source in loaded for part in (source.train, source.held_out)]
     return PromptSets(
-        sources=tuple(PromptSource(s.name, s.weight, f.train.items) for s, f in zip(settings, loaded, strict=True)),
+        sources=tuple(
+            PromptSource(source.name, source.weight, found.train.items)
+            for source, found in zip(sources.values(), loaded, strict=True)
+        ),
         held_out_sets=tuple(held_out for source in loaded for held_out in source.sets),
         num_bad_rows=sum(source.num_bad_rows for source in loaded) + sum(part.num_bad for part in encoded),
         num_overlong=sum(part.num_dropped for part in encoded),
@@ -98,50 +86,50 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, spells_labels: bool =
     )
 
 
-def source_settings(config: DataConfig) -> tuple[SourceSettings, ...]:
-    """The sources of a run: one without a name where data.sources is empty."""
-    if not config.sources:
-        of_section = (config.task, config.task_params, config.train_files, config.val_files)
-        return (SourceSettings("data", "", 1.0, *of_section, config.prompt_template, config.few_shot),)
-    return tuple(
-        SourceSettings(
-            f"data.sources[{index}]",
-            source.name,
-            source.weight,
-            source.task,
-            source.task_params,
-            source.train_files,
-            source.val_files,
-            config.prompt_template if source.prompt_template is None else source.prompt_template,
-            config.few_shot if source.few_shot is None else source.few_shot,
+def _sources(data: DataConfig) -> dict[str, SourceConfig]:
+    """Where its settings stand -> a source, with what it takes over from the section; or the section, without name."""
+    if not data.sources:
+        files = (data.train_files, data.val_files)
+        return {"data": SourceConfig("", 1.0, data.task, data.task_params, *files, data.prompt_template, data.few_shot)}
+    return {
+        f"data.sources[{index}]": replace(
+            source,
+            prompt_template=data.prompt_template if source.prompt_template is None else source.prompt_template,
+            few_shot=source.few_shot or data.few_shot,
         )
-        for index, source in enumerate(config.sources)
-    )
+        for index, source in enumerate(data.sources)
+    }
 
 
 def read_all(config: DataConfig) -> None:
     """Read the rows of all sources, without a tokenizer. Raises ValueError as `load_prompts` does."""
-    for source in source_settings(config):
-        with _of_source(source):
-            _read(source, config)
+    for key, source in _sources(config).items():
+        with _of_source(key, source):
+            _read(key, source, config)
 
 
 @contextmanager
-def _of_source(source: SourceSettings) -> Iterator[None]:
+def _of_source(key: str, source: SourceConfig) -> Iterator[None]:
     """What is wrong with one of several sources is told with its place."""
     try:
         yield
     except ValueError as error:
         if not source.name:
             raise
-        raise ValueError(f"{source.key} ({source.name}): {error}") from error
+        raise ValueError(f"{key} ({source.name}): {error}") from error
 
 
 def _load(
-    source: SourceSettings, config: DataConfig, tokenizer: Tokenizer, chat: ChatFormat | None, spells_labels: bool
+    key: str,
+    source: SourceConfig,
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    chat: ChatFormat | None,
+    spells_labels: bool,
 ) -> _Loaded:
-    with _of_source(source):
-        train, train_counts, held_out, held_out_counts = _read(source, config)
+    assert source.prompt_template is not None and source.few_shot is not None, "see `_sources`"
+    with _of_source(key, source):
+        train, train_counts, held_out, held_out_counts = _read(key, source, config)
         shots, train, taken = take_shots(train, source.few_shot, source.prompt_template)
         held_out_rows = tuple(row for row in held_out if row.prompt not in taken)
         if held_out and not held_out_rows:
@@ -161,15 +149,13 @@ def _load(
 
 
 def _read(
-    source: SourceSettings, config: DataConfig
+    key: str, source: SourceConfig, config: DataConfig
 ) -> tuple[tuple[PromptRow, ...], RowCounts, tuple[PromptRow, ...], RowCounts]:
     """Training rows and held-out rows, each with their counts."""
     nothing = RowCounts(0, 0, 0)
     if source.task is not None:
         task = TASKS.get(source.task)
-        params = (
-            params_from_mapping(task.params, source.task_params, f"{source.key}.task_params") if task.params else None
-        )
+        params = params_from_mapping(task.params, source.task_params, f"{key}.task_params") if task.params else None
         rows = task.build(params)
         for row in (*rows.train, *rows.held_out):
             try:
@@ -178,9 +164,7 @@ def _read(
                 raise ValueError(f"task {source.task}, {row.origin}: {error}; mend the task.") from None
         return rows.train, nothing, rows.held_out, nothing
     if not source.train_files:
-        raise ValueError(
-            f"the dataset is empty: {source.key}.train_files names no file; name one, or set {source.key}.task."
-        )
+        raise ValueError(f"the dataset is empty: {key}.train_files names no file; name one, or set {key}.task.")
     keys = (config.prompt_key, config.label_key, config.skip_bad_rows)
     held_out = read_rows(source.val_files, *keys) if source.val_files else ((), nothing)
     return *read_rows(source.train_files, *keys), *held_out

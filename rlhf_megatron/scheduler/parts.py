@@ -9,7 +9,7 @@ from typing import Any
 from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS
 from rlhf_megatron.algorithms.advantages.base import AdvantageEstimator
 from rlhf_megatron.algorithms.rollout_correction.params import CorrectionParams
-from rlhf_megatron.config.correction_presets import is_bypass
+from rlhf_megatron.config.correction import is_bypass
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.rules import told
 from rlhf_megatron.config.rules.parts import params_of, parts

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import islice, zip_longest
 
 from rlhf_megatron import faults
-from rlhf_megatron.config.correction_presets import is_bypass
+from rlhf_megatron.config.correction import is_bypass
 from rlhf_megatron.config.schema import ActorConfig, CriticConfig, RunConfig
 from rlhf_megatron.data.batch import AnnotatedBatch, MiniBatch, ScoredBatch, TokenBatch, TrainBatch, gain
 from rlhf_megatron.observe.metrics.batch import BadColumn

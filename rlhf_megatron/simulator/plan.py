@@ -184,7 +184,7 @@ class Setting:
         A trainer has whole replicas; what a split leaves over is idle. Where the durations have the time of turns,
         trainer and engines in turns on all GPUs are one more way. Raises ConfigError where there is no way.
         """
-        replica, per_engine = model_parallel_size(self.config), self.gpus_per_engine
+        replica, per_engine = model_parallel_size(self.config.actor.megatron), self.gpus_per_engine
         sizes = range(gpus // replica * replica, 0, -replica)
         every = [Split(size, (gpus - size) // per_engine, per_engine) for size in sizes if gpus - size >= per_engine]
         indices = sorted({round(i * (len(every) - 1) / max(1, most - 1)) for i in range(most)}) if every else []

@@ -19,7 +19,7 @@ from rlhf_megatron.algorithms.losses.sft import sft_loss
 from rlhf_megatron.algorithms.rollout_correction.params import CorrectionParams, Filter, Importance
 from rlhf_megatron.algorithms.rollout_correction.ratios import correct, log_mismatch
 from rlhf_megatron.algorithms.sequences import Sequences
-from rlhf_megatron.config.correction_presets import filter_bounds, importance_bounds, is_bypass, resolved
+from rlhf_megatron.config.correction import filter_bounds, importance_bounds, is_bypass, resolved
 from rlhf_megatron.config.schema import ActorConfig, RolloutCorrectionConfig
 from rlhf_megatron.config.typed import params_from_mapping
 from rlhf_megatron.kernels.policy_loss import PolicyRowLoss
@@ -62,7 +62,7 @@ def policy_row_loss(config: ActorConfig) -> PolicyRowLoss:
 
 
 def correction_params(section: RolloutCorrectionConfig) -> CorrectionParams:
-    """Of a section that `config.rules.correction` let pass; raises ValueError for another."""
+    """Of a section that `config.correction` let pass; raises ValueError for another."""
     settings = resolved(section)
     importance = None
     if settings.rollout_is is not None:

@@ -12,7 +12,7 @@ import workers_reference as reference
 from dist_pool import DistPool
 
 from rlhf_megatron.algorithms.rollout_correction.params import CorrectionParams, Filter, Importance
-from rlhf_megatron.config import correction_presets as settings
+from rlhf_megatron.config import correction as settings
 from rlhf_megatron.config.schema import RolloutCorrectionConfig
 from rlhf_megatron.workers.losses import correction_params
 

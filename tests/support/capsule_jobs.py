@@ -10,7 +10,7 @@ import torch
 from checkpointer_jobs import hosts
 from scheduler_samples import train_batch
 
-from rlhf_megatron.config.correction_presets import is_bypass
+from rlhf_megatron.config.correction import is_bypass
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.show import as_yaml
 from rlhf_megatron.data.batch import TrainBatch

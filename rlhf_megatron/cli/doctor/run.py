@@ -20,7 +20,7 @@ from rlhf_megatron.cli.doctor.host import around_rows, device_rows, engine_rows,
 from rlhf_megatron.cli.doctor.rows import TE, Row, Wanted, gradient_row, head_row, package_rows, trainer_rows
 from rlhf_megatron.config.load import load_run_config
 from rlhf_megatron.config.rules.parts import reads
-from rlhf_megatron.config.rules.run import has_critic, megatron_sections
+from rlhf_megatron.config.rules.run import megatron_sections
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.models.fused import DeviceType
 from rlhf_megatron.parallel.packages import INSTALL, find_package
@@ -204,9 +204,6 @@ def _of_devices(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         why = f"torch sees {num_devices} devices on this machine"
         fix = f"use {num_devices}, or look at CUDA_VISIBLE_DEVICES"
         yield Problem("trainer.n_gpus_per_node", str(trainer.n_gpus_per_node), why, fix)
-    if has_critic(config) and config.critic.num_ranks > trainer.nnodes * trainer.n_gpus_per_node:
-        why = "the job has fewer ranks"
-        yield Problem("critic.num_ranks", str(config.critic.num_ranks), why, "raise trainer.n_gpus_per_node")
 
 
 def _of_loggers(config: RunConfig, facts: Facts) -> Iterator[Problem]:

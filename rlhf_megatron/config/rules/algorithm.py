@@ -19,7 +19,7 @@ from rlhf_megatron.config.rules.run import (
     near_multiples,
     optim_schedule,
 )
-from rlhf_megatron.config.schema import MegatronConfig, RunConfig
+from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.source import Loaded
 from rlhf_megatron.registry import parts_of
 
@@ -205,7 +205,7 @@ def idle_critic_settings(config: RunConfig) -> Iterator[Idle]:
 def own_pool(loaded: Loaded) -> Findings:
     """Whole replicas of the critic on its ranks. What is left for the actor, `rules.layout` looks at."""
     c = loaded.config
-    num_ranks, replica = critic_ranks(c), _replica_size(c.critic.megatron)
+    num_ranks, replica = critic_ranks(c), model_parallel_size(c.critic.megatron)
     if num_ranks < 1 or replica < 1:
         return
     yield wrong(
@@ -268,12 +268,8 @@ def steps(loaded: Loaded) -> Findings:
         yield from optim_schedule("critic.optim", c.critic.optim, total * a_step, "trainer.total_training_steps")
 
 
-def _replica_size(m: MegatronConfig) -> int:
-    return m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size
-
-
 def _num_replicas(c: RunConfig) -> int:
     """Of the critic; 0 where other rules find its sizes impossible."""
     if critic_ranks(c) > 0:
-        return critic_ranks(c) // max(1, _replica_size(c.critic.megatron))
-    return actor_ranks(c) // max(1, model_parallel_size(c))
+        return critic_ranks(c) // max(1, model_parallel_size(c.critic.megatron))
+    return actor_ranks(c) // max(1, model_parallel_size(c.actor.megatron))

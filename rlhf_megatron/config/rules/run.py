@@ -57,9 +57,8 @@ def needs_reference(config: RunConfig) -> bool:
     return config.actor.use_kl_loss or config.algorithm.use_kl_in_reward
 
 
-def model_parallel_size(config: RunConfig) -> int:
-    """Ranks that hold one copy of the model and share its samples."""
-    m = config.actor.megatron
+def model_parallel_size(m: MegatronConfig) -> int:
+    """Ranks that hold one copy of a model and share its samples."""
     return m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size
 
 
@@ -112,7 +111,7 @@ def idle_run_settings(c: RunConfig) -> Iterator[Idle]:
 @rule
 def layout(loaded: Loaded) -> Findings:
     c, m = loaded.config, loaded.config.actor.megatron
-    world, ranks = actor_ranks(c), model_parallel_size(c)
+    world, ranks = actor_ranks(c), model_parallel_size(c.actor.megatron)
     if world_size(c) < 1 or ranks < 1:
         return  # `ranges` says it
     yield wrong(
@@ -138,7 +137,7 @@ def layout(loaded: Loaded) -> Findings:
 
 def _actor_pool(c: RunConfig) -> Findings:
     """What a critic's pool leaves for the actor's."""
-    left, ranks, taken = actor_ranks(c), model_parallel_size(c), critic_ranks(c)
+    left, ranks, taken = actor_ranks(c), model_parallel_size(c.actor.megatron), critic_ranks(c)
     yield wrong(
         left < ranks or left % ranks,
         f"critic.num_ranks ({taken}) leaves {left} of trainer.nnodes x n_gpus_per_node ({world_size(c)}) ranks for"
@@ -152,10 +151,10 @@ def _actor_pool(c: RunConfig) -> Findings:
 def batches(loaded: Loaded) -> Findings:
     c = loaded.config
     mini, samples = c.actor.mini_batch_size, c.data.train_batch_size * c.rollout.n
-    if mini < 1 or samples < 1 or actor_ranks(c) < 1 or model_parallel_size(c) < 1:
+    if mini < 1 or samples < 1 or actor_ranks(c) < 1 or model_parallel_size(c.actor.megatron) < 1:
         return
     yield from divides_the_samples(c, "actor.mini_batch_size", mini)
-    replicas = actor_ranks(c) // model_parallel_size(c)
+    replicas = actor_ranks(c) // model_parallel_size(c.actor.megatron)
     sizes = [("actor.mini_batch_size", mini)]
     if c.warmup.max_steps > 0:
         sizes.append(("warmup.batch_size", c.warmup.batch_size))

@@ -10,13 +10,13 @@ from dataclasses import fields, is_dataclass, replace
 from itertools import chain
 from typing import Any
 
+from rlhf_megatron.config import correction
 from rlhf_megatron.config.errors import Problem
 from rlhf_megatron.config.keys import join, leaves, value_of
 from rlhf_megatron.config.rules import (
     IDLE_RULES,
     RULES,
     algorithm,
-    correction,
     data,
     engines,
     model,

@@ -247,7 +247,7 @@ def refused_arguments(section: SGLangConfig, is_deterministic: bool, is_shared: 
         yield key, f"{key} ({value!r}) cannot be: {why}; {fix}."
     wanted = [(DETERMINISTIC, partial(deterministic_arguments, values, section.env))] if is_deterministic else []
     if is_shared and not on_cpu(values, section.env):
-        wanted.append((MEMORY_SAVER, partial(shared_arguments, values)))
+        wanted.append((MEMORY_SAVER, partial(shared_arguments, values, section.env)))
     for name, look in wanted:
         try:
             look()

@@ -16,7 +16,7 @@ from rlhf_megatron.algorithms.rollout_correction.params import FILTERS, Correcti
 from rlhf_megatron.algorithms.rollout_correction.ratios import correct, log_mismatch
 from rlhf_megatron.algorithms.rollout_correction.step import StepCorrection, correct_step
 from rlhf_megatron.algorithms.sequences import Sequences
-from rlhf_megatron.config import correction_presets as settings
+from rlhf_megatron.config import correction as settings
 from rlhf_megatron.config.schema import RolloutCorrectionConfig
 from rlhf_megatron.workers.losses import correction_params, moving_correction
 

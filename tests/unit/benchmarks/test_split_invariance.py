@@ -26,7 +26,7 @@ from rlhf_megatron.algorithms.aggregate import AGGREGATIONS
 from rlhf_megatron.algorithms.losses import POLICY_LOSSES
 from rlhf_megatron.algorithms.losses.kl import KLType
 from rlhf_megatron.algorithms.sequences import Sequences
-from rlhf_megatron.config.correction_presets import FILTERS, PRESETS, is_bypass, resolved
+from rlhf_megatron.config.correction import FILTERS, PRESETS, is_bypass, resolved
 from rlhf_megatron.config.schema import ActorConfig
 from rlhf_megatron.data.batch import MiniBatch, TokenBatch
 from rlhf_megatron.parallel.layout import Layout

@@ -15,7 +15,7 @@ from rlhf_megatron.algorithms.losses import POLICY_LOSSES
 from rlhf_megatron.algorithms.losses.kl import KL_TYPES
 from rlhf_megatron.cli.algorithms import WIDTH, _registered
 from rlhf_megatron.cli.main import main
-from rlhf_megatron.config.correction_presets import PRESETS
+from rlhf_megatron.config.correction import PRESETS
 from rlhf_megatron.registry import Registry
 from rlhf_megatron.rewards.scorers import REWARDS
 from rlhf_megatron.scheduler.schedules import SCHEDULES

@@ -80,7 +80,7 @@ def test_traceback_on_request(run_file: Path) -> None:
 def test_overrides_stand_anywhere_among_the_options() -> None:
     args = parse_arguments(["train", "run.yaml", "a=1", "--record", "b.c=[1, 2]", "--replay", "3", "d=x=y"])
     assert args.config == Path("run.yaml") and args.overrides == ["a=1", "b.c=[1, 2]", "d=x=y"]
-    assert args.record and args.replay == 3 and args.run == "rlhf_megatron.cli.train:train"
+    assert args.record and args.replay == 3 and args.run == ".train:train"
     for wrong in (["train", "run.yaml", "--recrod"], ["train", "run.yaml", "--record", "x"], ["train"], []):
         with pytest.raises(SystemExit) as stopped:
             parse_arguments(wrong)

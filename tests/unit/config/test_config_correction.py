@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from config_samples import VALID
 
-from rlhf_megatron.config.correction_presets import PRESETS, filter_bounds, importance_bounds
+from rlhf_megatron.config.correction import PRESETS, filter_bounds, importance_bounds
 from rlhf_megatron.config.load import read_run_config
 from rlhf_megatron.config.rules.validate import validate
 from rlhf_megatron.config.show import as_yaml
