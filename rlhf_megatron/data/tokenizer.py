@@ -10,6 +10,7 @@ from typing import Any
 import tokenizers
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # stands in decoded text for an id that is no token (rows of a padded vocabulary)
+MAX_VOCABULARY = 1 << 24
 TEXTS_AT_ONCE = 8192  # bounds the memory of encodings, which hold far more than ids
 
 
@@ -26,6 +27,11 @@ class Tokenizer:
     ) -> None:
         self._backend = backend
         self._known_ids = frozenset(backend.get_vocab(with_added_tokens=True).values())
+        if not self._known_ids or max(self._known_ids) >= MAX_VOCABULARY:
+            raise ValueError(
+                f"tokenizer.json has token ids up to {max(self._known_ids, default=None)}; they must be below"
+                f" {MAX_VOCABULARY}, which no vocabulary reaches: fetch it again."
+            )
         self._ints = list(range(max(self._known_ids) + 1))  # an id is one object, however often it occurs: memory
         self.eos_token_ids = tuple(eos_token_ids)  # any of them ends a response
         self.pad_token_id = pad_token_id

@@ -37,7 +37,7 @@ ROWS = [
     {"prompt": [{"role": "user", "content": "1+2="}], "answer": 3, "reward_model": {"ground_truth": "3"}},
 ]
 DEEP: list[Any] = []
-for _ in range(200):
+for _ in range(60):
     DEEP = [DEEP]
 ODD = [
     *(None, True, False, "", " ", "x" * 300, "a\nb", "\x00", "../../x", "/dev/zero", "1e400", "nan", "é\u2028"),
@@ -75,7 +75,7 @@ def mutated(tree: Any, chance: random.Random) -> Any:
             other, name = chance.choice(found)
             container[key] = copy.deepcopy(other[name]) if name in other or isinstance(other, list) else None
         else:
-            container[key] = chance.choice(ODD)
+            container[key] = copy.deepcopy(chance.choice(ODD))
     return tree
 
 
@@ -88,7 +88,7 @@ def a_configuration(chance: random.Random, directory: Path) -> None:
         for section in sections:
             below = below.setdefault(section, {}) if isinstance(below, dict) else {}
         if isinstance(below, dict):
-            below[name] = chance.choice(ODD)
+            below[name] = copy.deepcopy(chance.choice(ODD))
     tree.pop("extends", None)
     node, converter = lift(tree, Origin("fuzz", 1, 0)), Converter(suggest, has_known_below)
     assert isinstance(node, MappingNode)
