@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
@@ -14,7 +14,7 @@ Findings: TypeAlias = Iterator[Problem | None]
 Rule: TypeAlias = Callable[[Loaded], Findings]
 Idle: TypeAlias = tuple[bool, tuple[str, ...], str, str]
 """(whether the settings are idle, the settings, the switch that decides, how to make them act)"""
-IdleRule: TypeAlias = Callable[[RunConfig], Iterator[Idle]]
+IdleRule: TypeAlias = Callable[[RunConfig], Iterable[Idle]]
 
 RULES: list[Rule] = []
 IDLE_RULES: list[IdleRule] = []
@@ -56,6 +56,6 @@ def rule(function: R) -> R:
 
 
 def idle(function: I) -> I:
-    """Register a generator of settings that would be ignored."""
+    """Register a table of settings that would be ignored."""
     IDLE_RULES.append(function)
     return function

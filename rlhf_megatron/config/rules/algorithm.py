@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from rlhf_megatron.config.errors import Problem
 from rlhf_megatron.config.rules import Findings, Idle, idle, rule, wrong
@@ -34,16 +34,16 @@ MAX_ERROR = 0.2  # the largest step of the adaptive controller, see algorithms/k
 
 
 @idle
-def idle_algorithm_settings(config: RunConfig) -> Iterator[Idle]:
-    algorithm = config.algorithm
-    is_off = not algorithm.use_kl_in_reward
-    yield is_off, ("algorithm.kl_ctrl", "algorithm.kl_penalty"), SWITCH, "set it to true"
-    is_fixed = not is_off and algorithm.kl_ctrl.type == "fixed"
-    yield is_fixed, (TARGET, HORIZON), TYPE, "set that to adaptive"
-    yield not algorithm.filter_groups.enable, (METRIC, MAX_BATCHES), f"{FILTER}.enable", "set it to true"
-    draws = algorithm.pf_ppo
-    yield not draws.enable, (METHOD, POWER), f"{PF_PPO}.enable", "set it to true"
-    yield draws.enable and draws.reweight_method != "pow", (POWER,), METHOD, "set that to pow"
+def idle_algorithm_settings(config: RunConfig) -> Iterable[Idle]:
+    algorithm, draws = config.algorithm, config.algorithm.pf_ppo
+    has_kl = algorithm.use_kl_in_reward
+    return (
+        (not has_kl, ("algorithm.kl_ctrl", "algorithm.kl_penalty"), SWITCH, "set it to true"),
+        (has_kl and algorithm.kl_ctrl.type == "fixed", (TARGET, HORIZON), TYPE, "set that to adaptive"),
+        (not algorithm.filter_groups.enable, (METRIC, MAX_BATCHES), f"{FILTER}.enable", "set it to true"),
+        (not draws.enable, (METHOD, POWER), f"{PF_PPO}.enable", "set it to true"),
+        (draws.enable and draws.reweight_method != "pow", (POWER,), METHOD, "set that to pow"),
+    )
 
 
 @rule

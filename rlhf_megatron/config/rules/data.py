@@ -6,7 +6,7 @@ An entry of data.sources is named by its index; a value that nobody wrote into i
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,19 +23,21 @@ OF_CHAT = ("data.system_prompt", "data.apply_chat_template_kwargs")
 
 
 @idle
-def idle_data_settings(config: RunConfig) -> Iterator[Idle]:
+def idle_data_settings(config: RunConfig) -> Iterable[Idle]:
     d = config.data
-    yield not d.apply_chat_template, OF_CHAT, CHAT, "set it to true"
-    fix = "set that to false"
-    yield d.filter_overlong_prompts, ("data.truncation",), "data.filter_overlong_prompts", fix
-    only_tasks = bool(d.sources) and all(source.task is not None for source in d.sources)
-    yield only_tasks, OF_ROWS, SOURCES, "give a source files"
-    own_template = bool(d.sources) and all(source.prompt_template is not None for source in d.sources)
-    yield own_template, ("data.prompt_template",), SOURCES, "leave it out of a source"
-    own_shots = bool(d.sources) and all(source.few_shot is not None for source in d.sources)
-    yield own_shots, ("data.few_shot",), SOURCES, "leave few_shot out of a source"
+
+    def all_have(setting: str) -> bool:
+        return bool(d.sources) and all(getattr(source, setting) is not None for source in d.sources)
+
     details = ("data.few_shot.template", "data.few_shot.seed")
-    yield d.few_shot.num_shots == 0, details, "data.few_shot.num_shots", "give that a number of rows"
+    return (
+        (not d.apply_chat_template, OF_CHAT, CHAT, "set it to true"),
+        (d.filter_overlong_prompts, ("data.truncation",), "data.filter_overlong_prompts", "set that to false"),
+        (all_have("task"), OF_ROWS, SOURCES, "give a source files"),
+        (all_have("prompt_template"), ("data.prompt_template",), SOURCES, "leave it out of a source"),
+        (all_have("few_shot"), ("data.few_shot",), SOURCES, "leave few_shot out of a source"),
+        (d.few_shot.num_shots == 0, details, "data.few_shot.num_shots", "give that a number of rows"),
+    )
 
 
 @rule
