@@ -30,7 +30,7 @@ from rlhf_megatron.models.families.base import family_for
 from rlhf_megatron.simulator.durations import read_durations
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml")) + [ROOT / "examples/simulate_1024/run.yaml"]
-MODELS = sorted((ROOT / "examples").glob("*/config.json"))
+MODELS = sorted((ROOT / "examples").rglob("config.json"))
 DURATIONS = ROOT / "examples/simulate_1024/durations.yaml"
 ROWS = [
     {"prompt": "1+2=", "answer": "3", "data_source": "add"},
