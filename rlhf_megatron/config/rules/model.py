@@ -149,10 +149,25 @@ def _problems(
     family = families.find(name)
     if family is None:
         if not not_loaded(config.plugins):
-            names, found = ", ".join(families), hf_config.get("model_type")
-            yield _problem(f"model_type ({found!r}) must be one of {names}; choose such a model.")
+            names, kind = ", ".join(families), hf_config.get("model_type")
+            yield _problem(f"model_type ({kind!r}) must be one of {names}; choose such a model.")
         return
-    yield from map(_problem, family.build.unsupported(hf_config))
+    found = [*told(_of_family(config, hf_config, pools, family.build.unsupported(hf_config)))]
+    yield from found
+    try:
+        if not found:
+            family.build.transformer_arguments(hf_config)
+    except ValueError as error:
+        yield _problem(str(error))
+
+
+def _of_family(
+    config: RunConfig,
+    hf_config: Mapping[str, Any],
+    pools: Sequence[tuple[str, MegatronConfig, int]],
+    unsupported: Iterator[str],
+) -> Findings:
+    yield from map(_problem, unsupported)
     sizes = _sizes(hf_config)
     for key, value in sizes.items():
         yield wrong(

@@ -36,9 +36,12 @@ def _unsupported(hf_config: HFConfig) -> Iterator[str]:
         hf_config,
         "decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts num_local_experts",
     )
-    told = {hf_config[key] for key in ("num_experts", "num_local_experts") if key in hf_config}
-    if len(told) > 1:
-        yield f"num_experts and num_local_experts ({sorted(told)}) mean the same number; remove one."
+    told = [hf_config[key] for key in ("num_experts", "num_local_experts") if key in hf_config]
+    if len(told) > 1 and told[0] != told[1]:
+        yield f"num_experts and num_local_experts ({told}) mean the same number; remove one."
+    dense_layers = hf_config.get("mlp_only_layers") or []
+    if not isinstance(dense_layers, list | tuple) or any(type(layer) is not int for layer in dense_layers):
+        yield f"mlp_only_layers ({dense_layers!r}) must be a list of layers; mend the file."
 
 
 FAMILIES.register("qwen3_moe")(dense.family("qwen3_moe", _read, _unsupported, attention_bias=False, mlp_bias=False))
