@@ -49,7 +49,7 @@ def test_a_resolved_configuration_is_read_back_setting_by_setting() -> None:
     found = flat(as_yaml(config))
     assert found["reward.params.pattern"] == "^(.)" and found["reward.params.no"] == "'on'"
     assert found["trainer.seed"] == "1" and found["actor.optim.betas"] == "[0.9, 0.95]"
-    assert "trainer.async_save" not in found, "not in use without checkpoints"
+    assert "algorithm.kl_penalty" not in found, "not in use without a KL term in the reward"
 
 
 @pytest.mark.parametrize(
