@@ -138,10 +138,10 @@ ENDLESS = {
 
 @pytest.mark.parametrize("kind", ENDLESS)
 def test_a_template_that_would_not_end_is_refused(tmp_path: Path, kind: str) -> None:
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(ValueError, match="chat template"):
         chat_format(tmp_path, ENDLESS[kind]).text("hello")
-    assert time.monotonic() - start < BOUND_S
+    assert time.process_time() - start < BOUND_S
 
 
 @pytest.mark.parametrize("chance", ["[1, 2]|random", "lipsum()"])
