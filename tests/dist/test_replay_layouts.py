@@ -146,9 +146,11 @@ def test_a_placement_is_what_a_user_would_write() -> None:
     assert found.settings == [
         "actor.megatron.tensor_model_parallel_size=2",
         "actor.megatron.pipeline_model_parallel_size=2",
+        "actor.megatron.use_distributed_optimizer=false",
         'actor.megatron.transformer_impl="local"',
         "critic.megatron.tensor_model_parallel_size=2",
         "critic.megatron.pipeline_model_parallel_size=1",
+        "critic.megatron.use_distributed_optimizer=false",
         'critic.megatron.transformer_impl="local"',
         "critic.num_ranks=2",
         "trainer.runtime=torchrun",

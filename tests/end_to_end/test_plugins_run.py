@@ -40,12 +40,13 @@ def examples(directory: Path) -> list[str]:
     return [name for name, _ in found]
 
 
-def mistral(directory: Path) -> Path:
+def seed_oss(directory: Path) -> Path:
     """The tests' model, with a config.json of another family."""
     shutil.copytree(MODEL, directory)
     path = directory / "config.json"
-    config = json.loads(path.read_text()) | {"model_type": "mistral", "sliding_window": None}
-    path.write_text(json.dumps(config | {"architectures": ["MistralForCausalLM"]}))
+    biases = {"attention_bias": False, "attention_out_bias": False, "mlp_bias": False}
+    config = json.loads(path.read_text()) | biases | {"model_type": "seed_oss"}
+    path.write_text(json.dumps(config | {"architectures": ["SeedOssForCausalLM"]}))
     return directory
 
 
@@ -55,7 +56,7 @@ def test_one_plugin_of_each_kind_trains_a_step(tmp_path: Path) -> None:
     assert {name.removesuffix(".py") for name in names} == KINDS
     config = write_config(tmp_path, {"task": "counting"})
     config.write_text(config.read_text() + f"plugins: [{', '.join(f'parts/{name}' for name in names)}]\n")
-    settings = {**DP2, **NAMED, "model.path": str(mistral(tmp_path / "model")), "trainer.save_freq": 1}
+    settings = {**DP2, **NAMED, "model.path": str(seed_oss(tmp_path / "model")), "trainer.save_freq": 1}
     run = train(config, settings)
     assert run.exit_code == 0, run.console[-3000:]
     (row,) = run.rows("step")

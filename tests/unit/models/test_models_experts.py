@@ -177,7 +177,7 @@ def test_a_large_table_is_made_at_once() -> None:
         ({"use_sliding_window": True}, r"use_sliding_window \(True\) is not supported"),
         ({"num_experts_per_tok": 9}, r"num_experts_per_tok \(9\) is over num_experts \(8\)"),
         ({"num_experts": 0}, "num_experts is 0; it must be a positive integer"),
-        ({"num_local_experts": 4}, r"num_experts and num_local_experts \(\[4, 8\]\) mean the same"),
+        ({"num_local_experts": 4}, r"num_experts and num_local_experts \(\[8, 4\]\) mean the same"),
         ({"attention_bias": True}, r"attention_bias \(True\) is not supported"),
     ],
 )

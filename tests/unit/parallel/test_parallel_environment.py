@@ -42,7 +42,6 @@ def test_every_process_sets_it_before_anything_else(
         raise SystemExit
 
     monkeypatch.setattr(os, "environ", dict(given))
-    monkeypatch.setattr(job.TrainJob, "_check", lambda self: None)
     monkeypatch.setattr(job.TrainJob, "_open_run_dir", lambda self: None)
     monkeypatch.setattr(*((launcher, becomes) if becomes == "launch_single_node" else (job.TrainJob, becomes)), note)
     ranks = 1 if runtime == "inline" else 2
