@@ -47,6 +47,7 @@ from rlhf_megatron.stop import StopRequest
 logger = logging.getLogger(__name__)
 
 EXIT_CODE_POLL_S = 0.1
+OTHERS_FOUND_S = 60.0  # more than an agent takes to find out that another node has ended
 EXIT_CODE_S = 300.0  # for the controller to finish after it has let the hosts go
 _LISTENER_ENV = "RLHF_MEGATRON_CONTROL_FD"
 _PARENT_ENV = "RLHF_MEGATRON_CONTROL_PARENT"
@@ -171,7 +172,11 @@ def _agree(store: dist.Store, rank: int, settings: Sequence[str]) -> None:
         return
     if not settings:
         return
-    theirs = bytes(store.get(_SETTINGS)).decode().split("\0")
+    try:
+        theirs = bytes(store.get(_SETTINGS)).decode().split("\0")
+    except dist.DistNetworkError:  # node 0 has ended; this node's agent finds that out, ends this rank and says so
+        time.sleep(OTHERS_FOUND_S)
+        raise SystemExit(1) from None
     pairs = itertools.zip_longest(settings, theirs, fillvalue="nothing")
     different = [f"{ours} here, but {other} on rank 0" for ours, other in pairs if ours != other]
     if different:
