@@ -31,7 +31,7 @@ def answer(args: argparse.Namespace) -> tuple[int, Path]:
     source = Path(args.source)
     config = config_of(source, prompts, [*words, *overrides])
     out = args.out or Path(f"{source.absolute().stem}-answers.jsonl")
-    served = weights_of(source, config, args.step, args.best)
+    served = weights_of(source, Path(config.model.path), args.step, args.best)
     job = GenerateJob.of(config, served, args.split, out, args.tokens, args.overwrite)
     stop = StopRequest()
     for number in (signal.SIGTERM, signal.SIGINT):

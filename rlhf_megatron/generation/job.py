@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_megatron.config.schema import RunConfig, SamplingConfig
+from rlhf_megatron.config.schema import RolloutConfig, RunConfig, SamplingConfig
 from rlhf_megatron.data.batch import PromptBatch
 from rlhf_megatron.data.items import PromptItem, prompt_batch
 from rlhf_megatron.data.prompts import load_prompts
@@ -64,8 +64,7 @@ class GenerateJob:
 
         Raises ValueError for what a user can fix; starts nothing.
         """
-        setup = engine_setup(config)
-        setup.check()
+        engine_setup(EngineSetup.of(config)).check()
         tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path, config.model.path)
         sets = load_prompts(config.data, tokenizer)
         by_split = {"val": sets.held_out, "train": sets.train, "all": (*sets.train, *sets.held_out)}
@@ -102,7 +101,9 @@ class GenerateJob:
                 report(f"{len(answers.done)} of {len(prompts)} prompts have an answer already")
             figures = {"prompts": 0.0, "samples": 0.0, "tokens": 0.0, "seconds": 0.0}
             if not answers.is_complete:
-                with serving(self.config, self.served, answers.folder, stop, report) as fleet:
+                with serving(
+                    engine_setup(EngineSetup.of(self.config)), self.served, answers.folder, stop, report
+                ) as fleet:
                     figures = self._ask(fleet, prompts, answers, report)
             answers.finish()
         return figures
@@ -111,7 +112,7 @@ class GenerateJob:
         self, fleet: EngineFleet, prompts: PromptBatch, answers: AnswerFile, report: Callable[[str], None]
     ) -> dict[str, float]:
         pace = Pace(len(prompts) - len(answers.done), report)
-        params = sampling_params(self.config, self.tokenizer)
+        params = sampling_params(self.config.rollout, self.config.data.max_response_length, self.tokenizer)
         sampling, seed = self.config.rollout.val_kwargs, self.config.trainer.seed
         # Windows are of all prompts: where answers are to be repeatable, engines decode the same pieces every time.
         for start in range(0, len(prompts), WINDOW):
@@ -148,20 +149,17 @@ class GenerateJob:
         return row
 
 
-def engine_setup(config: RunConfig) -> EngineSetup:
-    """The engines of a job that trains nothing: all GPUs of the machine are theirs."""
-    rollout = replace(config.rollout, colocated=False)
-    trainer = replace(config.trainer, n_gpus_per_node=0)
-    num_tokens = config.data.max_prompt_length + config.data.max_response_length
-    return EngineSetup(rollout, config.model, trainer, num_senders=1, num_tokens=num_tokens)
+def engine_setup(setup: EngineSetup) -> EngineSetup:
+    """The engines of a run as those of a job that trains nothing: all GPUs of the machine are theirs."""
+    rollout, trainer = replace(setup.rollout, colocated=False), replace(setup.trainer, n_gpus_per_node=0)
+    return replace(setup, rollout=rollout, trainer=trainer, num_senders=1)
 
 
 @contextmanager
 def serving(
-    config: RunConfig, served: Served, folder: Path, stop: StopRequest, report: Callable[[str], None]
+    setup: EngineSetup, served: Served, folder: Path, stop: StopRequest, report: Callable[[str], None]
 ) -> Iterator[EngineFleet]:
     """Engines that serve those weights, verified; they end with the block. Logs are in `folder`/engines."""
-    setup = engine_setup(config)
     with ExitStack() as stack:
         transfer = stack.enter_context(make_transfer_dir(setup.transfer_parent(folder), setup.transfer_bytes()))
         servers = setup.start(folder, transfer.path, _waiting(stop, report))
@@ -172,10 +170,10 @@ def serving(
             FileWeights(served.model.source, served.model.hf_config),
             fleet,
             transfer.path,
-            config.rollout.update_weights_bucket_megabytes * MIB,
+            setup.rollout.update_weights_bucket_megabytes * MIB,
             setup.dtype,
-            transport=config.rollout.weight_transport,
-            model_path=Path(config.model.path),
+            transport=setup.rollout.weight_transport,
+            model_path=Path(setup.model.path),
         )
         sent = sync()
         report(
@@ -197,12 +195,12 @@ def _waiting(stop: StopRequest, report: Callable[[str], None]) -> Progress:
     return progress
 
 
-def sampling_params(config: RunConfig, tokenizer: Tokenizer) -> SamplingParams:
-    """How prompts are continued: `rollout.val_kwargs` and `rollout.stop`."""
-    sampling = config.rollout.val_kwargs
-    stops = [*tokenizer.eos_token_ids, *(tokenizer.token_id(text) for text in config.rollout.stop)]
+def sampling_params(rollout: RolloutConfig, max_new_tokens: int, tokenizer: Tokenizer) -> SamplingParams:
+    """How prompts are continued: `val_kwargs` and `stop`."""
+    sampling = rollout.val_kwargs
+    stops = [*tokenizer.eos_token_ids, *(tokenizer.token_id(text) for text in rollout.stop)]
     return SamplingParams(
-        max_new_tokens=config.data.max_response_length,
+        max_new_tokens=max_new_tokens,
         temperature=sampling.temperature,
         stop_token_ids=tuple(dict.fromkeys(stops)),
         top_p=sampling.top_p,

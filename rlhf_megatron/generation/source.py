@@ -30,9 +30,11 @@ class Served:
     identity: str  # changes where the files change
 
 
-def weights_of(source: Path, config: RunConfig, step: int | None = None, is_best: bool = False) -> Served:
-    """What `source`, as of `config_of`, serves. Of a run: the checkpoint of `step` or the best one (as
-    `recovery.export.find_weights` says), else its folder `hf`, else its newest checkpoint.
+def weights_of(source: Path, model_path: Path, step: int | None = None, is_best: bool = False) -> Served:
+    """What `source`, as of `config_of`, serves; `model_path` is that of its configuration.
+
+    Of a run: the checkpoint of `step` or the best one (as `recovery.export.find_weights` says), else its folder `hf`,
+    else its newest checkpoint.
 
     Reads headers only. Raises ValueError.
     """
@@ -42,7 +44,7 @@ def weights_of(source: Path, config: RunConfig, step: int | None = None, is_best
     if is_run and (step is not None or is_best or not _has_hf(source)):
         found = find_weights(source, step, is_best)
         return Served(found.model, str(found.checkpoint), _identity(found.checkpoint))
-    path = source / HF if is_run else Path(config.model.path)
+    path = source / HF if is_run else model_path
     hf_config, reader = read_hf_config(path), HFReader(path)
     reader.check(table_for(hf_config))
     return Served(Model(hf_config, reader, path, digests={}), str(path), _identity(path))

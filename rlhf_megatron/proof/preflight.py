@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from rlhf_megatron.checkpoint.hf_reader import HFReader, read_hf_config
 from rlhf_megatron.checkpoint.value_model import read_value_model
 from rlhf_megatron.config.rules import Check
 from rlhf_megatron.config.rules.run import has_critic, needs_reference
-from rlhf_megatron.config.schema import DataConfig, RunConfig, TrainerConfig
+from rlhf_megatron.config.schema import ActorConfig, DataConfig, ModelConfig, RewardConfig, TrainerConfig
 from rlhf_megatron.config.secrets import revealed
 from rlhf_megatron.data.prompts import read_all
 from rlhf_megatron.models.families.base import table_for
@@ -43,16 +44,23 @@ def checks_of_run(
     """
     found = [
         Check(("rollout.sglang.env",), lambda c: revealed(c, os.environ)),
-        Check(("model",), lambda c: _check_weights(c.model.path, _tp(c)) if c.model.init_seed is None else None),
-        Check(("model.path", "reference"), _check_reference),
-        Check(("critic.path",), _check_critic),
+        Check(("model",), lambda c: _check_weights(None if c.model.init_seed is not None else c.model.path, c.actor)),
+        Check(
+            ("model.path", "reference"),
+            lambda c: _check_weights(c.reference.path if needs_reference(c) else None, c.actor),
+        ),
+        Check(("critic.path",), lambda c: _check_critic(c.critic.path if has_critic(c) else None)),
         Check(("trainer.default_local_dir",), lambda c: _check_output(Path(c.trainer.default_local_dir))),
         Check(("trainer.keep_best",), lambda c: _check_metric(c.trainer.keep_best)),
         Check(("trainer.device", "trainer.n_gpus_per_node"), lambda c: _check_devices(c.trainer)),
     ]
     if capsule is not None:
         return [*found, Check((), lambda c: read_capsule(capsule))]
-    data = Check((*OF_DATA, *OF_TOKENIZER), _check_data, Check(OF_DATA, lambda c: read_all(c.data)))
+    data = Check(
+        (*OF_DATA, *OF_TOKENIZER),
+        lambda c: _check_data(c.model, c.data, c.reward, c.rollout.stop, has_warmup=c.warmup.max_steps > 0),
+        Check(OF_DATA, lambda c: read_all(c.data)),
+    )
     found[1:1] = [Check(("reward",), lambda c: check_reward(c.reward)), data]
     found.append(Check(("trainer.logger",), lambda c: check_loggers(c.trainer.logger)))
     if replay_from is not None and last_step is not None:
@@ -60,26 +68,18 @@ def checks_of_run(
     return [*found, Check(("model.path", *OF_ENGINES), lambda c: EngineSetup.of(revealed(c, os.environ)).check())]
 
 
-def _check_data(c: RunConfig) -> None:
-    sets, tokenizer = load_data(c.model, c.data, c.warmup.max_steps > 0)
-    run_data(c.data, c.trainer.seed, c.rollout.stop, sets, tokenizer)
-    check_sources(c.reward, {item.source for item in (*sets.train, *sets.held_out)})
-    _check_vocabulary(tokenizer.vocab_size, Path(c.model.path))
+def _check_data(
+    model: ModelConfig, data: DataConfig, reward: RewardConfig, stop: Sequence[str], has_warmup: bool
+) -> None:
+    sets, tokenizer = load_data(model, data, has_warmup)
+    run_data(data, 0, stop, sets, tokenizer)
+    check_sources(reward, {item.source for item in (*sets.train, *sets.held_out)})
+    _check_vocabulary(tokenizer.vocab_size, Path(model.path))
 
 
-def _check_reference(c: RunConfig) -> None:
-    if needs_reference(c) and c.reference.path is not None:
-        _check_weights(c.reference.path, _tp(c))
-
-
-def _check_critic(c: RunConfig) -> None:
-    if has_critic(c) and c.critic.path is not None:
-        critic = Path(c.critic.path)
-        read_value_model(critic, read_hf_config(critic))
-
-
-def _tp(c: RunConfig) -> int:
-    return c.actor.megatron.tensor_model_parallel_size
+def _check_critic(path: str | None) -> None:
+    if path is not None:
+        read_value_model(Path(path), read_hf_config(Path(path)))
 
 
 def _check_devices(trainer: TrainerConfig) -> None:
@@ -116,10 +116,11 @@ def _check_vocabulary(num_tokens: int, model: Path) -> None:
         )
 
 
-def _check_weights(path: str, tp: int) -> None:
+def _check_weights(path: str | None, actor: ActorConfig) -> None:
     """Read the headers of the weight files. Raises ValueError naming missing tensors and wrong shapes."""
-    model = Path(path)
-    HFReader(model).check(table_for(read_hf_config(model), tp))
+    if path is not None:
+        table = table_for(read_hf_config(Path(path)), actor.megatron.tensor_model_parallel_size)
+        HFReader(Path(path)).check(table)
 
 
 def _check_output(parent: Path) -> None:

@@ -67,7 +67,7 @@ def find_weights(
     directory = model or Path(own)
     hf_config: dict[str, Any]
     if directory.is_dir():
-        hf_config = _hf_config(directory, config)
+        hf_config = _hf_config(directory, config.plugins)
         if own == config.model.path:
             check_architecture(str(directory), state)
     elif model is not None or own != config.model.path:
@@ -85,14 +85,14 @@ def find_weights(
     return Weights(weights, value_model_config(hf_config) if is_critic else hf_config, found.path, state.step)
 
 
-def _hf_config(directory: Path, config: RunConfig) -> dict[str, Any]:
+def _hf_config(directory: Path, plugins: Sequence[str]) -> dict[str, Any]:
     """Plugins are run only where one must bring the model's family: others may not be on this machine."""
     try:
         return read_hf_config(directory)
     except ValueError:
-        if not config.plugins:
+        if not plugins:
             raise
-    load_plugins(config.plugins)
+    load_plugins(plugins)
     return read_hf_config(directory)
 
 
