@@ -154,7 +154,7 @@ def _notes(config: RunConfig) -> tuple[str, ...]:
 
 
 def _settled(given: RunConfig, config: RunConfig) -> Iterator[str]:
-    """What the configuration leaves to the run, as it is on a GPU."""
+    """Say how the run will decide, on a GPU, what the configuration leaves to it."""
     for (section, left, _), (_, megatron, _) in zip(megatron_sections(given), megatron_sections(config), strict=True):
         if config.trainer.device != "cpu" and left.use_distributed_optimizer is None:
             is_shared = str(bool(megatron.use_distributed_optimizer)).lower()

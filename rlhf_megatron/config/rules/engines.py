@@ -49,7 +49,7 @@ def engines(loaded: Loaded) -> Findings:
 
 @rule
 def engine_arguments(loaded: Loaded) -> Findings:
-    """What the kind of engine itself refuses; of running servers, they say it."""
+    """Pass on what the kind of engine refuses. Running servers say it themselves when a run attaches."""
     c, entry = loaded.config, entry_of("engine", loaded.config.rollout.engine)
     if entry is not None and not c.rollout.endpoints:
         for key, text in entry.build.refused(c.rollout, c.trainer.deterministic):

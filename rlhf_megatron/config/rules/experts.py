@@ -12,7 +12,7 @@ KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Keys of config.json that say how many experts a layer has."""
 
 Found = tuple[str, tuple[str, ...]]
-"""What is wrong, with the fix; the keys of a layout that it is about."""
+"""A problem with its fix, and the keys of a layout that it is about."""
 
 
 def num_experts(hf_config: Mapping[str, Any]) -> int:
@@ -21,8 +21,8 @@ def num_experts(hf_config: Mapping[str, Any]) -> int:
 
 
 def of_experts(num_experts: int, width: int, stage_ranks: int, m: MegatronConfig) -> Iterator[Found]:
-    """What cannot be for `num_experts` experts a layer with `width` columns each. `stage_ranks`: of a pipeline stage,
-    over all replicas."""
+    """Yield the problems of a layout for `num_experts` experts a layer, each with `width` columns. `stage_ranks`: ranks
+    of a pipeline stage, over all replicas."""
     tp, ep = m.tensor_model_parallel_size, m.expert_model_parallel_size
     etp = m.expert_tensor_parallel_size or tp
     tp_key = "tensor_model_parallel_size"
@@ -65,7 +65,7 @@ def of_experts(num_experts: int, width: int, stage_ranks: int, m: MegatronConfig
 
 
 def of_dense_model(m: MegatronConfig) -> Iterator[Found]:
-    """What a model without experts would ignore."""
+    """Yield the settings of experts that a model without experts would ignore."""
     given = {
         EP: m.expert_model_parallel_size > 1,
         ETP: m.expert_tensor_parallel_size is not None,

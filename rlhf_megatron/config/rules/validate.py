@@ -132,7 +132,7 @@ def _numbers(cls: type, section: Any, path: str = "", setting: str = "") -> Iter
 
 
 def problems_of(loaded: Loaded) -> list[Problem]:
-    """Of the rules that need no file, with the places where the values were written.
+    """Apply all rules that need no file; a problem names the place where the value was written.
 
     What is out of range is not complained about twice: the other rules see the default in its place.
     """
