@@ -6,7 +6,8 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-import threading
+import time
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -16,15 +17,15 @@ from rlhf_megatron.config.rules.parts import reads
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.resharding.transfer_dir import default_parent
 from rlhf_megatron.rollout.engine import EngineError
-from rlhf_megatron.rollout.fleet.process import EngineServers, here, write_token
+from rlhf_megatron.rollout.fleet.process import EngineServers, here, now_and_then, write_token
 from rlhf_megatron.rollout.fleet.start import EngineSetup
 from rlhf_megatron.rollout.kinds import SGLangKind
 from rlhf_megatron.rollout.sglang.environment import check_sglang
 from rlhf_megatron.rollout.sglang.process import shell_command
+from rlhf_megatron.stop import RunStopped, StopRequest
 
 ENDPOINTS = "endpoints.yaml"
 _POLL_S = 0.5
-_SHOWN_S = 10.0  # between lines while servers start
 
 
 def engine(args: argparse.Namespace) -> int:
@@ -54,39 +55,21 @@ def _shared(config: RunConfig) -> Path:
 
 
 def _serve(config: RunConfig, directory: Path) -> int:
-    stopped = threading.Event()
+    stop = StopRequest()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopped.set())
+        signal.signal(number, lambda received, _: stop.request(signal.Signals(received).name))
     directory.mkdir(parents=True, exist_ok=True)
     key_file = directory / "key"
     try:
         setup, key = EngineSetup.of(config), write_token(key_file)
-        with SGLangKind().serve(setup, directory, _shared(config), _Report(stopped), here, key) as servers:
+        progress = now_and_then(partial(print, flush=True), stop.check)
+        with SGLangKind().serve(setup, directory, _shared(config), progress, here, key) as servers:
             _say_how(config, servers, directory, key_file)
-            return _watch(servers, stopped)
+            return _watch(servers, stop)
     except EngineError as error:
         raise ValueError(str(error)) from error
-    except _StoppedAtStart:
+    except RunStopped:
         return 0
-
-
-class _StoppedAtStart(Exception):
-    pass
-
-
-class _Report:
-    """A line now and then while servers start."""
-
-    def __init__(self, stopped: threading.Event) -> None:
-        self._stopped = stopped
-        self._shown: dict[str, float] = {}
-
-    def __call__(self, name: str, seconds: float, line: str) -> None:
-        if self._stopped.is_set():
-            raise _StoppedAtStart
-        if seconds - self._shown.get(name, 0.0) >= _SHOWN_S:
-            self._shown[name] = seconds
-            print(f"{name} starts ({seconds:.0f} s) {line[-100:]}", flush=True)
 
 
 def _say_how(config: RunConfig, servers: EngineServers, directory: Path, key_file: Path) -> None:
@@ -104,12 +87,12 @@ def _say_how(config: RunConfig, servers: EngineServers, directory: Path, key_fil
     print("The engines end with this command (Ctrl-C).", flush=True)
 
 
-def _watch(servers: EngineServers, stopped: threading.Event) -> int:
-    while not stopped.is_set():
+def _watch(servers: EngineServers, stop: StopRequest) -> int:
+    while not stop.is_requested:
         for address in servers.addresses:
             words = servers.ending(address.name)
             if words is not None:
                 print(f"{address.name} ({address.url}): {words}", file=sys.stderr)
                 return 1
-        stopped.wait(_POLL_S)
+        time.sleep(_POLL_S)
     return 0

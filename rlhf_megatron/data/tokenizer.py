@@ -78,6 +78,10 @@ class Tokenizer:
         pieces = _split(token_ids, self._known_ids)
         return UNKNOWN.join(self._backend.decode(piece, skip_special_tokens=skip_special_tokens) for piece in pieces)
 
+    def stop_ids(self, texts: Sequence[str]) -> tuple[int, ...]:
+        """The ids that end a response: the end-of-sequence tokens and these texts. Raises ValueError as `token_id`."""
+        return tuple(dict.fromkeys([*self.eos_token_ids, *map(self.token_id, texts)]))
+
     def token_id(self, text: str) -> int:
         """The id of a text that is one token (a stop string). Raises ValueError when it is more or none."""
         ids = self.encode(text)

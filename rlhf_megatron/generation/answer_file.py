@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_megatron.observe.line_file import LineFile
+from rlhf_megatron.observe.line_file import LineFile, write_whole
 
 JOB = "job.json"
 
@@ -36,7 +35,7 @@ class AnswerFile:
                 f"{path} has answers of another job ({'; '.join(differing)}); give --out another name, or --overwrite."
             )
         self.folder.mkdir(parents=True, exist_ok=True)
-        _write_whole(job, text)
+        write_whole(job, text.encode())
         self._lines = LineFile(path)
         self.done = {row["index"] for row in read_answers(path)}
 
@@ -53,7 +52,7 @@ class AnswerFile:
     def finish(self) -> None:
         """Put the rows into the order of the prompts; the file is replaced at once."""
         rows = sorted(read_answers(self.path), key=lambda row: row["index"])
-        _write_whole(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+        write_whole(self.path, "".join(json.dumps(row) + "\n" for row in rows).encode())
 
     def __enter__(self) -> AnswerFile:
         return self
@@ -82,18 +81,9 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [f"{n}: {before.get(n)} there, {now.get(n)} here" for n in names if before.get(n) != now.get(n)]
 
 
-def digest_of(texts: Iterator[str] | list[str]) -> str:
+def digest_of(texts: Iterable[str]) -> str:
     """16 hexadecimal digits of the texts in order."""
     found = hashlib.sha256()
     for text in texts:
         found.update(text.encode(errors="surrogatepass") + b"\0")
     return found.hexdigest()[:16]
-
-
-def _write_whole(path: Path, text: str) -> None:
-    new = path.with_name(path.name + ".new")
-    with new.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, path)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import replace
-from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,10 +14,8 @@ from rlhf_megatron.checkpoint.source import WeightSource
 from rlhf_megatron.models.families.base import HFConfig, table_for
 from rlhf_megatron.models.table import Rule
 from rlhf_megatron.parallel.layout import Coordinates, Layout
-from rlhf_megatron.resharding.sender import SendReport, send_weights
-from rlhf_megatron.rollout.engine import EngineAddress, WeightTransport
-from rlhf_megatron.rollout.kinds import engine_kind
-from rlhf_megatron.rollout.transports.delivery import Delivery
+from rlhf_megatron.resharding.sender import SendReport
+from rlhf_megatron.rollout.transports.delivery import deliver_weights
 from rlhf_megatron.rollout.transports.process_group import Groups
 
 
@@ -53,35 +49,10 @@ class FileWeights:
     def copy_group(self) -> ProcessGroup:
         return cast(ProcessGroup, _OneRank())
 
-    def send_weights(
-        self,
-        *,
-        version: int,
-        engines: list[EngineAddress],
-        transfer_dir: Path,
-        bucket_bytes: int,
-        dtype: str,
-        transport: WeightTransport = "tensor",
-    ) -> Future[list[SendReport]]:
-        """Send all tensors to all engines, in this thread. An engine that fails stands in the report.
-
-        Raises ValueError where a tensor cannot be read.
-        """
-        kind = getattr(torch, dtype)
-        transports = [engine_kind(a.kind).transport(a, transport, transfer_dir, self, Groups()) for a in engines]
-        with Delivery(transports, transport, transfer_dir, self) as delivery:
-            report = send_weights(
-                self._tensors(kind),
-                self,
-                version=version,
-                dtype=kind,
-                bucket_bytes=bucket_bytes,
-                open_buffers=delivery.open_buffers,
-                alignment=delivery.alignment,
-            )
-        moved, needed = delivery.traffic.moved, delivery.traffic.needed
+    def send_weights(self, *, dtype: str, **how: Any) -> Future[list[SendReport]]:
+        """Send all tensors, in this thread; `how`: as of `deliver_weights`. Raises ValueError for a broken one."""
         sent: Future[list[SendReport]] = Future()
-        sent.set_result([replace(report, failures=delivery.failures, bytes_moved=moved, bytes_needed=needed)])
+        sent.set_result([deliver_weights(self._tensors(getattr(torch, dtype)), self, Groups(), dtype=dtype, **how)])
         return sent
 
     def _tensors(self, dtype: torch.dtype) -> Iterator[tuple[Rule, Tensor]]:

@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_megatron.config.schema import RolloutConfig, RunConfig, SamplingConfig
-from rlhf_megatron.data.batch import PromptBatch
+from rlhf_megatron.config.schema import RunConfig, SamplingConfig
 from rlhf_megatron.data.items import PromptItem, prompt_batch
 from rlhf_megatron.data.prompts import load_prompts
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
@@ -24,11 +23,11 @@ from rlhf_megatron.generation.answer_file import AnswerFile, digest_of
 from rlhf_megatron.generation.file_weights import FileWeights
 from rlhf_megatron.generation.source import Served
 from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
-from rlhf_megatron.rollout.engine import GeneratedSample, SamplingParams
+from rlhf_megatron.rollout.engine import GeneratedSample
 from rlhf_megatron.rollout.fleet.fleet import EngineFleet
-from rlhf_megatron.rollout.fleet.process import Progress
+from rlhf_megatron.rollout.fleet.process import now_and_then
 from rlhf_megatron.rollout.fleet.start import MIB, EngineSetup
-from rlhf_megatron.rollout.requests import build_requests
+from rlhf_megatron.rollout.requests import build_requests, sampling_params
 from rlhf_megatron.stop import StopRequest
 from rlhf_megatron.sync.weight_sync import WeightSync
 
@@ -95,30 +94,28 @@ class GenerateJob:
         Returns figures: prompts, samples and tokens of this call, and its seconds. Raises EngineError when retries or
         engines run out, and RunStopped where `stop` asks for it: a call with the same arguments then goes on.
         """
-        prompts = prompt_batch(self.items)
-        with AnswerFile(self.out, self.asked(), len(prompts), self.overwrite) as answers:
+        with AnswerFile(self.out, self.asked(), len(self.items), self.overwrite) as answers:
             if answers.done:
-                report(f"{len(answers.done)} of {len(prompts)} prompts have an answer already")
+                report(f"{len(answers.done)} of {len(self.items)} prompts have an answer already")
             figures = {"prompts": 0.0, "samples": 0.0, "tokens": 0.0, "seconds": 0.0}
             if not answers.is_complete:
                 with serving(
                     engine_setup(EngineSetup.of(self.config)), self.served, answers.folder, stop, report
                 ) as fleet:
-                    figures = self._ask(fleet, prompts, answers, report)
+                    figures = self._ask(fleet, answers, report)
             answers.finish()
         return figures
 
-    def _ask(
-        self, fleet: EngineFleet, prompts: PromptBatch, answers: AnswerFile, report: Callable[[str], None]
-    ) -> dict[str, float]:
-        pace = Pace(len(prompts) - len(answers.done), report)
-        params = sampling_params(self.config.rollout, self.config.data.max_response_length, self.tokenizer)
+    def _ask(self, fleet: EngineFleet, answers: AnswerFile, report: Callable[[str], None]) -> dict[str, float]:
+        pace = Pace(len(self.items) - len(answers.done), report)
         sampling, seed = self.config.rollout.val_kwargs, self.config.trainer.seed
+        stops = self.tokenizer.stop_ids(self.config.rollout.stop)
+        params = sampling_params(sampling, self.config.data.max_response_length, stops)
         # Windows are of all prompts: where answers are to be repeatable, engines decode the same pieces every time.
-        for start in range(0, len(prompts), WINDOW):
-            window = range(start, min(start + WINDOW, len(prompts)))
-            requests = build_requests(pick(prompts, window), sampling.n, params, seed, STEP)
-            known = {number - start: [_ANSWERED] * sampling.n for number in window if number in answers.done}
+        for start in range(0, len(self.items), WINDOW):
+            window = prompt_batch(self.items[start : start + WINDOW], start)
+            requests = build_requests(window, sampling.n, params, seed, STEP)
+            known = {i: [_ANSWERED] * sampling.n for i in range(len(window)) if start + i in answers.done}
 
             def write(first: int, groups: Sequence[Sequence[GeneratedSample]], start: int = start) -> None:
                 for number, group in enumerate(groups, start + first):
@@ -162,7 +159,7 @@ def serving(
     """Engines that serve those weights, verified; they end with the block. Logs are in `folder`/engines."""
     with ExitStack() as stack:
         transfer = stack.enter_context(make_transfer_dir(setup.transfer_parent(folder), setup.transfer_bytes()))
-        servers = setup.start(folder, transfer.path, _waiting(stop, report))
+        servers = setup.start(folder, transfer.path, now_and_then(report, stop.check))
         stack.enter_context(servers)
         fleet = setup.fleet(servers, folder, transfer.path, stop.check)
         stack.callback(fleet.close)
@@ -181,38 +178,6 @@ def serving(
             f" {sent['sync/seconds']:.1f} s"
         )
         yield fleet
-
-
-def _waiting(stop: StopRequest, report: Callable[[str], None]) -> Progress:
-    shown: dict[str, float] = {}
-
-    def progress(name: str, seconds: float, line: str) -> None:
-        stop.check()
-        if seconds - shown.get(name, 0.0) >= 10.0:
-            shown[name] = seconds
-            report(f"{name} starts ({seconds:.0f} s) {line[-100:]}")
-
-    return progress
-
-
-def sampling_params(rollout: RolloutConfig, max_new_tokens: int, tokenizer: Tokenizer) -> SamplingParams:
-    """How prompts are continued: `val_kwargs` and `stop`."""
-    sampling = rollout.val_kwargs
-    stops = [*tokenizer.eos_token_ids, *(tokenizer.token_id(text) for text in rollout.stop)]
-    return SamplingParams(
-        max_new_tokens=max_new_tokens,
-        temperature=sampling.temperature,
-        stop_token_ids=tuple(dict.fromkeys(stops)),
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-    )
-
-
-def pick(prompts: PromptBatch, numbers: Sequence[int]) -> PromptBatch:
-    """The prompts of those numbers, in that order."""
-    columns = vars(prompts).items()
-    return PromptBatch(**{name: tuple(column[number] for number in numbers) for name, column in columns})
 
 
 class Pace:

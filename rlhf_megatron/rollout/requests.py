@@ -6,10 +6,23 @@ from collections.abc import Sequence
 
 import torch
 
+from rlhf_megatron.config.schema import SamplingConfig
 from rlhf_megatron.data.batch import PromptBatch, RolloutBatch, Spans, offsets_from_lengths
 from rlhf_megatron.data.seeds import derive_seed
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.rollout.engine import GeneratedSample, GenerateRequest, SamplingParams
+
+
+def sampling_params(sampling: SamplingConfig, max_new_tokens: int, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+    """The settings of a configuration as an engine takes them."""
+    return SamplingParams(
+        max_new_tokens=max_new_tokens,
+        temperature=sampling.temperature,
+        stop_token_ids=stop_token_ids,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+    )
 
 
 def build_requests(

@@ -23,10 +23,9 @@ from rlhf_megatron.models.families.base import HFConfig, table_for
 from rlhf_megatron.parallel.device import device_for, local_rank
 from rlhf_megatron.parallel.world import World, create_world, destroy_world, smallest_device
 from rlhf_megatron.resharding.export_hf import export_hf
-from rlhf_megatron.resharding.sender import SendReport, send_weights
+from rlhf_megatron.resharding.sender import SendReport
 from rlhf_megatron.rollout.engine import EngineAddress, WeightTransport
-from rlhf_megatron.rollout.kinds import engine_kind
-from rlhf_megatron.rollout.transports.delivery import Delivery
+from rlhf_megatron.rollout.transports.delivery import deliver_weights
 from rlhf_megatron.rollout.transports.process_group import Groups
 from rlhf_megatron.runtime.pool import ACTOR, CRITIC, Pool, pool_of_role, pools_of
 from rlhf_megatron.runtime.proxies import CriticWorker, HostWorker
@@ -68,22 +67,17 @@ class HostRole:
 
         An engine that fails stands in the report and ends nothing here.
         """
-        transports = [
-            engine_kind(address.kind).transport(address, transport, transfer_dir, self.world, self._groups)
-            for address in engines
-        ]
-        with Delivery(transports, transport, transfer_dir, self.world) as delivery:
-            report = send_weights(
-                self.actor.export(),
-                self.world,
-                version=version,
-                dtype=getattr(torch, dtype),
-                bucket_bytes=bucket_bytes,
-                open_buffers=delivery.open_buffers,
-                alignment=delivery.alignment,
-            )
-        moved, needed = delivery.traffic.moved, delivery.traffic.needed
-        return replace(report, failures=delivery.failures, bytes_moved=moved, bytes_needed=needed)
+        return deliver_weights(
+            self.actor.export(),
+            self.world,
+            self._groups,
+            version=version,
+            engines=engines,
+            transfer_dir=transfer_dir,
+            bucket_bytes=bucket_bytes,
+            dtype=dtype,
+            transport=transport,
+        )
 
     def save_hf(self, directory: Path) -> None:
         """The actor's weights in Hugging Face layout, with configuration and tokenizer of the model that it was."""

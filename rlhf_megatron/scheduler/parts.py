@@ -99,14 +99,13 @@ def run_data(data: DataConfig, seed: int, stop: Sequence[str], sets: PromptSets,
 
     Raises ValueError for a stop string that is not one token.
     """
-    stops = [*tokenizer.eos_token_ids, *(tokenizer.token_id(text) for text in stop)]
     return RunData(
         stream=PromptStream(
             sets.sources, data.train_batch_size, data.shuffle, seed if data.seed is None else data.seed
         ),
         held_out=tuple(_evaluation_sets(sets)),
         tokenizer=tokenizer,
-        stop_token_ids=tuple(dict.fromkeys(stops)),
+        stop_token_ids=tokenizer.stop_ids(stop),
     )
 
 

@@ -26,7 +26,7 @@ from rlhf_megatron.recovery.skips import Skips
 from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
 from rlhf_megatron.rollout.engine import GeneratedSample, SamplingParams
 from rlhf_megatron.rollout.fleet.fleet import EngineFleet
-from rlhf_megatron.rollout.requests import build_requests, collect
+from rlhf_megatron.rollout.requests import build_requests, collect, sampling_params
 from rlhf_megatron.runtime.proxies import Workers
 from rlhf_megatron.scheduler.advantages import AdvantageStage
 from rlhf_megatron.scheduler.parts import Parts, RunData
@@ -301,11 +301,4 @@ class Stages:
             )
 
     def sampling(self, sampling: SamplingConfig) -> SamplingParams:
-        return SamplingParams(
-            max_new_tokens=self.config.data.max_response_length,
-            temperature=sampling.temperature,
-            stop_token_ids=self.data.stop_token_ids,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-        )
+        return sampling_params(sampling, self.config.data.max_response_length, self.data.stop_token_ids)

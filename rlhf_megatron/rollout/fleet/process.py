@@ -76,6 +76,20 @@ LOOPBACK = "127.0.0.1"
 _running: weakref.WeakSet[ServerProcess] = weakref.WeakSet()
 
 
+def now_and_then(say: Callable[[str], None], check: Callable[[], None], every_s: float = 10.0) -> Progress:
+    """Progress that says a line for each server every so often. `check` is called each time: what it raises ends the
+    start."""
+    said: dict[str, float] = {}
+
+    def progress(name: str, seconds: float, line: str) -> None:
+        check()
+        if seconds - said.get(name, 0.0) >= every_s:
+            said[name] = seconds
+            say(f"{name} starts ({seconds:.0f} s) {line[-100:]}")
+
+    return progress
+
+
 class ServerProcess:
     """A child in a process group of its own, which ends with this process; stdout and stderr go to `log`, for this user
     to read."""

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from rlhf_megatron import faults
+from rlhf_megatron.models.table import Rule
 from rlhf_megatron.resharding.buffers import Buffers, in_memory
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.resharding.plan import ALIGNMENT
-from rlhf_megatron.resharding.sender import Place
-from rlhf_megatron.rollout.engine import EngineError, WeightTransport
+from rlhf_megatron.resharding.sender import Place, SendReport, send_weights
+from rlhf_megatron.rollout.engine import EngineAddress, EngineError, WeightTransport
+from rlhf_megatron.rollout.kinds import engine_kind
 from rlhf_megatron.rollout.transports.base import Traffic, Transport
 from rlhf_megatron.rollout.transports.disk import FileBuffers
+from rlhf_megatron.rollout.transports.process_group import Groups
 from rlhf_megatron.rollout.transports.tensor import SharedMemoryBuffers
 
 logger = logging.getLogger(__name__)
@@ -77,3 +82,34 @@ class Delivery:
 
     def __exit__(self, *_: object) -> None:
         self._threads.shutdown(wait=True)
+
+
+def deliver_weights(
+    export: Iterable[tuple[Rule, Tensor | None]],
+    place: Place,
+    groups: Groups,
+    *,
+    version: int,
+    engines: Sequence[EngineAddress],
+    transfer_dir: Path,
+    bucket_bytes: int,
+    dtype: str,
+    transport: WeightTransport,
+) -> SendReport:
+    """Send what `export` yields to all engines, as `resharding.sender.send_weights` says, which every rank calls.
+
+    `groups`: this process's groups with engines, kept between calls. An engine that fails stands in the report.
+    """
+    transports = [engine_kind(a.kind).transport(a, transport, transfer_dir, place, groups) for a in engines]
+    with Delivery(transports, transport, transfer_dir, place) as delivery:
+        report = send_weights(
+            export,
+            place,
+            version=version,
+            dtype=getattr(torch, dtype),
+            bucket_bytes=bucket_bytes,
+            open_buffers=delivery.open_buffers,
+            alignment=delivery.alignment,
+        )
+    moved, needed = delivery.traffic.moved, delivery.traffic.needed
+    return replace(report, failures=delivery.failures, bytes_moved=moved, bytes_needed=needed)
