@@ -133,7 +133,11 @@ class TrainWorker(ForwardWorker, TrainedWorker, Protocol):
         loss: str = "policy",
         capsule: Path | None = None,
     ) -> UpdateResult | None:
-        """Forward and backward over the micro-batches and one optimizer step. `loss`: "policy" or "sft".
+        """Forward and backward over the micro-batches and one optimizer step.
+
+        `loss`: "policy"; or "sft", the sum of -log p(token) x its loss weight, of either sign: the one verb of every
+        supervised job, whose weights hold global denominators, weights of samples, and slopes of preference losses.
+        Its sums: actor/loss, that sum, and actor/sft_loss, with metric weights. Columns of other losses are None.
 
         `capsule`: a directory for `save_weights`, when the step is skipped; for the first such step that names it.
         """
