@@ -89,6 +89,14 @@ class HeldSession:
             self._ended += keys
             self._condition.notify_all()
 
+    def end_one(self, choose: Callable[[list[int]], int]) -> None:
+        """One of those that run now and have not ended. No other thread takes the chosen one back meanwhile: it would
+        be awaited in vain."""
+        with self._condition:
+            if running := sorted(self._running.keys() - self._ended):
+                self._ended.append(choose(running))
+                self._condition.notify_all()
+
     def _samples(self, key: int) -> list[list[GeneratedSample]]:
         begun, requests = self._running.pop(key)
         spans = (VersionSpan(begun, 0, 1), VersionSpan(self.version, 1, 2))

@@ -10,10 +10,22 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from supply_tools import Bench, Hasty, HeldSession, expected_log_probs, in_thread, lag_of, until
+from supply_tools import (
+    LIMIT_S,
+    Bench,
+    Hasty,
+    HeldSession,
+    expected_log_probs,
+    in_thread,
+    lag_of,
+    make_requests,
+    stream_of,
+    until,
+)
 
 from rlhf_megatron.config.schema import FilterGroupsConfig
 from rlhf_megatron.data.batch import AnnotatedBatch
+from rlhf_megatron.recovery.journal import GroupJournal
 from rlhf_megatron.scheduler.schedules.flow import Flow
 from rlhf_megatron.scheduler.supply.ledger import Finished, Scored
 from rlhf_megatron.stop import RunStopped, StopRequest
@@ -71,9 +83,7 @@ def test_no_sample_is_older_than_the_bound_and_no_prompt_trains_twice(params: di
 
     def work() -> None:
         while not is_over.wait(0.001):
-            running = sorted(session._running)
-            if running:
-                session.end(draw.choice(running[-8:]))
+            session.end_one(lambda running: draw.choice(running[-8:]))
 
     trained: list[int] = []
     with bench.supply, in_thread(work):
@@ -90,6 +100,61 @@ def test_no_sample_is_older_than_the_bound_and_no_prompt_trains_twice(params: di
     assert {*trained, *dropped} == {*range(len(trained) + len(dropped))}, "none is lost"
     if params.get("late") != "drop":
         assert dropped == []
+
+
+@pytest.mark.parametrize("late", ["drop", "again"])
+def test_samples_that_come_as_their_group_is_given_up_are_nobodys(late: str) -> None:
+    """Groups 2 and 0 end together. The step takes 2, which leaves 0 too old, while the samples of 0 are on their way
+    from the session to the ledger. The run goes on, with the next group or with a second attempt at 0."""
+
+    class Held(GroupJournal):
+        """Stands between the session and the ledger."""
+
+        def __init__(self) -> None:
+            self.has_come, self.may_go_on = threading.Event(), threading.Event()
+
+        def append(self, group: int, samples: object) -> None:
+            if group == 0 and not self.may_go_on.is_set():
+                self.has_come.set()
+                assert self.may_go_on.wait(LIMIT_S)
+
+    journal = Held()
+    bench = Bench("asynchronous", {"max_lag": 1, "late": late}, journal=journal, batch_size=1, last_step=4)
+    with bench.supply:
+        bench.session.end(1)
+        assert bench.take(1) == [1]
+        bench.sync()
+        until(lambda: bench.session.submitted == [0, 1, 2])
+        bench.session.end(2, 0)
+        assert bench.take(2) == [2] and journal.has_come.wait(LIMIT_S)
+        journal.may_go_on.set()
+        bench.sync()
+        then = [0, 3] if late == "again" else [3, 4]
+        until(lambda: bench.session.submitted[3:] == then)
+        assert bench.session.aborted == [], "the engines were done with it"
+        for step, number in enumerate(then, 3):
+            bench.session.end(number)
+            assert bench.take(step) == [number]
+            bench.sync()
+    assert bench.log.count("generated group 0") == (late == "again"), "of the second attempt"
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_a_held_session_ends_only_what_still_runs(is_aborted: bool) -> None:
+    """Another thread takes a group's samples, or aborts it, between the test's look and its word."""
+    session, others = HeldSession(), []
+    session.submit(7, make_requests(stream_of().at([7]), 1)[0])
+
+    def choose(running: list[int]) -> int:
+        others.append(threading.Thread(target=session.abort if is_aborted else session.poll, args=([7],) * is_aborted))
+        others[0].start()
+        others[0].join(0.2)
+        return running[0]
+
+    session.end_one(choose)
+    others[0].join(LIMIT_S)
+    session.end_one(lambda running: pytest.fail(f"{running} cannot end"))
+    assert session.num_running == 0 and session.poll() == []
 
 
 def test_early_annotations_are_those_of_the_whole_batch() -> None:
