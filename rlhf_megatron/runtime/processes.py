@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
+AGENT_ENV = (
+    "RLHF_MEGATRON_AGENT"  # pid of the agent with which a rank ends, also where it is gone before the rank looks
+)
 AGENTS_PARENT_ENV = "RLHF_MEGATRON_AGENTS_PARENT"  # pid of the process with which the agent stops (`cli.restarts`)
 
 

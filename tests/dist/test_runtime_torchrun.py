@@ -4,12 +4,17 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from places import SUPPORT
 from runtime_tools import Start, toy_runs
+
+from rlhf_megatron.runtime.processes import AGENT_ENV
 
 pytestmark = pytest.mark.dist
 
@@ -102,6 +107,20 @@ def test_no_orphans_whoever_ends(start: Start, victim: str, number: signal.Signa
     os.kill(run.agent.pid if victim == "agent" else run.pids()[victim], number)
     assert run.wait() == code, run.console()
     run.assert_no_orphans(3)
+
+
+@pytest.mark.parametrize(("rank", "code"), [(0, -signal.SIGTERM), (1, -signal.SIGKILL)])
+def test_a_rank_ends_whose_agent_was_killed_before_it_looked(tmp_path: Path, rank: int, code: int) -> None:
+    """Else it would wait for the agent's store, for as long as a start may take."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    environment = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    command = [sys.executable, "-m", "runtime_toy", "host", "values", "2,2,1", str(tmp_path)]
+    orphan = subprocess.Popen(command, cwd=SUPPORT, env={**os.environ, **environment, AGENT_ENV: str(ended.pid)})
+    try:
+        assert orphan.wait(20) == code
+    finally:
+        orphan.kill()
 
 
 def test_the_secret_stays_secret_and_nothing_listens(start: Start) -> None:

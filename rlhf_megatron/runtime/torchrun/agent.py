@@ -38,7 +38,7 @@ from torch.distributed.run import parse_args, run  # noqa: E402
 
 from rlhf_megatron.resharding.transfer_dir import make_transfer_dir  # noqa: E402
 from rlhf_megatron.runtime.channel import SECRET_ENV, SECRET_FILE_ENV, new_secret  # noqa: E402
-from rlhf_megatron.runtime.processes import AGENTS_PARENT_ENV, children_with, die_with_parent  # noqa: E402
+from rlhf_megatron.runtime.processes import AGENT_ENV, AGENTS_PARENT_ENV, children_with, die_with_parent  # noqa: E402
 from rlhf_megatron.runtime.stopping import SIGNALS, STOP_LIMIT_ENV  # noqa: E402
 from rlhf_megatron.runtime.torchrun.nodes import OtherNodes, interface_towards, told  # noqa: E402
 from rlhf_megatron.runtime.torchrun.stores import bind_stores  # noqa: E402
@@ -114,6 +114,7 @@ def main(arguments: Sequence[str]) -> int:
     ranks.take_signals()
     if parent := os.environ.pop(AGENTS_PARENT_ENV, None):
         die_with_parent(signal.SIGTERM, int(parent))
+    os.environ[AGENT_ENV] = str(os.getpid())
     bind_stores()
     parsed = parse_args(list(arguments))
     others = None

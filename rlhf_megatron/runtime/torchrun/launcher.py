@@ -38,7 +38,7 @@ from rlhf_megatron.runtime import channel, registration
 from rlhf_megatron.runtime.controller import Deadlines, control
 from rlhf_megatron.runtime.host import BuildRoles
 from rlhf_megatron.runtime.pool import PoolSpec, pool_of_rank
-from rlhf_megatron.runtime.processes import die_with_parent, machine_id, on_signals, state_of
+from rlhf_megatron.runtime.processes import AGENT_ENV, die_with_parent, machine_id, on_signals, state_of
 from rlhf_megatron.runtime.rank import RankPlace, run_rank
 from rlhf_megatron.runtime.routed import RoutedGroups
 from rlhf_megatron.runtime.stopping import CLEANUP_S, HOST_SLACK_S, SIGNALS, STOP_LIMIT_ENV, ControllerStop, HostStop
@@ -108,7 +108,8 @@ def run_host(
             f"torchrun started {world_size} ranks, but {' and '.join(map(str, pools))} need {pools[-1].end}; "
             "change NNODES x NPROC_PER_NODE, or trainer.nnodes x trainer.n_gpus_per_node."
         )
-    die_with_parent(signal.SIGTERM if rank == 0 else signal.SIGKILL)
+    agent = os.environ.pop(AGENT_ENV, None)  # another launcher has none
+    die_with_parent(signal.SIGTERM if rank == 0 else signal.SIGKILL, None if agent is None else int(agent))
     store = _rendezvous_store("control", deadlines.startup_s)
     _agree(store, rank, settings)
     secret = channel.given_secret(os.environ)
