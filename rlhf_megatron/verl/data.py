@@ -25,13 +25,15 @@ def data(draft: Draft) -> None:
     if g.look(generated) is not None and not is_filtered and not g.has_below("async_training"):
         note = "what is generated is what is trained: nothing is filtered"
         draft.put("data.train_batch_size", g.whole(generated), (generated, "data.train_batch_size"), note)
-    if g.look("data.truncation") in ("left", "right", "middle"):
-        side = g.get("data.truncation")
-        if g.is_on("data.filter_overlong_prompts"):
-            draft.num_off += 1
-        else:
-            note = f"truncation {side} there cuts the chat's control tokens, too; here such prompts are left out"
-            draft.put("data.filter_overlong_prompts", True, ("data.filter_overlong_prompts", "data.truncation"), note)
+    side, is_dropped = g.look("data.truncation"), g.is_on("data.filter_overlong_prompts")
+    if side in ("left", "right", "middle") and is_dropped:
+        g.ignore("data.truncation")
+        draft.num_off += 1
+    elif side == "right":
+        note = "truncation right there cuts the place where the answer begins; here such prompts are left out"
+        draft.put("data.filter_overlong_prompts", True, ("data.filter_overlong_prompts", "data.truncation"), note)
+    elif side in ("left", "middle"):
+        draft.put("data.truncation", side, ("data.truncation",), "cuts the rendered chat's tokens, as there")
 
 
 def _listed(value: Any) -> list[Any]:

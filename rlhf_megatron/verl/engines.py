@@ -70,7 +70,9 @@ def _layout(draft: Draft, section: str) -> None:
     for free in ("override_transformer_config", "override_ddp_config"):
         for name in known:
             source, key = f"{section}.{free}.{name}", f"{section}.{name}"
-            if g.get(source) is not None and not g.has(key):
+            if name == "moe_token_dispatcher_type" and g.look(source) == "flex":
+                draft.put(key, "alltoall", (source,), "flex brings the same tokens to the same experts, through DeepEP")
+            elif g.get(source) is not None and not g.has(key):
                 draft.put(key, g.get(source), (source,))
     _checkpointing(draft, section)
 
@@ -276,7 +278,7 @@ def engines(draft: Draft) -> None:
 def _servers(draft: Draft) -> None:
     """verl's hybrid engine: as many engines as fit on the trainer's devices, which take turns with it."""
     g = draft.given
-    sizes = [g.whole(f"rollout.{name}_parallel_size") for name in ("tensor_model", "data", "pipeline_model")]
+    sizes = [g.whole(f"rollout.{name}_parallel_size") for name in ("tensor_model", "pipeline_model")]
     section = "rollout" if is_apart(g) else "trainer"
     nnodes, gpus = (g.whole(f"{section}.{name}") for name in ("nnodes", "n_gpus_per_node"))
     if is_apart(g):  # the recipes' defaults
@@ -285,14 +287,14 @@ def _servers(draft: Draft) -> None:
         g.ignore(*(f"{role}.{kind}.{name}" for kind in ("megatron", "fsdp_config") for name in OFFLOADS))
     is_hybrid = (g.flag("hybrid_engine") if g.has("hybrid_engine") else True) and not is_apart(g)
     is_hybrid = is_hybrid and draft.values.get("schedule.name") is None
-    if sizes[0] is None or sizes[1] is None or sizes[2] is None or nnodes is None or gpus is None:
+    if sizes[0] is None or sizes[1] is None or nnodes is None or gpus is None:
         return
-    names = ("tp_size", "dp_size", "pp_size")
-    for argument, size, kind in zip(names, sizes, ("tensor_model", "data", "pipeline_model"), strict=True):
+    g.ignore("rollout.data_parallel_size")  # copies of the model are engines of their own
+    for argument, size, kind in zip(("tp_size", "pp_size"), sizes, ("tensor_model", "pipeline_model"), strict=True):
         if size != 1:
             draft.put(f"{ARGS}.{argument}", size, (f"rollout.{kind}_parallel_size",))
-    num = max(1, gpus // (sizes[0] * sizes[1] * sizes[2]))
-    note = f"{gpus} devices / {sizes[0] * sizes[1] * sizes[2]} an engine, on the first machine"
+    num = max(1, gpus // (sizes[0] * sizes[1]))
+    note = f"{gpus} devices / {sizes[0] * sizes[1]} an engine, on the first machine"
     draft.put("rollout.num_engines", num, (f"{section}.n_gpus_per_node", "rollout.tensor_model_parallel_size"), note)
     if nnodes == 1 and is_hybrid:
         note = "trainer and engines take turns with the devices, and each is in host memory between its turns"

@@ -140,11 +140,11 @@ def _few_shot_task(key: str, shots: FewShotConfig, task: str | None, params: Map
 
 @rule
 def lengths(loaded: Loaded) -> Findings:
-    """A chat is not cut: its control tokens and the place of the answer would go."""
+    """A chat keeps its end, where the answer begins."""
     d = loaded.config.data
     yield wrong(
-        d.apply_chat_template and d.truncation != "error" and not d.filter_overlong_prompts,
-        f"data.truncation ({d.truncation}) cannot be used with {CHAT}: it would cut the chat's control tokens; use"
+        d.apply_chat_template and d.truncation == "right" and not d.filter_overlong_prompts,
+        f"data.truncation (right) cannot be used with {CHAT}: it would cut the place where the answer begins; use left,"
         " error with filter_overlong_prompts: true, or a larger max_prompt_length.",
         ("data.truncation", CHAT),
     )

@@ -51,7 +51,7 @@ def test_the_bases_of_these_tests_are_valid(run_file: Path, sources_file: Path) 
         (["data.few_shot={num_shots: 2, template: '{prompt}'}"], "data.few_shot.template ('{prompt}') must contain {label}, or the row is not a solved one"),
         (["data.few_shot={num_shots: 2, template: x}"], "must contain {prompt} and {label}, or the row is not"),
         (["data.task=few_shot_addition", "data.few_shot.num_shots=2"], "data.few_shot.num_shots (2) and task few_shot_addition exclude each other: the task has solved problems of its own; set task_params: {num_shots: 0}, or num_shots here to 0."),
-        ([CHAT, "data.truncation=left"], "data.truncation (left) cannot be used with data.apply_chat_template: it would cut the chat's control tokens"),
+        ([CHAT, "data.truncation=right"], "data.truncation (right) cannot be used with data.apply_chat_template: it would cut the place where the answer begins"),
         (["data.task=null", "data.train_files=[a]", "data.val_files=[a]", "data.prompt_key=''"], "data.prompt_key ('') must be a key of the rows; name it."),
         (["data.task=null", "data.train_files=[a]", "data.val_files=[a]", "data.label_key=prompt"], "data.prompt_key (prompt) must differ from data.label_key"),
         (["data.few_shot.num_shots=-1"], "data.few_shot.num_shots (-1) must be at least 0"),

@@ -11,8 +11,9 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_megatron.config.schema import DataConfig, FewShotConfig
 from rlhf_megatron.data.chat_template import make_chat_format
+from rlhf_megatron.data.items import Limit, PromptFormat, encode_rows
 from rlhf_megatron.data.prompts import load_prompts
-from rlhf_megatron.data.rows import ChatMessage
+from rlhf_megatron.data.rows import ChatMessage, PromptRow
 from rlhf_megatron.data.tokenizer import load_tokenizer
 
 SMOLLM2 = ROOT / ".cache" / "smollm2-135m-instruct"
@@ -81,6 +82,17 @@ def test_a_text_is_the_message_of_a_user(tmp_path: Path) -> None:
     assert tokenizer.encode(text) == theirs(
         directory, [{"role": "system", "content": "be short"}, USER | {"content": "1+1?"}]
     )
+
+
+def test_a_chat_is_cut_from_the_left_as_verl_cuts_it(tmp_path: Path) -> None:
+    """The last tokens of the rendered chat: what is left ends where the answer begins."""
+    directory = write_chat_tokenizer(tmp_path, chat_template=QWEN)
+    tokenizer = load_tokenizer(directory)
+    rows = [PromptRow(tuple(ChatMessage(**message) for message in CHATS["turns"]), "6", "t", "t:1")]
+    form = PromptFormat(chat=make_chat_format(tokenizer, None, {}))
+    found = encode_rows(rows, tokenizer, form, Limit(30, truncation="left"))
+    assert found.items[0].prompt_ids == theirs(directory, CHATS["turns"])[-30:] and found.num_cut == 1
+    assert found.items[0].prompt.endswith(" 3? <|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_one_system_message_only(tmp_path: Path) -> None:

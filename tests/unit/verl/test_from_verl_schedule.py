@@ -35,6 +35,8 @@ def test_fully_async(tmp_path: Path) -> None:
     assert found["trainer.total_training_steps"] == 100 and found["trainer.test_freq"] == 5
     assert found[f"{CORRECTION}.mode"] == "bypass" and found[f"{CORRECTION}.loss_type"] == "ppo_clip"
     assert found["rollout.num_engines"] == 2, "4 devices / tensor parallelism 2 of verl's default"
+    copies = values(translated(BASE, *FULLY, "actor_rollout_ref.rollout.data_parallel_size=2"))
+    assert copies["rollout.num_engines"] == 2 and "rollout.sglang.args.dp_size" not in copies, "each copy is an engine"
     assert found["rollout.weight_transport"] == "process_group" and "rollout.colocated" not in found
     assert not result.problems and result.is_whole
     assert any("128 prompts = trigger_parameter_sync_step 4 x require_batches 2 x" in note for note in result.notes)

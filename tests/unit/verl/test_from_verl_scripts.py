@@ -83,11 +83,12 @@ def test_layouts_of_experts() -> None:
     path, section = "actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B", "actor_rollout_ref.actor.megatron"
     found = translated(
         BASE, path, f"{section}.expert_model_parallel_size=8", f"{section}.expert_tensor_parallel_size=1",
-        f"+{section}.override_transformer_config.moe_token_dispatcher_type=alltoall",
+        f"+{section}.override_transformer_config.moe_token_dispatcher_type=flex",
         f"+{section}.override_transformer_config.num_layers_in_last_pipeline_stage=11",
     )  # fmt: skip
     assert values(found)["actor.megatron.expert_model_parallel_size"] == 8
     assert values(found)["actor.megatron.expert_tensor_parallel_size"] == 1
+    assert values(found)["actor.megatron.moe_token_dispatcher_type"] == "alltoall", "which is how flex sends, too"
 
 
 def test_batches_that_are_generated_and_prompts_that_are_too_long() -> None:
@@ -101,8 +102,10 @@ def test_batches_that_are_generated_and_prompts_that_are_too_long() -> None:
     )  # fmt: skip
     found = values(dapo)
     assert found["data.train_batch_size"] == 64 and found[f"{section}.max_num_gen_batches"] == 30
-    assert found["data.filter_overlong_prompts"] is True and "data.truncation" not in found
+    assert found["data.truncation"] == "left" and "data.filter_overlong_prompts" not in found
     assert dapo.is_whole and not dapo.problems
+    right = values(translated(BASE, "data.truncation=right", ours=["reward.name=math_verify"]))
+    assert right["data.filter_overlong_prompts"] is True and "data.truncation" not in right
 
 
 @pytest.mark.parametrize(
