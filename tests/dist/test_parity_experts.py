@@ -11,12 +11,12 @@ import pytest
 from dist_pool import DistPool
 from parity_mistakes import run_with
 
-from benchmarks.parity.cases import CUTS, Recipe, Role
+from benchmarks.parity.cases import QUICK_CUTS, Recipe, Role
 from benchmarks.parity.layouts import Axes
 from benchmarks.parity.run import Case, make_case, rows_of, run_cell
 
 pytestmark = pytest.mark.dist
-CUT = replace(CUTS[0], token_budget=128)
+CUT = replace(QUICK_CUTS[0], token_budget=128)
 SP: dict[str, Any] = {"sequence_parallel": True}
 ANY_EXPERT = r"model\.layers\.\d\.(mlp|block_sparse_moe)\.experts\.\d\.\w+\.weight"
 CELLS: list[tuple[str, Axes, Role]] = [

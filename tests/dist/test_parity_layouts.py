@@ -12,7 +12,16 @@ import torch
 from dist_pool import DistPool
 from torch import Tensor
 
-from benchmarks.parity.cases import DENSE_FAMILIES, FAMILIES, NUM_SAMPLES, Recipe, Role, make_batch, make_state
+from benchmarks.parity.cases import (
+    DENSE_FAMILIES,
+    FAMILIES,
+    NUM_SAMPLES,
+    QUICK_CUTS,
+    Recipe,
+    Role,
+    make_batch,
+    make_state,
+)
 from benchmarks.parity.layouts import LAYOUTS, Axes, cover, critic_cover, divides
 from benchmarks.parity.reference import COLUMNS, make_model
 from benchmarks.parity.rounding import orders, renumbered
@@ -42,7 +51,7 @@ def cells_of(cells: list[tuple[str, Axes]], role: Role) -> list[Any]:
 
 @functools.cache
 def case_of(family: str, role: Role = "actor") -> Case:
-    return make_case(family, Recipe(), role=role)
+    return make_case(family, Recipe(), QUICK_CUTS, role)
 
 
 def has_copies(family: str, axes: Axes) -> bool:
@@ -53,7 +62,7 @@ def has_copies(family: str, axes: Axes) -> bool:
 @pytest.mark.parametrize("family, axes", cells_of(CELLS, "actor"))
 def test_layout_is_as_near_to_float64_as_float32_transformers(dist_pool: DistPool, family: str, axes: Axes) -> None:
     case = case_of(family)
-    rows = rows_of(case, axes, run_cell(dist_pool, case, axes, Recipe()))
+    rows = rows_of(case, axes, run_cell(dist_pool, case, axes, Recipe(), QUICK_CUTS))
     assert {row.quantity for row in rows} == (QUANTITIES if has_copies(family, axes) else QUANTITIES - {"copies"})
     assert {row.cut for row in rows} == {"epochs", "uneven"}
     misses = [row for row in rows if not row.ok]
@@ -63,7 +72,7 @@ def test_layout_is_as_near_to_float64_as_float32_transformers(dist_pool: DistPoo
 @pytest.mark.parametrize("family, axes", cells_of(CRITIC_CELLS, "critic"))
 def test_a_critic_is_as_near_to_float64_as_float32_transformers(dist_pool: DistPool, family: str, axes: Axes) -> None:
     case = case_of(family, "critic")
-    rows = rows_of(case, axes, run_cell(dist_pool, case, axes, Recipe()))
+    rows = rows_of(case, axes, run_cell(dist_pool, case, axes, Recipe(), QUICK_CUTS))
     has_two_of_a_tensor = axes.num_ranks > axes.pp  # nothing is tied to a value head
     assert {row.quantity for row in rows} == CRITIC_QUANTITIES - (set() if has_two_of_a_tensor else {"value_copies"})
     assert {row.cut for row in rows} == {"epochs", "uneven"}
@@ -132,7 +141,8 @@ def test_a_small_defect_is_over_the_bar(
 ) -> None:
     """The ranks train with another setting than the reference, by a hundredth or so: what depends on it is a miss."""
     case, axes = case_of("qwen3_tied"), LAYOUTS["dp2"]
-    rows = rows_of(case, axes, run_cell(dist_pool, case, axes, dataclasses.replace(Recipe(), **setting)))
+    results = run_cell(dist_pool, case, axes, dataclasses.replace(Recipe(), **setting), QUICK_CUTS[1:])
+    rows = rows_of(case, axes, results)
     missed = {row.quantity for row in rows if not row.ok}
     assert missed >= seen
     assert missed.isdisjoint(unseen | {"log_probs", "entropies", "copies"})

@@ -73,20 +73,32 @@ class Nodes:
             process.wait()
 
 
+def agent_command(words: Sequence[str], directory: Path, variables: dict[str, str]) -> list[str]:
+    """The command that launch/torchrun.sh becomes: it runs with an "interpreter" that prints what it is given. That
+    command can be forked (warm.py); an interpreter that a shell starts imports everything anew."""
+    printer = directory / "print_words"
+    printer.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
+    printer.chmod(0o700)
+    script = [str(TORCHRUN), *words]
+    printed = subprocess.check_output(script, cwd=directory, env=variables | {"PYTHON": str(printer)}, text=True)
+    return [sys.executable, *printed.split("\0")[:-1]]
+
+
 def start_nodes(
     config: Path, settings: dict[str, Any], port: int, only_on: Sequence[dict[str, Any]] = ({}, {}), **more: str
 ) -> Nodes:
-    """launch/torchrun.sh with one rank on each of two nodes. `only_on`: settings that one node alone is given."""
+    """What launch/torchrun.sh starts, one rank on each of two nodes. `only_on`: settings of one node alone."""
     directory, marker = config.parent, uuid.uuid4().hex
     base = {"NNODES": "2", "NPROC_PER_NODE": "1", "MASTER_ADDR": NODE_0, "MASTER_PORT": str(port)}
     processes = []
     for node, extra in enumerate(only_on):
+        variables = environment(marker, **base, NODE_RANK=str(node), **more)
         with (directory / f"console{node}").open("wb") as console:
             processes.append(
                 subprocess.Popen(
-                    [str(TORCHRUN), str(config), *overrides(settings | extra)],
+                    agent_command([str(config), *overrides(settings | extra)], directory, variables),
                     cwd=directory,
-                    env=environment(marker, **base, NODE_RANK=str(node), **more),
+                    env=variables,
                     stdin=subprocess.DEVNULL,
                     stdout=console,
                     stderr=subprocess.STDOUT,
