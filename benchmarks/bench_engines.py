@@ -134,7 +134,6 @@ def _empty_caches(addresses: Sequence[EngineAddress]) -> None:
         if address.kind == "sglang":
             client = HttpClient(address)
             client.post("/flush_cache?timeout=30", {}, 60.0)  # waits for what still ends
-            client.close()
 
 
 def row_of(repetitions: Sequence[Repetition]) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def rank_main(model: str, tp: int, repetitions: int, output: Path) -> None:
     from rlhf_megatron.models.table import split
     from rlhf_megatron.parallel.layout import Layout
     from rlhf_megatron.parallel.world import create_world
-    from rlhf_megatron.resharding import gather, sender
+    from rlhf_megatron.resharding import sender
     from rlhf_megatron.rollout.transports.tensor import SharedMemoryBuffers
 
     torch.set_num_threads(1)
@@ -105,7 +105,7 @@ def rank_main(model: str, tp: int, repetitions: int, output: Path) -> None:
     sender.pack_shards = clock.wrap("pack_shards", sender.pack_shards)
     sender.gather_packed = clock.wrap("gather_packed", sender.gather_packed)
     sender.write_bucket = clock.wrap("write_bucket", sender.write_bucket)
-    gather.digest = clock.wrap("digest", gather.digest)
+    sender.digest = clock.wrap("digest", sender.digest)
 
     def send(version: int, transfer_dir: Path, deliver: Callable[[Any, Any], None]) -> sender.SendReport:
         return sender.send_weights(
@@ -114,7 +114,9 @@ def rank_main(model: str, tp: int, repetitions: int, output: Path) -> None:
             version=version,
             dtype=torch.float32,
             bucket_bytes=bucket_bytes,
-            open_buffers=lambda *sizes: SharedMemoryBuffers(transfer_dir, str(world.coordinates), *sizes, deliver),
+            open_buffers=lambda capacity, count: SharedMemoryBuffers(
+                transfer_dir, str(world.coordinates), capacity, count, deliver
+            ),
         )
 
     if world.rank:

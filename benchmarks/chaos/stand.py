@@ -152,7 +152,9 @@ class Stand:
             make_transfer_dir(directory / "transfer", EngineSetup.of(config).transfer_bytes())
         )
         self.transfer_dir = transfer.path
-        self.servers = stack.enter_context(EngineSetup.of(config).start(directory, transfer.path, None))
+        servers = EngineSetup.of(config).start(directory, transfer.path, None)
+        assert isinstance(servers, EngineServers), "engines that were started, not attached"
+        self.servers = stack.enter_context(servers)
         self.proxies = Proxies(self.servers, transfer.path, stack, 1.25 * self.pace.request_s)
         build = RoleBuilder(config)
 

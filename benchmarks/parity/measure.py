@@ -68,8 +68,8 @@ def measure(
     gradients, updates = [_part(draw, "gradient/0/") for draw in draws], [_update(draw, start) for draw in draws]
     found = {
         **_token_figures(TOKEN_QUANTITIES[role], mask, exact, draws, result),
-        f"{prefix}gradient": list(tensor_figures(*(_part(x, "gradient/0/") for x in (result, exact)), gradients)),
-        f"{prefix}update": list(tensor_figures(*(_update(x, start) for x in (result, exact)), updates)),
+        f"{prefix}gradient": list(tensor_figures(_part(result, "gradient/0/"), _part(exact, "gradient/0/"), gradients)),
+        f"{prefix}update": list(tensor_figures(_update(result, start), _update(exact, start), updates)),
         f"{prefix}grad_norm": list(_norm_figures(exact, draws, result)),
         f"{prefix}copies": list(_copy_figures(result)),
     }

@@ -126,7 +126,8 @@ def critic_losses(columns: Columns, batch: Columns, recipe: Recipe) -> Tensor:
     """[T]: the clipped value loss."""
     values, clip = columns["values"], recipe.cliprange_value
     old, returns = (batch[name].to(values) for name in ("values", "returns"))
-    _check_values(*(x.detach()[batch["response_mask"]] for x in (values, old, returns)), clip)
+    value, old_value, target = (x.detach()[batch["response_mask"]] for x in (values, old, returns))
+    _check_values(value, old_value, target, clip)
     return value_losses(values, old, returns, clip)
 
 

@@ -150,7 +150,11 @@ def _reduced_gradients(chunks: Sequence[Any], world: World) -> dict[str, Tensor]
                         start, stop, _ = buffer.param_index_map[parameter]
                         gathered[parameter] = whole[start - bucket.offset : stop - bucket.offset].view(parameter.shape)
     parameters = named_parameters(chunks)
-    return {name: gathered[p] if p in gathered else p.main_grad.clone() for name, p in parameters.items()}
+    return {name: gathered[p] if p in gathered else _main_grad(p) for name, p in parameters.items()}
+
+
+def _main_grad(parameter: Any) -> Tensor:
+    return parameter.main_grad.clone()
 
 
 def _gather(bucket: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -41,6 +41,12 @@ class StateSource:
 class Subject(Protocol):
     """One role on one rank."""
 
+    @property
+    def cut(self) -> Cut: ...
+
+    @property
+    def megatron(self) -> MegatronConfig: ...
+
     def make(self, hf_config: dict[str, Any], state: dict[str, Tensor], world: World) -> Any:
         """A new worker that holds `state`. All ranks."""
 

@@ -94,8 +94,8 @@ class PolicyRowLoss:
             return triton_loss(inputs, self.params, self.regularizers, loss_weights_R, metric_weights_R)
         summing = Summing(loss_weights_R, metric_weights_R)
         for block in summing.blocks():
-            rows = _each(itemgetter(block), inputs)
-            summing.add(block, with_regularizers(self.loss(rows, self.params), rows, self.regularizers))
+            part = inputs if block is None else _each(itemgetter(block), inputs)
+            summing.add(block, with_regularizers(self.loss(part, self.params), part, self.regularizers))
         return summing.sums()
 
     def inputs(

@@ -8,7 +8,7 @@ pass only multiplies.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,13 @@ Columns = Mapping[str, Tensor]
 """Name of a mini-batch column -> its values at the rows' target tokens, [R]."""
 Sums = tuple[Tensor, dict[str, Tensor]]
 """(the rows' share of the loss, with grad; their share of each metric)."""
+Block = slice | None
+"""Rows that are taken at once; None: all of them, without a view of each column."""
+
+
+def rows(column_R: Tensor, block: Block) -> Tensor:
+    """[T] the rows of a block."""
+    return column_R if block is None else column_R[block]
 
 
 @dataclass(frozen=True)
@@ -45,17 +52,18 @@ class Summing:
         self._names: tuple[str, ...] = ()
         self._block_sums: list[Tensor] = []
 
-    def blocks(self) -> Iterator[slice]:
-        """All rows in order; one block on other devices than a CPU, and of no rows."""
+    def blocks(self) -> Sequence[Block]:
+        """All rows in order; one block on other devices than a CPU, and of few rows."""
         num_rows = self._grad_R.numel()
-        length = CPU_BLOCK if self._grad_R.device.type == "cpu" else max(num_rows, 1)
-        return (slice(begin, begin + length) for begin in range(0, max(num_rows, 1), length))
+        if num_rows <= CPU_BLOCK or self._grad_R.device.type != "cpu":
+            return (None,)
+        return [slice(begin, begin + CPU_BLOCK) for begin in range(0, num_rows, CPU_BLOCK)]
 
-    def add(self, block: slice, found: PolicyLossOutputs) -> None:
+    def add(self, block: Block, found: PolicyLossOutputs) -> None:
         """`found`: of these rows."""
         assert found.grad_T is not None, "the loss tells its gradient"
-        loss_weights_T, metric_weights_T = self._loss_weights_R[block], self._metric_weights_R[block]
-        torch.mul(found.grad_T, loss_weights_T, out=self._grad_R[block])
+        loss_weights_T, metric_weights_T = rows(self._loss_weights_R, block), rows(self._metric_weights_R, block)
+        torch.mul(found.grad_T, loss_weights_T, out=rows(self._grad_R, block))
         self._names = tuple(found.metrics)
         self._block_sums.append(torch.dot(found.token_loss_T, loss_weights_T))
         self._block_sums += [torch.dot(metric_T, metric_weights_T) for metric_T in found.metrics.values()]
@@ -92,7 +100,9 @@ def value_sums(values_R: Tensor, columns: Columns, cliprange_value: float) -> Su
     with torch.no_grad():
         summing = Summing(weights_R, metric_weights_R)
         for block in summing.blocks():
-            summing.add(block, value_loss(values_R[block], old_R[block], returns_R[block], cliprange_value))
+            summing.add(
+                block, value_loss(*(rows(column, block) for column in (values_R, old_R, returns_R)), cliprange_value)
+            )
         sums = summing.sums()
     return with_gradients(sums.value, (values_R, sums.grad_R, 1.0)), sums.metrics
 
