@@ -100,9 +100,8 @@ def value_sums(values_R: Tensor, columns: Columns, cliprange_value: float) -> Su
     with torch.no_grad():
         summing = Summing(weights_R, metric_weights_R)
         for block in summing.blocks():
-            summing.add(
-                block, value_loss(*(rows(column, block) for column in (values_R, old_R, returns_R)), cliprange_value)
-            )
+            values_T, old_T, returns_T = rows(values_R, block), rows(old_R, block), rows(returns_R, block)
+            summing.add(block, value_loss(values_T, old_T, returns_T, cliprange_value))
         sums = summing.sums()
     return with_gradients(sums.value, (values_R, sums.grad_R, 1.0)), sums.metrics
 
