@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import models_build_jobs as jobs
@@ -121,9 +122,23 @@ def _id(value: Any) -> str:
     return str(value)
 
 
+def _quick(quick: list[tuple[Any, ...]], *axes: list[Any]) -> list[Any]:
+    """All combinations of `axes`; those that are not `quick` are long: parity meets each of their values as well."""
+    cells = list(itertools.product(*axes))
+    assert all(cell in cells for cell in quick)
+    return [pytest.param(*cell, marks=[pytest.mark.long] * (cell not in quick)) for cell in cells]
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("layout", [TP2, TP2_SEQUENCE, PP2, PP2_VPP2, CP2], ids=_id)
+@pytest.mark.parametrize(
+    ("layout", "is_tied"),
+    _quick(
+        [(TP2, False), (TP2_SEQUENCE, True), (PP2, True), (PP2_VPP2, True), (CP2, False)],
+        [TP2, TP2_SEQUENCE, PP2, PP2_VPP2, CP2],
+        [False, True],
+    ),
+    ids=_id,
+)
 def test_each_axis_alone(dist_pool: DistPool, layout: dict[str, Any], is_tied: bool) -> None:
     check(dist_pool, layout, is_tied)
 
@@ -135,8 +150,15 @@ def test_documents_shorter_than_their_chunks_and_many_of_one_length(dist_pool: D
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("megatron", [UNIFORM, BLOCK, SELECTIVE], ids=_id)
-@pytest.mark.parametrize("layout", [TP2_SEQUENCE, PP2_VPP2, CP2], ids=_id)
+@pytest.mark.parametrize(
+    ("layout", "megatron"),
+    _quick(
+        [(TP2_SEQUENCE, SELECTIVE), (PP2_VPP2, BLOCK), (CP2, UNIFORM)],
+        [TP2_SEQUENCE, PP2_VPP2, CP2],
+        [UNIFORM, BLOCK, SELECTIVE],
+    ),
+    ids=_id,
+)
 def test_recompute(dist_pool: DistPool, layout: dict[str, Any], megatron: MegatronConfig) -> None:
     check(dist_pool, layout, megatron=megatron)
 
@@ -144,7 +166,11 @@ def test_recompute(dist_pool: DistPool, layout: dict[str, Any], megatron: Megatr
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("layout", "megatron"),
-    [({}, TE), (TP2, TE), (TP2_SEQUENCE, TE), (PP2_VPP2, TE_SELECTIVE), (TP2_SEQUENCE, TE_UNIFORM), (CP2, TE_UNIFORM)],
+    [
+        *(({}, TE), (TP2_SEQUENCE, TE), (PP2_VPP2, TE_SELECTIVE), (CP2, TE_UNIFORM)),
+        pytest.param(TP2, TE, marks=pytest.mark.long),
+        pytest.param(TP2_SEQUENCE, TE_UNIFORM, marks=pytest.mark.long),
+    ],
     ids=_id,
 )
 def test_layers_named_as_transformer_engine_does(

@@ -41,7 +41,7 @@ def hosts_left(run: Run, within_s: float = 15.0) -> list[int]:
     return []
 
 
-def test_calls_reach_every_rank_and_the_room_is_given_back(start: Start, cluster: dict[str, str]) -> None:
+def test_calls_reach_every_rank(start: Start) -> None:
     """The same numbers as under torchrun: two replicas share seven samples of 1 to 7 tokens."""
     run = start("values", "2,1,1")
     assert run.wait() == 0, run.console()
@@ -55,7 +55,6 @@ def test_calls_reach_every_rank_and_the_room_is_given_back(start: Start, cluster
     assert {path.name for path in run.directory.glob("closed*")} == {"closed0", "closed1"}
     assert "leaving: the run is over" in run.log(1)
     assert hosts_left(run) == []
-    assert free_cpus(cluster) == NUM_CPUS
 
 
 @pytest.mark.long
@@ -72,7 +71,7 @@ def test_a_killed_rank_is_named_and_ends_the_run(start: Start, cluster: dict[str
     pid = run.pids()["host1"]
     assert f"[actor dp0 pp0 tp1] (process {pid}) died during toy.kill_on" in run.console()
     assert hosts_left(run) == []
-    assert free_cpus(cluster) == NUM_CPUS
+    assert free_cpus(cluster) == NUM_CPUS, "this run and the one before gave back their room"
 
 
 @pytest.mark.long  # its words are tested in test_runtime_ray_places.py

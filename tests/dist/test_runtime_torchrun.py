@@ -25,7 +25,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
         yield begin
 
 
-@pytest.mark.parametrize(("num_ranks", "tp", "pp"), [(1, 1, 1), (2, 2, 1), (4, 1, 2)])
+@pytest.mark.parametrize(
+    ("num_ranks", "tp", "pp"), [(1, 1, 1), pytest.param(2, 2, 1, marks=pytest.mark.long), (4, 1, 2)]
+)
 def test_values_and_order(start: Start, num_ranks: int, tp: int, pp: int) -> None:
     run = start("values", f"{num_ranks},{tp},{pp}")
     assert run.wait() == 0, run.console()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,9 +53,13 @@ class Case:
     draws: list[list[reference.Step]]  # float32
 
 
-@pytest.fixture(scope="module", params=[("qwen3_tied", "policy"), ("llama", "policy"), ("llama", "sft")], ids="-".join)
+@pytest.fixture
 def case(request: pytest.FixtureRequest) -> Case:
-    name, loss = request.param
+    return case_of(*request.param)
+
+
+@functools.cache
+def case_of(name: str, loss: str) -> Case:
     model = reference.make_model(name)
     state = {key: value.clone() for key, value in model.state_dict().items()}
     batch = reference.make_batch()
@@ -75,13 +81,25 @@ def label(layout: dict[str, Any]) -> str:
     return " ".join([*axes, *map(str, layout.get("megatron", {}))]) or "one rank"
 
 
+POLICIES = [("qwen3_tied", "policy"), ("llama", "policy")]
+QUICK = {("llama", "policy"): (0, 3, 6, 7, 10, 11), ("llama", "sft"): (0, 4, 8)}
+"""Layouts of the cases behind the first: what depends on a layout is its reductions, which all cases have."""
+
+
+def cells() -> Iterator[Any]:
+    for case in (*POLICIES, ("llama", "sft")):
+        for number, layout in enumerate(LAYOUTS):
+            marks = [pytest.mark.long] * (number not in QUICK.get(case, range(len(LAYOUTS))))
+            yield pytest.param(case, layout, marks=marks, id=f"{'-'.join(case)}-{label(layout)}")
+
+
 def gathered_log_probs(results: list[RankResult]) -> tuple[Tensor, Tensor, Tensor]:
     leaders = [r for r in results if r.log_probs is not None]
     merged = restore([r.log_probs for r in leaders], [r.plan for r in leaders])
     return merged.log_probs, merged.entropies, merged.sum_squares
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=label)
+@pytest.mark.parametrize(("case", "layout"), list(cells()), indirect=["case"])
 def test_three_steps_equal_transformers(dist_pool: DistPool, case: Case, layout: dict[str, Any]) -> None:
     results = dist_pool.run(
         train, name=case.name, state=case.state, batch=case.batch, loss=case.loss, timeout_s=300, **layout
@@ -105,13 +123,12 @@ def test_three_steps_equal_transformers(dist_pool: DistPool, case: Case, layout:
         assert (result.lr, result.is_skipped) == (reference.LR, False)
 
 
+@pytest.mark.parametrize("case", POLICIES, ids="-".join, indirect=True)
 @pytest.mark.parametrize("layout", [{"dp": 2}, {"cp": 2}], ids=label)
 def test_metrics_of_an_update_are_averages_over_all_response_tokens(
     dist_pool: DistPool, case: Case, layout: dict[str, Any]
 ) -> None:
     """Summed over replicas, context-parallel ranks and micro-batches, against the same averages taken in one piece."""
-    if case.loss == "sft":
-        pytest.skip("the supervised loss has no policy metrics")
     results = dist_pool.run(
         train, **layout, name=case.name, state=case.state, batch=case.batch, loss="policy", num_steps=1
     )

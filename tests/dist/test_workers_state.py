@@ -94,8 +94,7 @@ def test_a_checkpoint_goes_on_under_another_layout(
         "dtype": dtype,
         "timeout_s": 300,
     }
-    through = dist_pool.run(train, num_steps=3, **saved, **common)
-    dist_pool.run(train, num_steps=2, directory=directory, **saved, **common)
+    through = dist_pool.run(train, num_steps=3, directory=directory, save_after=2, **saved, **common)
     expected = weights_of(through, saved)
     for number, layout in enumerate(loaded):
         resumed = dist_pool.run(train, num_steps=1, directory=directory, is_loading=True, **layout, **common)

@@ -12,8 +12,7 @@
 Each job gets a fresh world: all process groups are made anew, torch's default one too, and ended after it. What a job
 leaves in module globals stays in its worker, so leave nothing. An exception on a rank becomes a `JobError` that names
 the rank's coordinates and carries its traceback; ranks that hang are asked for their stacks and killed at `timeout_s`.
-Workers write to files, live in sessions of their own, die with the test process, and are replaced every 4 jobs: gloo
-keeps threads of groups that ended.
+Workers write to files, live in sessions of their own, die with the test process, and are replaced every 12 jobs.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from places import SUPPORT
 
 from rlhf_megatron.parallel.layout import Layout
 
-JOBS_PER_WORKER = 4
+JOBS_PER_WORKER = 12
 GRACE_S = 10.0  # for the other ranks, once one has failed
 START_S = 180.0  # for a worker to import everything on a busy machine
 

@@ -73,8 +73,10 @@ def train_critic(
     megatron: dict[str, Any] | None = None,
     bucket_size: int | None = None,
     mistake: str | None = None,
+    save_after: int | None = None,
 ) -> CriticResult:
-    """Values, then optimizer steps on one mini-batch. `directory`: load from it first, or save to it at the end."""
+    """Values, then optimizer steps on one mini-batch. `directory`: load from it first, or save to it at the end, or
+    after `save_after` steps."""
     with pytest.MonkeyPatch.context() as patch:
         if mistake is not None:
             MISTAKES[mistake](patch)
@@ -83,11 +85,13 @@ def train_critic(
             critic.load(directory)
         shard, plan = share(world, batch, 40)
         values = critic.values(shard, plan)
-        updates = [critic.update(shard, plan) for _ in range(num_steps)]
-        grads, weights = shards(critic, "value")
-        if directory is not None and not is_loading:
-            critic.save(directory)
-        return CriticResult(values, updates, grads, weights, plan)
+        updates = []
+        for step in range(num_steps + 1):
+            if directory is not None and not is_loading and step == (num_steps if save_after is None else save_after):
+                critic.save(directory)
+            if step < num_steps:
+                updates.append(critic.update(shard, plan))
+        return CriticResult(values, updates, *shards(critic, "value"), plan)
 
 
 def head_summed_over_tp(patch: pytest.MonkeyPatch) -> None:

@@ -160,18 +160,22 @@ def train(
     config: ActorConfig = CONFIG,
     megatron: dict[str, Any] | None = None,
     bucket_size: int | None = None,
+    save_after: int | None = None,
 ) -> RankResult:
-    """Log-probs, then optimizer steps on one mini-batch. `directory`: load from it first, or save to it at the end."""
+    """Log-probs, then optimizer steps on one mini-batch. `directory`: load from it first, or save to it at the end, or
+    after `save_after` steps."""
     actor = make_actor(world, name, state, config, dtype, megatron=megatron, bucket_size=bucket_size)
     if directory is not None and is_loading:
         actor.load(directory)
     shard, plan = share(world, batch, token_budget)
     log_probs = actor.log_probs(shard, plan, reference.TEMPERATURE, with_entropy=True, with_sum_squares=True)
-    updates = [actor.update(shard, plan, reference.TEMPERATURE, loss) for _ in range(num_steps)]
-    grads, weights = shards(actor)
-    if directory is not None and not is_loading:
-        actor.save(directory)
-    return RankResult(log_probs, updates, grads, weights, plan)
+    updates = []
+    for step in range(num_steps + 1):
+        if directory is not None and not is_loading and step == (num_steps if save_after is None else save_after):
+            actor.save(directory)
+        if step < num_steps:
+            updates.append(actor.update(shard, plan, reference.TEMPERATURE, loss))
+    return RankResult(log_probs, updates, *shards(actor), plan)
 
 
 def whole(
