@@ -27,9 +27,7 @@ KILLS = [
     "ckpt.after_rename:nth=1",  # the same one has its name, `latest` says nothing
     "loop.after_score:step=1",
     "evaluate.before:step=2",  # while step 2, the end of an epoch, is written
-    "loop.step_begins:step=4",
     "rollout.after_generate:step=4",
-    "loop.after_advantages:step=4",
     "actor.after_optimizer_step:step=4",
     "sync.before_commit:step=4",
     "journal.before_write:step=5,nth=3",  # rewards are known, the samples are journalled
