@@ -116,6 +116,17 @@ class Recipe:
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0
+    balancing: str = "none"  # of routers: moe_router_load_balancing_type
+    aux_coef: float = 0.0
+    z_coef: float = 0.0
+    bias_rate: float = 0.0
+
+    @property
+    def router_terms(self) -> dict[str, Any]:
+        """The settings of the routers' terms as a user would write them; none where there are none."""
+        found = {"moe_router_load_balancing_type": self.balancing, "moe_aux_loss_coeff": self.aux_coef}
+        found |= {"moe_z_loss_coeff": self.z_coef, "moe_router_bias_update_rate": self.bias_rate}
+        return found if self.aux_coef or self.z_coef or self.bias_rate else {}
 
 
 @dataclass(frozen=True)

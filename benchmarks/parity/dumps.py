@@ -10,6 +10,7 @@
 What a family's critic has stands under DUMPS/<family>/critic instead, in the same order.
 
 A result holds `log_probs`, `entropies`, `log_probs_after` [T]; `grad_norms` [optimizer steps], before clipping;
+`routes` [T, layers with experts, experts a token], sorted, -1 of a sample's last token;
 of a critic `values` and `values_after` in place of the first three;
 `gradient/<step>/<tensor>`, before clipping, and `weights/<tensor>`, after the last step, by Hugging Face name. Of a
 layout only the gradients of step 0 are kept; it also holds `copies/<copy>/<tensor>`: what other ranks hold of the same

@@ -7,6 +7,7 @@
     gradient           ||x - y|| / ||y|| a tensor, before the first step, not clipped
     update             ||x - y|| / ||y|| a tensor, of weights after the last step minus weights before the first
     grad_norm          |x - y| / y, the worst of the steps
+    routes             tokens x layers whose set of experts is another one, before the first step
     copies             max |x - x'| between ranks that hold the same weights, after the last step; must be 0
 
 Of a critic: values, values_after as log_probs, in the unit of rewards; value_gradient and so on for the others. Weight
@@ -72,6 +73,7 @@ def measure(
         f"{prefix}update": list(tensor_figures(_update(result, start), _update(exact, start), updates)),
         f"{prefix}grad_norm": list(_norm_figures(exact, draws, result)),
         f"{prefix}copies": list(_copy_figures(result)),
+        f"{prefix}routes": list(_route_figures(exact, draws, result)),
     }
     rows = []
     for quantity, figures in found.items():
@@ -109,6 +111,16 @@ def _norm_figures(exact: Result, draws: Sequence[Result], result: Result) -> Ite
     for step, (truth, value) in enumerate(zip(exact["grad_norms"], result["grad_norms"], strict=True)):
         own = scale(relative_error(whole(draw, step), whole(exact, step)) for draw in draws)
         yield f"step {step}", float((value.double() - truth).abs() / truth), own
+
+
+def _route_figures(exact: Result, draws: Sequence[Result], result: Result) -> Iterator[Figure]:
+    if "routes" in exact:
+
+        def num_others(x: Result, layer: int) -> float:
+            return float((x["routes"] != exact["routes"])[:, layer].any(-1).sum())
+
+        for layer in range(exact["routes"].shape[1]):
+            yield f"router {layer}", num_others(result, layer), scale(num_others(draw, layer) for draw in draws)
 
 
 def _copy_figures(result: Result) -> Iterator[Figure]:

@@ -74,6 +74,9 @@ def figures(
         (f"{n} ({copy})", float(np.max(np.abs(result[f"copies/{copy}/{n}"] - result[f"weights/{n}"]))), 0.0)
         for _, copy, n in copies
     ]
+    if "routes" in exact:
+        others = [(x["routes"] != exact["routes"]).any(-1).sum(0).tolist() for x in (result, *draws)]
+        found[f"{of}routes"] = [(f"router {n}", e, own(list(o))) for n, (e, *o) in enumerate(zip(*others))]
     return {quantity: values for quantity, values in found.items() if values}
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from benchmarks.parity.cases import Cut, Recipe, Role
 from benchmarks.parity.fused_experts import fused, unfused
 from benchmarks.parity.rounding import orders, renumbered
+from benchmarks.parity.router_reference import Routers
 from benchmarks.parity.value_reference import ValueModel, padded, token_values, tokens_of, value_losses
 
 MIN_KINK_DISTANCE = 2e-5  # of a ratio or value from a kink of the loss; nearer, rounding decides on which side it is
@@ -173,10 +174,14 @@ def run_reference(
 ) -> dict[str, Tensor]:
     """The tensors that `measure` reads, as `dumps` lists them."""
     model = make_model(hf_config, state, dtype, role)
+    routers = Routers(model, hf_config)
+    lengths = batch["offsets"].diff().tolist()
     parameters = dict(model.named_parameters())
     every_sample = range(batch["offsets"].numel() - 1)
     with torch.no_grad():
         result = COLUMNS[role](model, batch, every_sample, recipe)
+    if routers.gates:
+        result["routes"] = routers.routes(lengths)
     step_optimizer = adamw(parameters, recipe)
     norms = []
     for step, mini_batch in enumerate(cut.mini_batches):
@@ -184,15 +189,18 @@ def run_reference(
         part = {name: column[tokens_of(batch, samples)] for name, column in batch.items() if name != "offsets"}
         model.zero_grad()
         token_loss = LOSSES[role](COLUMNS[role](model, batch, samples, recipe), part, recipe)
-        loss_of(token_loss, batch, samples, cut.loss_agg_mode).backward()
+        loss = loss_of(token_loss, batch, samples, cut.loss_agg_mode)
+        (loss + routers.loss(lengths[slice(*mini_batch)], recipe)).backward()
         result |= {f"gradient/{step}/{name}": p.grad.clone() for name, p in parameters.items()}
         norms.append(clip_gradients(parameters, recipe.max_grad_norm))
         step_optimizer()
+        routers.move_biases(lengths[slice(*mini_batch)], recipe.bias_rate)
     result["grad_norms"] = torch.stack(norms)
     result |= {f"weights/{name}": p.detach().clone() for name, p in parameters.items()}
     biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
     result |= {f"weights/{name}": buffer.clone() for name, buffer in biases.items()}
-    result = unfused(result, hf_config["model_type"])
+    routes = {"routes": result.pop("routes")} if routers.gates else {}
+    result = routes | unfused(result, hf_config["model_type"])
     with torch.no_grad():
         name, column = next(iter(COLUMNS[role](model, batch, every_sample, recipe).items()))
     result[f"{name}_after"] = column

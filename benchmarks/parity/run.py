@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ def run_cell(
         batch=case.batch,
         cuts=list(cuts),
         recipe=recipe,
-        megatron=axes.megatron,
+        megatron=replace(axes.megatron, **recipe.router_terms),
         role=case.role,
         **arguments,
     )

@@ -17,6 +17,7 @@ from torch import Tensor
 from benchmarks.parity.cases import Cut, Recipe, Role
 from benchmarks.parity.layouts import Axes
 from benchmarks.parity.measure import TOKEN_QUANTITIES
+from benchmarks.parity.routes import assembled, watched
 from benchmarks.parity.subjects import HEADS, SUBJECTS, Subject
 from rlhf_megatron.config.schema import MegatronConfig
 from rlhf_megatron.data.batch import LogProbs, TrainBatch, Values, select
@@ -43,6 +44,7 @@ class RankResult:
     gradients: dict[str, Tensor]  # of the first optimizer step, reduced, before clipping; of one copy of the model
     weights: dict[str, Tensor]
     grad_norms: list[float]
+    routes: list[Tensor]  # rows of `routes`, before the first optimizer step
 
 
 def run_on_rank(
@@ -96,7 +98,8 @@ def _run_cut(
     gradients = _watch_gradients(worker, world)
     budget = subject.cut.token_budget
     plan = _plan(world, batch, budget)
-    before = subject.columns(worker, take(batch, plan), plan)
+    with watched(worker.model.chunks, world, take(batch, plan), plan) as routes:
+        before = subject.columns(worker, take(batch, plan), plan)
     norms = []
     for step, (start, stop) in enumerate(subject.cut.mini_batches):
         if step == 1 and checkpoint is not None:
@@ -111,7 +114,7 @@ def _run_cut(
     weights = {rule.megatron_name: shard.clone() for rule, shard in worker.export() if shard is not None}
     after = subject.columns(worker, take(batch, plan), plan)
     weights = {name: p.detach().clone() for name, p in named_weights(worker.model.chunks).items()} | weights
-    return RankResult(before, after, plan, gradients, weights, norms)
+    return RankResult(before, after, plan, gradients, weights, norms, routes)
 
 
 def _watch_gradients(worker: Any, world: World) -> dict[str, Tensor]:
@@ -204,6 +207,8 @@ def assemble(
     tensors = {"grad_norms": torch.tensor(leaders[0].grad_norms, dtype=torch.float64)}
     for name in TOKEN_QUANTITIES[role]:
         tensors[name] = getattr(after if name.endswith("_after") else before, name.removesuffix("_after"))
+    if rows := [part for result in results for part in result.routes]:
+        tensors["routes"] = assembled(rows, before.offsets)
     gradients = hf_tensors([result.gradients for result in results], hf_config, axes, role, is_whole=False)
     tensors |= {f"gradient/0/{name}": tensor for name, tensor in gradients[FIRST].items()}
     weights = hf_tensors([result.weights for result in results], hf_config, axes, role, is_whole=True)

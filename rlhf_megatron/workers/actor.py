@@ -93,7 +93,7 @@ class MegatronActor(TrainedModel):
             raise ValueError(f"unknown loss {loss!r}; known: {', '.join(self.losses)}.")
         row_loss = self.losses[loss]
         world = self.world
-        packed = pack(batch, plan, world.layout, world.coordinates.cp, COLUMNS, world.device)
+        packed = pack(batch, plan, world.layout, world.coordinates.cp, COLUMNS, world.device, self.has_router_terms)
         rows = self.head.rows(temperature, row_loss.needs_entropy)
 
         def of_rows(hidden_SH: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor], Tensor]:

@@ -80,7 +80,7 @@ class MegatronCritic(TrainedModel):
 
     def _work(self, batch: ValueMiniBatch, plan: ReplicaPlan) -> tuple[Packed, RowLossFunction]:
         world = self.world
-        packed = pack(batch, plan, world.layout, world.coordinates.cp, COLUMNS, world.device)
+        packed = pack(batch, plan, world.layout, world.coordinates.cp, COLUMNS, world.device, self.has_router_terms)
 
         def of_rows(hidden_SH: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor], Tensor]:
             values_R = self._row_values(hidden_SH, micro)

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.data.batch import TokenBatch
-from rlhf_megatron.data.plan import ReplicaPlan
+from rlhf_megatron.data.plan import NO_OP, ReplicaPlan
 from rlhf_megatron.parallel.device import moved
 from rlhf_megatron.parallel.layout import Layout
 
@@ -52,6 +52,7 @@ class MicroBatch:
     sequence_ids: Tensor  # [R] int64, the document of each row, in [0, num_sequences); the same on all cp ranks
     num_sequences: int  # documents, filler not counted
     columns: dict[str, Tensor]  # column name -> [R]
+    documents: Tensor | None = None  # [S / cp] int64, the document of each token, -1 of none; where it was asked for
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Packed:
     token_index: Tensor  # [sum of R] int64: the shard's token that each row of each micro-batch, in order, predicts
     num_tokens: int  # T
     seq_length: int  # S where the micro-batches share one length; else the largest
+    num_forwarded: tuple[int, int] = (0, 0)  # tokens and documents of real samples, over all cp ranks
 
     def unpack(self, rows: Sequence[Tensor]) -> Tensor:
         """Per-row results of each micro-batch, [R] each -> one token column [T] float32 on the CPU, zero elsewhere.
@@ -79,10 +81,12 @@ def pack(
     cp_rank: int = 0,
     columns: Sequence[str] = (),
     device: str | torch.device = "cpu",
+    with_documents: bool = False,
 ) -> Packed:
     """Pack the shard `batch` (on the CPU) as `plan` says, cut out the share of `cp_rank` and move it to `device`.
 
-    `columns`: token columns of `batch` to gather; a column that is None there is left out. Under pipeline parallelism
+    `columns`: token columns of `batch` to gather; a column that is None there is left out. `with_documents`: say of
+    which document each token is; those of no-op samples, of padding and filler are of none. Under pipeline parallelism
     every micro-batch gets plan.packed_length tokens, since stages agree on one length; else no more than
     layout.packed_multiple asks for.
 
@@ -98,6 +102,7 @@ def pack(
     is_token = positions < lengths[document]
     source = batch.offsets[order][document] + positions.where(is_token, 0)  # packed token -> token of the shard
     token_ids = batch.token_ids[source].where(is_token, 0)
+    is_real = torch.tensor(plan.samples)[order] != NO_OP
     is_row = batch.response_mask.roll(-1)[source] & is_token  # the next token trains; no sample's first token does
     row_index = is_row.nonzero().flatten()
     predicted = source[row_index] + 1  # the shard's token that each row predicts
@@ -126,18 +131,23 @@ def pack(
                 sequence_ids=document[row_index[rows]] - documents.start,
                 num_sequences=documents.stop - documents.start,
                 columns={name: column[rows] for name, column in gathered.items()},
+                documents=_documents(document, is_token & is_real[document], tokens, documents, filler_positions)
+                if with_documents
+                else None,
             )
         )
-    return Packed(_on(micro_batches, torch.device(device)), predicted, batch.num_tokens, seq_length)
+    num_forwarded = int(lengths[is_real].sum()), int(is_real.sum())
+    return Packed(_on(micro_batches, torch.device(device)), predicted, batch.num_tokens, seq_length, num_forwarded)
 
 
 def _on(micro_batches: Sequence[MicroBatch], device: torch.device) -> tuple[MicroBatch, ...]:
     """All of them in one transfer."""
-    named = [{name: getattr(micro, name) for name in TENSORS} | micro.columns for micro in micro_batches]
+    own = TENSORS if micro_batches[0].documents is None else (*TENSORS, "documents")
+    named = [{name: getattr(micro, name) for name in own} | micro.columns for micro in micro_batches]
     there = iter(moved([tensor for tensors in named for tensor in tensors.values()], device))
     found: list[dict[str, Any]] = [{name: next(there) for name in tensors} for tensors in named]
     return tuple(
-        replace(micro, **{name: tensors.pop(name) for name in TENSORS}, columns=tensors)
+        replace(micro, **{name: tensors.pop(name) for name in own}, columns=tensors)
         for micro, tensors in zip(micro_batches, found, strict=True)
     )
 
@@ -169,6 +179,12 @@ def _by_length(order: Tensor, lengths: Tensor, sizes: Tensor) -> Tensor:
     group = torch.repeat_interleave(torch.arange(sizes.numel()), sizes)
     by_length = lengths[order].argsort(stable=True)
     return order[by_length[group[by_length].argsort(stable=True)]]
+
+
+def _documents(document: Tensor, is_real: Tensor, tokens: slice, documents: slice, filler: Tensor) -> Tensor:
+    """The document of each token of a micro-batch, counted in it; -1 where it is of none."""
+    mine = (document[tokens] - documents.start).where(is_real[tokens], -1)
+    return torch.cat([torch.full_like(filler, -1), mine])
 
 
 def _spans(ends: list[int]) -> list[slice]:

@@ -18,6 +18,7 @@ from rlhf_megatron.checkpoint.load_model import unwrap
 from rlhf_megatron.data.batch import LogProbs, TokenBatch
 from rlhf_megatron.data.plan import ReplicaPlan
 from rlhf_megatron.models.attention import packed_documents
+from rlhf_megatron.models.router import RoutedTokens, RouterTerms
 from rlhf_megatron.parallel.world import World
 from rlhf_megatron.workers.log_prob_head import RowLogProbs
 from rlhf_megatron.workers.pack import MicroBatch, Packed, pack
@@ -30,17 +31,25 @@ tokens of this cp rank, of which each tp rank has its part where sequence parall
 
 
 def run_micro_batches(
-    chunks: Sequence[nn.Module], world: World, packed: Packed, on_rows: RowsFunction, forward_only: bool
+    chunks: Sequence[nn.Module],
+    world: World,
+    packed: Packed,
+    on_rows: RowsFunction,
+    forward_only: bool,
+    routers: RouterTerms | None = None,
 ) -> list[Tensor]:
     """Forward, and backward of the loss that `on_rows` returns, over all micro-batches. All ranks of a replica.
 
     Gradients add up in the main-gradient buffers and are summed over replicas: the loss arrives divided by a global
     count, and nothing divides after it (models.transformer_config). Returns what `on_rows` collected, in order, on the
-    last stage; [] elsewhere.
+    last stage; [] elsewhere. `routers`: what they are told of each micro-batch's tokens, which `packed` then has.
     """
 
     def forward_step(micro_batches: Iterator[MicroBatch], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         micro = next(micro_batches)
+        if routers is not None:
+            assert micro.documents is not None, "packed without the documents of tokens"
+            routers.enter(RoutedTokens(micro.documents, micro.num_sequences))
         documents = packed_documents(micro.cu_seqlens, micro.max_seqlen, micro.position_ids, world.cp_group)
         hidden = model(micro.token_ids, micro.position_ids, None, packed_seq_params=documents)
         return hidden, partial(on_rows, micro)

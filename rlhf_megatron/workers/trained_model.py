@@ -29,6 +29,7 @@ from rlhf_megatron.checkpoint.source import WeightSource
 from rlhf_megatron.config.schema import MegatronConfig, OptimConfig
 from rlhf_megatron.models.build import build_model
 from rlhf_megatron.models.families.base import HFConfig, table_for
+from rlhf_megatron.models.router import RouterTerms, make_router_terms
 from rlhf_megatron.models.table import Head, Rule
 from rlhf_megatron.parallel.mcore_fixes import is_of_expert
 from rlhf_megatron.parallel.world import World, free_scratch
@@ -65,6 +66,7 @@ class _Pass:
     losses: Tensor | None  # [micro-batches], this rank's shares
     sums: Tensor | None  # [names]
     rows: tuple[Tensor, ...]  # of each micro-batch: log-probs or values
+    of_routers: dict[str, float]  # on every stage: the replica's share of the terms of its routers
 
 
 class TrainedModel:
@@ -93,6 +95,7 @@ class TrainedModel:
         self.model = build_model(hf_config, world, dtype, megatron, head)
         self.table = table_for(hf_config, world.layout.tp, self.model.impl, head)
         load_on_rank(self.model.chunks, self.table, weights, world)
+        self.router_terms = make_router_terms(self.model.chunks, megatron, self.model.transformer_config, world)
         self.chunks = wrap(self.model.chunks, self.model.transformer_config, megatron, world)
         self.model.chunks = list(self.chunks)
         self.optimizer = self._fresh_optimizer()
@@ -120,8 +123,11 @@ class TrainedModel:
         step = self.optimizer.step(done.losses)
         if step.is_skipped:
             self.skips.append(self._kept(self._findings(done, packed, step.grad_norm), capsule))
-        elif self.role == "actor" and faults.reach("actor.after_optimizer_step"):
-            _plant(self.chunks, "data", 1e-3)
+        else:
+            if self.router_terms is not None:
+                self.router_terms.move_biases()
+            if self.role == "actor" and faults.reach("actor.after_optimizer_step"):
+                _plant(self.chunks, "data", 1e-3)
         return self._result(done, step)
 
     def _look(self, packed: Packed, row_loss: RowLossFunction) -> UpdateResult | None:
@@ -132,6 +138,11 @@ class TrainedModel:
         self.skips.append(replace(self._findings(done, packed, grad_norm), first=watch.first))
         is_finite = math.isfinite(grad_norm)
         return self._result(done, StepResult(grad_norm, self.optimizer.lr, is_skipped=not is_finite))
+
+    @property
+    def has_router_terms(self) -> bool:
+        """Whether a training pass needs to know of which document each token is."""
+        return self.router_terms is not None
 
     def take_skips(self) -> list[Findings]:
         """What this rank saw in the steps that were skipped since it was last asked, in their order."""
@@ -170,12 +181,30 @@ class TrainedModel:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        collected = run_micro_batches(self.chunks, self.world, packed, on_rows, forward_only=False)
+        if self.router_terms is not None:
+            self._begin_terms(self.router_terms, packed)
+        collected = run_micro_batches(
+            self.chunks, self.world, packed, on_rows, forward_only=False, routers=self.router_terms
+        )
+        of_routers = {} if self.router_terms is None else self.router_terms.end()
         if not collected:
-            return _Pass((), None, None, ())
+            return _Pass((), None, None, (), of_routers)
         heads = torch.stack([part[: 1 + len(names)] for part in collected])
         rows = tuple(part[1 + len(names) :] for part in collected)
-        return _Pass(tuple(names), heads[:, 0], heads[:, 1:].sum(0), rows)
+        return _Pass(tuple(names), heads[:, 0], heads[:, 1:].sum(0), rows, of_routers)
+
+    def _begin_terms(self, terms: RouterTerms, packed: Packed) -> None:
+        """Start the terms of the routers; loads that must be known before cost a forward pass."""
+        if terms.needs_counting:
+
+            def nothing(micro: MicroBatch, hidden: Tensor) -> RowsResult:
+                return hidden.new_zeros(()), 0, hidden.new_zeros(1)
+
+            terms.begin(*packed.num_forwarded, is_counting=True)
+            with torch.no_grad():
+                run_micro_batches(self.chunks, self.world, packed, nothing, forward_only=True, routers=terms)
+            terms.end()
+        terms.begin(*packed.num_forwarded)
 
     def _result(self, done: _Pass, step: StepResult) -> UpdateResult | None:
         if done.sums is None:  # not on the last stage
@@ -184,6 +213,7 @@ class TrainedModel:
         if not self.world.is_leader:
             return None
         sums = dict(zip(done.names, totals.tolist(), strict=True))
+        sums |= {f"{self.role}/{name}": value for name, value in done.of_routers.items()}
         return UpdateResult(sums, step.grad_norm, step.lr, step.is_skipped)
 
     def _findings(self, done: _Pass, packed: Packed, grad_norm: float) -> Findings:

@@ -8,8 +8,13 @@ from typing import Any
 from rlhf_megatron.config.schema import MegatronConfig
 
 EP, ETP, DISPATCHER = "expert_model_parallel_size", "expert_tensor_parallel_size", "moe_token_dispatcher_type"
+BALANCE, COEFF = "moe_router_load_balancing_type", "moe_aux_loss_coeff"
+Z_COEFF, BIAS_RATE = "moe_z_loss_coeff", "moe_router_bias_update_rate"
 KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Keys of config.json that say how many experts a layer has."""
+
+TERMS = (BALANCE, COEFF, Z_COEFF, BIAS_RATE)
+"""Settings that change what is learnt, and no part of a layout."""
 
 Found = tuple[str, tuple[str, ...]]
 """A problem with its fix, and the keys of a layout that it is about."""
@@ -52,6 +57,7 @@ def of_experts(num_experts: int, width: int, stage_ranks: int, m: MegatronConfig
             f" {etp}) reaches over replicas, which have samples of their own; use alltoall.",
             (DISPATCHER, EP, ETP),
         )
+    yield from _terms(m)
     if "mlp" in m.recompute_modules and m.recompute_granularity == "selective":
         yield (
             "recompute_modules has mlp, which megatron-core leaves out for layers with experts; use moe for these.",
@@ -64,12 +70,28 @@ def of_experts(num_experts: int, width: int, stage_ranks: int, m: MegatronConfig
         )
 
 
+def _terms(m: MegatronConfig) -> Iterator[Found]:
+    is_balanced = m.moe_router_load_balancing_type != "none"
+    if is_balanced and m.moe_aux_loss_coeff == 0:
+        yield f"{BALANCE} ({m.moe_router_load_balancing_type}) needs a {COEFF} above 0.", (BALANCE, COEFF)
+    if m.moe_aux_loss_coeff > 0 and not is_balanced:
+        yield (
+            f"{COEFF} ({m.moe_aux_loss_coeff}) needs {BALANCE}: seq_aux_loss (of each sample) or global_aux_loss (of"
+            " the mini-batch). megatron-core's aux_loss is not there: it depends on how samples are packed.",
+            (COEFF, BALANCE),
+        )
+
+
 def of_dense_model(m: MegatronConfig) -> Iterator[Found]:
     """Yield the settings of experts that a model without experts would ignore."""
     given = {
         EP: m.expert_model_parallel_size > 1,
         ETP: m.expert_tensor_parallel_size is not None,
         DISPATCHER: m.moe_token_dispatcher_type != "alltoall",
+        BALANCE: m.moe_router_load_balancing_type != "none",
+        COEFF: m.moe_aux_loss_coeff != 0,
+        Z_COEFF: m.moe_z_loss_coeff is not None,
+        BIAS_RATE: m.moe_router_bias_update_rate != 0,
         "recompute_modules": m.recompute_granularity == "selective" and "moe" in m.recompute_modules,
     }
     for key, is_given in given.items():

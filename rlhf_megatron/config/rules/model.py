@@ -194,6 +194,12 @@ def _experts(
     found = of_experts(num, width if isinstance(width, int) else 0, num_ranks // pp, m) if num else of_dense_model(m)
     for text, keys in found:
         yield _problem(f"{section}.{text}", *(f"{section}.{key}" for key in keys))
+    if num and m.moe_router_bias_update_rate > 0 and "n_routed_experts" not in hf_config:
+        yield _problem(
+            f"{section}.moe_router_bias_update_rate ({m.moe_router_bias_update_rate}) is of routers that pick by a"
+            " bias, and this model's have none; remove it.",
+            f"{section}.moe_router_bias_update_rate",
+        )
     is_mixed = bool(hf_config.get("mlp_only_layers")) or hf_config.get("decoder_sparse_step", 1) != 1
     if num and is_mixed and config.rollout.engine == "sglang":
         yield _problem(

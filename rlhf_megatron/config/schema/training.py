@@ -50,6 +50,15 @@ class MegatronConfig:
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = doc(
         "how tokens reach the ranks of their experts: each to these, or all to all", "alltoall"
     )
+    moe_router_load_balancing_type: Literal["none", "seq_aux_loss", "global_aux_loss"] = doc(
+        "load-balancing loss of routers: of each sample, or of the whole mini-batch, which costs one more forward pass",
+        "none",
+    )
+    moe_aux_loss_coeff: float = doc("weight of the load-balancing loss", 0.0, FACTOR)
+    moe_z_loss_coeff: float | None = doc("weight of the routers' z loss; null: none", None, FACTOR)
+    moe_router_bias_update_rate: float = doc(
+        "how far an optimizer step moves each bias by which routers pick experts, towards even loads", 0.0, BELOW_ONE
+    )
     num_layers_in_first_pipeline_stage: int | None = doc(
         "layers of the first stage; null: as many as others", None, COUNT
     )

@@ -86,11 +86,14 @@ rollout/num_samples | count | count | {SAMPLES} | prompts x rollout.n
 # Updates, versions, health
 actor/entropy | nats | mean | {TOKENS} | entropy of the policy before the update
 <role>/grad_norm | 1 | mean | {MADE_STEPS} | global gradient norm before clipping
+<role>/load_balancing_loss | 1 | mean | {MADE_STEPS} - | load-balancing loss of the routers without its weight, mean of
+  the layers with experts; 1 where all experts meet as many tokens
 <role>/lr | 1 | last | optimizer steps of a step | learning rate
 <role>/num_epochs | count | last | {STEP} | passes over the samples; 0 where the role was not trained
 <role>/num_optimizer_steps | count | count | {STEP} | optimizer steps, with those that were skipped
 <role>/num_skipped_steps | count | count | {STEP} - | optimizer steps skipped on all ranks for a number that is not
   finite
+<role>/z_loss | 1 | mean | {MADE_STEPS} | z loss of the routers without its weight, mean of the layers with experts
 training/global_step | count | last | {STEP} | number of the step, from 1
 training/epoch | 1 | last | {STEP} | place in the stream of the last prompt that was trained on, over the number of
   training prompts; not in a replay

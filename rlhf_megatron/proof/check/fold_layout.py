@@ -8,15 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rlhf_megatron.config.rules.experts import TERMS
 from rlhf_megatron.config.rules.model import FIRST_LAST
 from rlhf_megatron.config.schema import MegatronConfig
 from rlhf_megatron.parallel.layout import layout_of
 
 AXES = {"cp": "context_parallel_size", "tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size"}
 """In the order in which they are made smaller."""
-
-UNSHARDED = MegatronConfig(transformer_impl="local")
-"""One rank, megatron-core's own layers, nothing computed again: what every layout must equal."""
 
 
 Pool = tuple[str, MegatronConfig, int]
@@ -59,6 +57,12 @@ class Folded:
     def __str__(self) -> str:
         """ "tp2 pp2 dp1", or "tp2 pp2 dp1, critic tp2 pp1 dp1"."""
         return ", critic ".join(map(str, self.pools))
+
+
+def unsharded(megatron: MegatronConfig) -> MegatronConfig:
+    """One rank, megatron-core's own layers, nothing computed again, and the loss terms of `megatron`: what that layout
+    must equal."""
+    return MegatronConfig(transformer_impl="local", **{key: getattr(megatron, key) for key in TERMS})
 
 
 def replica_size(megatron: MegatronConfig) -> int:

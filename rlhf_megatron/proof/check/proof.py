@@ -32,7 +32,7 @@ from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.models.table import Head, Rule
 from rlhf_megatron.proof.check import compare
 from rlhf_megatron.proof.check.fold_config import NUM_STEPS, VALUE_HEAD_STD, fold_config, fold_model, fold_recompute
-from rlhf_megatron.proof.check.fold_layout import UNSHARDED, Folded, FoldedPool
+from rlhf_megatron.proof.check.fold_layout import Folded, FoldedPool, unsharded
 from rlhf_megatron.rollout.fleet.process import ServerProcess
 
 ONE_RANK = "one_rank"
@@ -101,7 +101,7 @@ def prove(config: RunConfig, models: Models, layouts: tuple[Folded, ...], direct
     results: list[LayoutResult] = []
     try:
         recorded = runs.record(first)
-        one_rank = runs.replay(Folded(ONE_RANK, FoldedPool(UNSHARDED, 1), None, ()))
+        one_rank = runs.replay(Folded(ONE_RANK, FoldedPool(unsharded(first.actor.megatron), 1), None, ()))
     except ProgramError as error:
         return Proof(tiny.policy, (LayoutResult(first, 0.0, (), (str(error),)),), 0, 0.0)
     results.append(runs.result(first, recorded, one_rank))

@@ -220,6 +220,11 @@ MOE = MegatronConfig(tensor_model_parallel_size=2, sequence_parallel=True, exper
         ({"moe_token_dispatcher_type": "allgather"}, "allgather) needs as many tokens on all ranks"),
         ({"transformer_impl": "transformer_engine"}, "is not there for models with experts yet"),
         ({"recompute_granularity": "selective", "recompute_modules": ("mlp",)}, "use moe for these"),
+        ({"moe_aux_loss_coeff": 0.01}, "moe_aux_loss_coeff (0.01) needs moe_router_load_balancing_type: seq_aux_loss"),
+        (
+            {"moe_router_load_balancing_type": "global_aux_loss"},
+            "moe_router_load_balancing_type (global_aux_loss) needs a moe_aux_loss_coeff above 0.",
+        ),
     ],
 )
 def test_layouts_that_experts_cannot_have(change: dict[str, Any], message: str) -> None:
@@ -229,10 +234,14 @@ def test_layouts_that_experts_cannot_have(change: dict[str, Any], message: str) 
 
 
 def test_a_dense_model_reads_no_setting_of_experts() -> None:
-    settings = MegatronConfig(expert_model_parallel_size=2, expert_tensor_parallel_size=1)
+    settings = MegatronConfig(
+        expert_model_parallel_size=2, expert_tensor_parallel_size=1, moe_aux_loss_coeff=0.1, moe_z_loss_coeff=0.1
+    )
     assert [keys for _, keys in of_dense_model(settings)] == [
         ("expert_model_parallel_size",),
         ("expert_tensor_parallel_size",),
+        ("moe_aux_loss_coeff",),
+        ("moe_z_loss_coeff",),
     ]
     assert not list(of_dense_model(MegatronConfig()))
 

@@ -31,7 +31,7 @@ from rlhf_megatron.models.families.base import family_for, table_for
 from rlhf_megatron.models.table import check_tensor_parallel
 from rlhf_megatron.parallel.layout import layout_of
 from rlhf_megatron.proof.check.fold_config import fold_config, fold_model, fold_recompute, layers_per_chunk
-from rlhf_megatron.proof.check.fold_layout import UNSHARDED, Folded, FoldedPool, fold_layouts, replica_size
+from rlhf_megatron.proof.check.fold_layout import Folded, FoldedPool, fold_layouts, replica_size, unsharded
 from rlhf_megatron.proof.check.proof import Models, fold_models, write_model, write_prompts
 
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -236,7 +236,9 @@ def test_every_shipped_configuration_folds_to_one_that_breaks_no_rule(
             path.write_text(as_yaml(small))
             loaded = load_run_config(path).config
             assert loaded == small, "the file says the same"
-            one_rank = fold_config(config, Folded(folded.name, FoldedPool(UNSHARDED, 1), None, ()), tmp_path)
+            one_rank = fold_config(
+                config, Folded(folded.name, FoldedPool(unsharded(folded.actor.megatron), 1), None, ()), tmp_path
+            )
             placed = {name: getattr(loaded.critic, name) for name in ("num_ranks", "megatron")}
             alone = replace(one_rank, critic=replace(one_rank.critic, **placed))
             assert replace(loaded, actor=alone.actor, trainer=alone.trainer) == alone, "only the layouts differ"
