@@ -1,14 +1,12 @@
 """Weights on disk change layout and come back bit for bit; what is broken is named; nothing half-written stays."""
 
 import json
-import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from places import ROOT
 from safetensors.torch import load_file, save_file
 from table_samples import FAMILIES, LLAMA3_ROPE, SMALL_QWEN3, THREE_KV_HEADS, random_state, tied
 
@@ -236,9 +234,11 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "is not a directory" in capsys.readouterr().err
 
 
-def test_module_of_tools_runs_the_command(tmp_path: Path) -> None:
+def test_module_of_tools_runs_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python -m tools.checkpoint_convert`, in this process."""
     hf = make_hf(tmp_path / "hf", CONFIG)
-    command = [sys.executable, "-m", "tools.checkpoint_convert", "hf-to-megatron", "--hf", str(hf), "--out"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, str(tmp_path / "m")], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and (tmp_path / "m" / "tp0_pp0.safetensors").exists(), done.stderr
+    words = ["hf-to-megatron", "--hf", str(hf), "--out", str(tmp_path / "m")]
+    monkeypatch.setattr(sys, "argv", ["tools.checkpoint_convert", *words])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("tools.checkpoint_convert", run_name="__main__")
+    assert end.value.code == 0 and (tmp_path / "m" / "tp0_pp0.safetensors").exists()

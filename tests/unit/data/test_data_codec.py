@@ -73,7 +73,7 @@ values = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(values)
 def test_plain_values_round_trip(obj: Any) -> None:
     assert same(round_trip(obj), obj)
