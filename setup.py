@@ -4,9 +4,11 @@ torch is not pinned here, so that a GPU machine keeps the build it brings; `make
 """
 
 import re
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 SOURCE = (Path(__file__).parent / "rlhf_megatron" / "__init__.py").read_text()
 (VERSION,) = re.findall(r'^__version__ = "(.+)"', SOURCE, re.MULTILINE)  # stands there only
@@ -54,15 +56,40 @@ EXTRAS = {
     ],
 }
 
+
+class WithExamples(build_py):
+    """Puts configs/ and examples/ into the wheel, at rlhf_megatron/shipped; a working tree has them at its top."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            for folder in ("configs", "examples"):
+                place = Path(self.build_lib, "rlhf_megatron", "shipped", folder)
+                shutil.copytree(Path(__file__).parent / folder, place, dirs_exist_ok=True)
+
+
 setup(
     name="rlhf-megatron",
     version=VERSION,
     description="Megatron-centric 3D-parallel reinforcement learning for very large language models",
+    long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
     license="Apache-2.0",
+    keywords="reinforcement learning, RLHF, GRPO, PPO, megatron, sglang, large language models",
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 15)),
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+    cmdclass={"build_py": WithExamples},
     python_requires=">=3.10",
     packages=find_packages(include=["rlhf_megatron", "rlhf_megatron.*"]),
     package_data={
         "rlhf_megatron.observe.report": ["assets/*"],
+        "rlhf_megatron.cli": ["starters/*"],
         **{f"rlhf_megatron.{room}": ["*.txt", "*.yaml"] for room in ("algorithms", "config", "verl")},
     },
     install_requires=REQUIRES,

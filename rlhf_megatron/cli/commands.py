@@ -28,6 +28,14 @@ def add_run_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="settings over those of the file")
 
 
+def _init(parser: argparse.ArgumentParser) -> None:
+    text = "what the configuration is for; quickstart: warm-up and GRPO of a tiny model (%(default)s)"
+    kinds = ("quickstart", "grpo", "ppo", "async")
+    parser.add_argument("kind", choices=kinds, nargs="?", default="quickstart", help=text)
+    parser.add_argument("directory", metavar="DIR", type=Path, help="folder of the run; it is made if need be")
+    parser.add_argument("--gpus", metavar="N", type=int, help="of the machine; 0: none (default: those that it has)")
+
+
 def _train(parser: argparse.ArgumentParser) -> None:
     add_run_config(parser)
     parser.add_argument("--fresh", action="store_true", help="start anew: trainer.resume_mode=disable")
@@ -243,6 +251,7 @@ def add_traceback(parser: argparse.ArgumentParser) -> None:
 
 
 COMMANDS = (
+    Command("init", "write a configuration to start from", _init, ".init:init"),
     Command("train", "train a policy", _train, ".train:train"),
     Command("check", "prove a run's layout on this machine, without GPUs", _check, ".check:check"),
     Command("simulate", "compare schedules and splits of a run on simulated GPUs", _simulate, ".simulate:simulate"),

@@ -14,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 
 from rlhf_megatron.config.errors import ConfigError, Problem
+from rlhf_megatron.config.keys import join
 from rlhf_megatron.config.rules import Check
 from rlhf_megatron.config.rules.validate import problems_of, problems_of_files
 from rlhf_megatron.config.schema import RunConfig
@@ -142,16 +143,13 @@ def _read(path: str | Path, overrides: Sequence[str]) -> tuple[Loaded, list[Prob
         files.problems += [Problem(text) for text in error.problems]
     tree = files.tree
     for override in trees:
-        tree = merge(tree, override)
+        tree = merge(tree, _from_folder(override, "", Path()))
     converter = Converter(suggest, has_known_below)
     config = converter.section(RunConfig, tree, "", RunConfig())
     assert config is not BROKEN
     if files.problems:  # what an unreadable file would have set is unknown: no rule can be trusted
         raise ConfigError([*files.problems, *converter.problems])
-    loaded = Loaded(config, converter.provenance)
-    directory = Path(loaded.origin("plugins").source).parent if loaded.origin("plugins").line else Path()
-    paths = [os.path.abspath(directory / p) if is_file(p) else p for p in config.plugins]
-    return replace(loaded, config=replace(config, plugins=tuple(paths))), converter.problems, converter.broken
+    return Loaded(config, converter.provenance), converter.problems, converter.broken
 
 
 class _Files:
@@ -182,6 +180,7 @@ class _Files:
         self._open.pop()
         self._done.add(real)
         items = {key: _in_layer(item, self.num_layers) for key, item in node.items.items() if key != EXTENDS}
+        items = {key: _from_folder(item, key, path.parent) for key, item in items.items()}
         if items:
             self.tree = merge(self.tree, MappingNode(items, replace(node.origin, layer=self.num_layers)))
         self.num_layers += 1
@@ -234,6 +233,33 @@ def _in_layer(node: Node, layer: int) -> Node:
     if isinstance(node, SequenceNode):
         return SequenceNode(tuple(_in_layer(item, layer) for item in node.items), origin)
     return replace(node, origin=origin)
+
+
+INPUTS = {
+    *("model.path", "model.tokenizer_path", "critic.path", "reference.path", "trainer.resume_from_path", "plugins[]"),
+    *("data.train_files[]", "data.val_files[]", "data.sources[].train_files[]", "data.sources[].val_files[]"),
+    *("rollout.sglang.python", "rollout.sglang.api_key_file", "rollout.sglang.admin_api_key_file"),
+    "rollout.transfer_dir",
+}
+"""Settings that name what is there before a run. A relative path counts from the folder of the file it stands in, or
+from the working directory on the command line."""
+
+
+def _from_folder(node: Node, key: str, folder: Path) -> Node:
+    """The same tree, with absolute paths where it names files."""
+    if isinstance(node, MappingNode):
+        return replace(node, items={n: _from_folder(item, join(key, n), folder) for n, item in node.items.items()})
+    if isinstance(node, SequenceNode):
+        return replace(node, items=tuple(_from_folder(item, f"{key}[]", folder) for item in node.items))
+    is_function = key.startswith("reward.") and key.endswith("params.path")
+    if not isinstance(node.value, str) or not node.value or not (key in INPUTS or is_function):
+        return node
+    file, colon, name = node.value.rpartition(":") if is_function else (node.value, "", "")
+    is_program = key.endswith(".python") and "/" not in file
+    if is_program or file.startswith("~") or ((is_function or key == "plugins[]") and not is_file(file)):
+        return node
+    text = os.path.abspath(folder / file) + colon + name
+    return replace(node, value=text, text=text)
 
 
 def display(path: Path) -> str:

@@ -26,7 +26,7 @@ NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
 @dataclass(frozen=True)
 class FunctionParams:
-    path: str  # "package.module:function" or "path/to/file.py:function", seen from where the run is started
+    path: str  # "package.module:function" or "path/to/file.py:function" (beside the YAML file)
     kwargs: dict[str, Any] = field(default_factory=dict)  # further keyword arguments
     max_memory_gib: float = 4.0  # that the worker process may use
 

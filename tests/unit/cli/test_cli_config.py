@@ -49,7 +49,8 @@ def test_check(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
         f"configuration {run_file}: 3 problem(s)",
         "  unknown key actor.ppo_epoch (2). Did you mean actor.ppo_epochs? [command line]",
         "  trainer.seed (x) must be a whole number; write digits only, such as 8. [command line]",
-        f"  model.path (gone) is not a directory; correct it, or make or fetch the model first. [{run_file}:2]",
+        f"  model.path ({run_file.parent / 'gone'}) is not a directory; correct it, or make or fetch the model first."
+        f" [{run_file}:2]",
     ]
 
 

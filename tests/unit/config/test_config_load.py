@@ -57,7 +57,7 @@ rollout: {dtype: null, sglang: {env: {OMP_NUM_THREADS: 08}, args: {mem-fraction-
     assert type(config.actor.optim.eps) is float
     assert config.trainer.experiment_name == "2024"
     assert config.data.prompt_key == "yes"
-    assert config.data.train_files == ("a.jsonl", "b.jsonl")
+    assert config.data.train_files == (str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"))
     assert config.rollout.dtype is None
     assert config.rollout.sglang.env == {"OMP_NUM_THREADS": "08"}
     assert config.rollout.sglang.args == {"mem-fraction-static": 0.5, "on": "on"}
@@ -149,12 +149,12 @@ def test_later_wins_and_every_value_knows_its_place(tmp_path: Path) -> None:
         tmp_path / "run.yaml",
         "extends: [base/left.yaml, right.yaml]\nreward:\n  params: {b: 3}\ndata:\n  train_files: [a, b]\n",
     )
-    loaded = read_run_config(run, ["actor.optim.lr=1e-5", "actor.optim.lr=1e-6", "data.train_files=[c]"])
+    loaded = read_run_config(run, ["actor.optim.lr=1e-5", "actor.optim.lr=1e-6", "data.train_files=[/c]"])
     assert loaded.config.actor.ppo_epochs == 3  # root is read once: right's copy of it does not undo left
     assert loaded.config.actor.mini_batch_size == 8
     assert loaded.config.actor.optim.lr == 1e-6
     assert loaded.config.reward.params == {"a": 1, "b": 3}
-    assert loaded.config.data.train_files == ("c",)
+    assert loaded.config.data.train_files == ("/c",)
     places = {
         "actor.ppo_epochs": f"{left}:2",
         "actor.mini_batch_size": f"{root}:3",
@@ -197,6 +197,30 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
     assert ("no '+' or '--'" in problem) == (override[0] in "+-")
 
 
+def test_a_path_counts_from_the_file_that_it_stands_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is read; not of what is written, of programs on the PATH, of modules, of absolute paths."""
+    base, run, there = tmp_path / "base", tmp_path / "run", tmp_path / "there"
+    for folder in (base, run, there):
+        folder.mkdir()
+    write(base / "base.yaml", "model: {path: ../m, tokenizer_path: /t}\nrollout: {sglang: {python: python3}}\n")
+    text = """
+extends: ../base/base.yaml
+plugins: [parts.py, some.module]
+data: {sources: [{name: a, train_files: [a.jsonl]}]}
+reward: {name: function, params: {path: "score.py:f"}, terms: [{name: function, params: {path: "package.module:f"}}]}
+trainer: {default_local_dir: out}
+"""
+    monkeypatch.chdir(there)
+    config = read_run_config(write(run / "run.yaml", text), ["data.val_files=[b.jsonl]"]).config
+    assert (config.model.path, config.model.tokenizer_path) == (str(tmp_path / "m"), "/t")
+    assert config.rollout.sglang.python == "python3" and config.trainer.default_local_dir == "out"
+    assert config.plugins == (str(run / "parts.py"), "some.module")
+    assert config.data.sources[0].train_files == (str(run / "a.jsonl"),)
+    assert config.data.val_files == (str(there / "b.jsonl"),)
+    assert config.reward.params["path"] == f"{run}/score.py:f"
+    assert config.reward.terms[0].params["path"] == "package.module:f"
+
+
 def test_the_resolved_yaml_loads_as_the_same_run(tmp_path: Path) -> None:
     text = "data: {task: addition}\nmodel: {path: m, tokenizer_path: 'no'}\nactor: {use_kl_loss: true, kl_loss_coef: 0.3}\n"
     run = write(tmp_path / "run.yaml", text)
@@ -208,7 +232,7 @@ def test_the_resolved_yaml_loads_as_the_same_run(tmp_path: Path) -> None:
     config = load_run_config(run, overrides, with_files=False).config
     again = load_run_config(write(tmp_path / "again.yaml", as_yaml(config)), with_files=False).config
     assert again == config
-    assert again.model.tokenizer_path == "no" and again.reward.params["kwargs"] == {
+    assert again.model.tokenizer_path == str(tmp_path / "no") and again.reward.params["kwargs"] == {
         "a": [1e-9, None],
         "b": "1e-4",
         "c": "no",

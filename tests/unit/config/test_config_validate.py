@@ -68,7 +68,7 @@ def test_the_base_of_these_tests_is_valid(run_file: Path) -> None:
         (["rollout.engine=sglang", "rollout.sglang.args={--tp-size: 2}"], "rollout.sglang.args.--tp-size must be written without leading dashes; use tp-size."),
         (["model.dtype=bfloat16", "rollout.dtype=float32"], "rollout.dtype (float32) must not be wider than model.dtype (bfloat16)"),
         (["actor.use_kl_loss=true", "actor.kl_loss_coef=0"], "actor.kl_loss_coef (0) must be above 0 with actor.use_kl_loss"),
-        (["data.train_files=[a]"], "data.train_files (['a']) and data.task (addition) exclude each other"),
+        (["data.train_files=[/a]"], "data.train_files (['/a']) and data.task (addition) exclude each other"),
         (["data.task=null", "data.val_files=[a]"], "data.train_files ([]) must name a JSONL file; give one, or name a data.task."),
         (["data.task=null", "data.train_files=[a]"], "data.val_files ([]) must name a JSONL file"),
         (["warmup.max_steps=5", "warmup.stop_accuracy=0.5"], "warmup.test_freq (20) must be at most warmup.max_steps (5)"),
@@ -155,7 +155,7 @@ def test_a_model_that_does_not_fit(
     run_file: Path, changes: dict[str, Any], overrides: list[str], expected: str
 ) -> None:
     found = validate_model(read_run_config(run_file, overrides), {**HF_CONFIG, **changes})
-    assert any(problem.startswith(f"model/config.json: {expected}") for problem in found), found
+    assert any(f"model/config.json: {expected}" in problem for problem in found), found
     assert len(found) <= 2
 
 
@@ -178,7 +178,7 @@ def test_files(tmp_path: Path, run_file: Path, monkeypatch: pytest.MonkeyPatch) 
         try:
             load_run_config(run_file, overrides)
         except ConfigError as error:
-            return [problem.rpartition(" [")[0] for problem in error.problems]
+            return [problem.rpartition(" [")[0].replace(f"{tmp_path}/", "") for problem in error.problems]
         return []
 
     assert problems() == ["model.path (model) is not a directory; correct it, or make or fetch the model first."]

@@ -36,7 +36,7 @@ def write(run_dir: Path) -> None:
 
 def in_a_process_of_its_own(run_dir: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """wandb keeps threads and a service process; a test must not leave them to others."""
-    code = f"import sys; sys.path.insert(0, {str(SUPPORT)!r})\n"
+    code = f"import sys; sys.path[:0] = {[str(SUPPORT), str(Path(__file__).parent)]!r}\n"
     code += "import logging; logging.basicConfig(level=logging.WARNING)\n"
     code += f"import {__name__} as t; from pathlib import Path; t.write(Path({str(run_dir)!r}))"
     clean = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}

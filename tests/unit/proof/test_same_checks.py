@@ -62,7 +62,7 @@ MISTAKES: dict[str, tuple[Tree, str]] = {
     "logger": ({"trainer": {"logger": ["jsnl"]}}, "unknown logger 'jsnl'. Did you mean 'jsonl'?"),
     "file": (
         {"data": {"train_files": ["gone.jsonl"]}},
-        "data.train_files (gone.jsonl) does not exist; correct the path.",
+        "/gone.jsonl) does not exist; correct the path.",
     ),
     "prompts": ({"data": {"max_prompt_length": 3}}, "the prompt has 4 tokens, over data.max_prompt_length (3)"),
     "stop": ({"rollout": {"stop": ["12"]}}, "'12' is 2 tokens"),
