@@ -110,6 +110,10 @@ def _report(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _status(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="directory of a run, anywhere")
+
+
 def _config(parser: argparse.ArgumentParser) -> None:
     module = ".config_command"
     actions = parser.add_subparsers(metavar="ACTION", required=True)
@@ -259,6 +263,7 @@ COMMANDS = (
     Command("generate", "write a model's answers to prompts", _generate, ".generate:generate"),
     Command("evaluate", "score answers, a model or a run", _evaluate, ".evaluate:evaluate"),
     Command("engine", "start SGLang servers for runs to attach to", _engine, ".engine:engine"),
+    Command("status", "say how far runs are, and when they will be done", _status, ".report:status"),
     Command("report", "write one HTML page about a run, or compare several", _report, ".report:report"),
     Command("config", "show, check, document or translate configurations", _config, ""),
     Command("algorithms", "list estimators, losses, rewards and schedules", _algorithms, ".algorithms:algorithms"),

@@ -1,4 +1,4 @@
-"""`rlhf-megatron report RUN_DIR ...`: writes one HTML page and pictures about a run, or compares several."""
+"""`rlhf-megatron report RUN_DIR ...`: one HTML page about a run, or a comparison. `status` says where runs are."""
 
 from __future__ import annotations
 
@@ -23,6 +23,15 @@ def report(args: argparse.Namespace) -> None:
     print(f"report: {written.page}")
     if args.open == "yes" or (args.open == "auto" and _has_screen()):
         webbrowser.open(written.page.resolve().as_uri())
+
+
+def status(args: argparse.Namespace) -> None:
+    """Print a few lines a run: its end or where it is, and when it will be done. Reads its files only."""
+    from rlhf_megatron.observe.report.facts import progress_lines
+    from rlhf_megatron.observe.report.files import read_run
+
+    for run_dir in args.run_dirs:
+        print(f"{run_dir}: " + "\n  ".join(progress_lines(read_run(run_dir))))
 
 
 def _has_screen() -> bool:

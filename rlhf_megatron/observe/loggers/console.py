@@ -1,9 +1,12 @@
-"""The terminal: a progress bar with the current stage, and a table row a step."""
+"""The terminal: a progress bar with the current stage, and a table row a step. Logs get a line a minute for the bar."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +60,7 @@ SET_MEAN = re.compile(r"val/([^/]+)/mean@\d+")
 SOURCE_WIDTHS, SOURCE_RANK = (6, 12), 4
 AFTER_SOURCES = 2  # columns in front of those of the sources
 ROWS_PER_HEADER = 25
+QUIET_S = 60.0  # after which a log is told where the run is
 
 
 @LOGGERS.register("console")
@@ -85,14 +89,37 @@ class ConsoleLogger(Logger):
         )
         self._progress.start()
         self._task = self._progress.add_task("start", total=total_steps)
+        self._total, self._done, self._stage = total_steps, 0, "start"
+        self._took: list[float] = []  # seconds of each step
+        self._said = time.monotonic()
+        self._is_closed = threading.Event()
+        if not self._console.is_terminal:
+            threading.Thread(target=self._tell_each_minute, name="progress", daemon=True).start()
+
+    def _tell_each_minute(self) -> None:
+        while not self._is_closed.wait(max(0.01, self._said + QUIET_S - time.monotonic())):
+            if time.monotonic() - self._said >= QUIET_S:
+                with contextlib.suppress(OSError, ValueError):  # no room, or closed
+                    self.note(self.progress())
+
+    def progress(self) -> str:
+        """Where the run is, and how long its steps will take if they are as long as the last ones."""
+        from rlhf_megatron.observe.report.facts import duration, seconds_left
+
+        left = seconds_left(self._took, self._total - self._done)
+        end = f", about {duration(left)} left" if left is not None else ""
+        return f"{self._stage}: {self._done} of {self._total} steps done{end}"
 
     def close(self, is_failed: bool) -> None:
+        self._is_closed.set()
         self._progress.stop()
 
     def stage(self, text: str) -> None:
+        self._stage = text
         self._progress.update(self._task, description=text.replace("[", r"\["))
 
     def note(self, text: str) -> None:
+        self._said = time.monotonic()
         self._console.print(text, markup=False)
 
     def row(self, kind: str, step: int, seconds: float, metrics: Mapping[str, float]) -> None:
@@ -117,6 +144,9 @@ class ConsoleLogger(Logger):
             self.note("    " + "  ".join(f"{name} {value:.3f}" for name, value in found))
 
     def _step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._said, self._done = time.monotonic(), step
+        if "timing_s/step" in metrics:
+            self._took.append(metrics["timing_s/step"])
         if not metrics.keys() <= self._keys:
             self._keys |= metrics.keys()
             columns = self._fitting()

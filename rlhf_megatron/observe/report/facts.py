@@ -16,6 +16,7 @@ from rlhf_megatron.observe.line_file import COMPLETE, FAILED, STOPPED
 from rlhf_megatron.observe.report.charts import MASKED, NUM_SAMPLES, REWARD_STD
 from rlhf_megatron.observe.report.files import Row, RunFiles
 
+STEP_S = "timing_s/step"
 FRESH_S = 180.0  # a run without a summary that wrote so lately may still be at work
 NO_INFLUENCE = (  # on what a run does
     "trainer.experiment_name",
@@ -93,6 +94,37 @@ def status(run: RunFiles) -> Status:
     if run.age_s < FRESH_S:
         return Status("running", f"no summary yet; {place} was written less than {FRESH_S / 60:.0f} minutes ago")
     return Status("interrupted", f"interrupted after {place}: no summary.json and no error in its logs")
+
+
+RECENT = 20  # steps whose mean is what a step takes
+
+
+def seconds_left(step_seconds: Sequence[float], steps_left: int) -> float | None:
+    """For the steps to come, as long as the last ones; evaluations are not counted. None: none is known yet."""
+    recent = list(step_seconds)[-RECENT:]
+    return sum(recent) / len(recent) * steps_left if recent else None
+
+
+def progress_lines(run: RunFiles) -> list[str]:
+    """What `rlhf-megatron status` prints."""
+    found, total, done = status(run), setting(run, "trainer.total_training_steps"), last_step(run)
+    if found.word != "running":
+        lines = [found.text]
+    else:
+        place = f"step {done} of {total}" if done or not run.warmups else f"warm-up step {run.warmups[-1].step}"
+        lines = [f"running, {place} done {duration(run.age_s)} ago"]
+        took = [row.metrics[STEP_S] for row in run.steps if math.isfinite(row.metrics.get(STEP_S, math.nan))]
+        left = seconds_left(took, total - done) if isinstance(total, int) else None
+        if left is not None:
+            lines.append(f"about {duration(left)} left for {total - done} steps, as long as the last ones")
+    rewards = [row for row in run.steps if "critic/rewards/mean" in row.metrics]
+    if rewards:
+        lines.append(f"reward {rewards[-1].metrics['critic/rewards/mean']:.3f} at step {rewards[-1].step}")
+    if (value := _accuracy(run.evaluations[-1] if run.evaluations else None)) is not None:
+        lines.append(f"held-out accuracy {value.value:.3f} at step {run.evaluations[-1].step}")
+    if run.log_errors and found.word == "running":
+        lines.append(f"logged: {run.log_errors[-1]}")
+    return lines
 
 
 def held_out(run: RunFiles) -> tuple[Estimate | None, Estimate | None]:

@@ -15,7 +15,7 @@ from scheduler_samples import train_batch
 from rlhf_megatron.config.load import read_run_config
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.evaluation.evaluation import EvaluationResult, SetResult
-from rlhf_megatron.observe.loggers import is_view_step
+from rlhf_megatron.observe.loggers import console, is_view_step
 from rlhf_megatron.observe.loggers.console import COLUMNS, columns_for, fit
 from rlhf_megatron.observe.loggers.tensorboard import as_markdown
 from rlhf_megatron.observe.metrics.batch import samples_of
@@ -262,6 +262,23 @@ def test_no_line_is_wider_than_the_terminal(tmp_path: Path, monkeypatch: pytest.
     plain = Text.from_ansi(terminal.text.replace("\r", "\n")).plain
     assert max(len(line) for line in plain.splitlines()) <= 80
     assert "engine0 starts (12 s) [a] word" in plain and "2/2" in plain and "vf_loss" in plain
+
+
+def test_a_log_is_told_where_a_quiet_run_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two steps took 100 s and 140 s: the three to come take 6 minutes."""
+    monkeypatch.setattr(console, "QUIET_S", 0.2)
+    said = ""
+    with Tracker(tmp_path, ("console",), total_steps=5) as tracker:
+        for step, seconds in ((1, 100.0), (2, 140.0)):
+            tracker.write(step, "step", step_metrics() | {"timing_s/step": seconds})
+        tracker.waiting("generate")
+        deadline = time.monotonic() + 20
+        while "generate: 2 of 5 steps done, about 6 min 00 s left\n" not in said and time.monotonic() < deadline:
+            time.sleep(0.05)
+            said += capsys.readouterr().out
+    assert "generate: 2 of 5 steps done, about 6 min 00 s left\n" in said
 
 
 def test_the_header_comes_again_when_the_table_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from report_samples import Page, evaluation_row, mismatch_line, sample, step_row, write_run_dir
+from report_samples import Page, evaluation_row, mismatch_line, sample, step_row, write_lines, write_run_dir
 
 from rlhf_megatron.cli.main import main
 from rlhf_megatron.observe.report.build import plain
@@ -154,3 +154,21 @@ def sorted_pictures(page: Page) -> list[str] | None:
 
 def test_labels_of_pictures() -> None:
     assert plain("_a$b$\x00") == r" _a\$b\$" + "\ufffd" and len(plain("x" * 500)) == 60
+
+
+def test_the_status_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Steps of 4.5 s: two of four are done."""
+    running = write_run_dir(tmp_path / "running")
+    stopped = write_run_dir(tmp_path / "stopped")
+    ends = [
+        {"kind": "start", "time": 1.0},
+        {"kind": "end", "time": 2.0, "reason": "stopped: SIGTERM to the controller"},
+    ]
+    write_lines(stopped / "attempts.jsonl", ends)
+    assert main(["status", str(running), str(stopped)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"{running}: running, step 2 of 4 done ")
+    assert lines[1] == "  about 9 s left for 2 steps, as long as the last ones"
+    assert lines[2].startswith("  reward ") and lines[2].endswith(" at step 2")
+    assert f"{stopped}: stopped after step 2 of 4: SIGTERM to the controller" in lines
+    assert main(["status", str(tmp_path / "gone")]) == 1
