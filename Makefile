@@ -22,7 +22,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help install engine-conformance test-sglang quickstart quickstart-ppo quickstart-seeds smollm2 smollm2-ppo test check map format test-dist parity split-invariance replay-layouts test-long chaos soak bench bench-kernels gpu-check sglang-cpu sglang-smoke clean clean-runs
+.PHONY: help install engine-conformance test-sglang quickstart quickstart-sft quickstart-ppo quickstart-seeds smollm2 smollm2-ppo test check map format test-dist parity split-invariance replay-layouts test-long chaos soak bench bench-kernels gpu-check sglang-cpu sglang-smoke clean clean-runs
 
 help:
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 20
@@ -38,6 +38,9 @@ install: $(VENV)/.installed  ## make the virtual environment
 
 quickstart: $(VENV)/.installed  ## train a tiny model: warm-up, then GRPO on addition at tp2 pp2 (4 processes)
 	$(BIN)/rlhf-megatron train configs/quickstart.yaml $(ARGS)
+
+quickstart-sft: $(VENV)/.installed  ## the same model learns addition from answers alone, at tp2 (2 processes)
+	$(BIN)/rlhf-megatron sft configs/quickstart_sft.yaml $(ARGS)
 
 quickstart-ppo: $(VENV)/.installed  ## the same task with PPO: a critic on the actor's ranks, from the warmed-up weights
 	$(BIN)/rlhf-megatron train configs/quickstart_ppo.yaml $(ARGS)

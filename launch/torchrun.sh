@@ -6,6 +6,7 @@
 #   NPROC_PER_NODE=6 launch/torchrun.sh configs/quickstart_ppo_pool.yaml     four ranks of the actor, two of the critic
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 launch/torchrun.sh x.yaml      on each of two machines, NODE_RANK 0 and 1
 #
+# JOB             command (train): sft for a configuration with job: sft
 # NNODES          machines (1)
 # NODE_RANK       number of this machine, 0 .. NNODES - 1 (0); the controller and the engines that it starts run on 0
 # MASTER_ADDR     address of machine 0 on a private network, as the others reach it; only there does the controller listen
@@ -52,4 +53,4 @@ if ((${MAX_RESTARTS:-0} > 0)); then
 fi
 # rlhf_megatron.runtime.torchrun.agent is torch.distributed.run with the run's own exit code and without its log lines.
 exec ${supervisor[@]+"${supervisor[@]}"} "$PYTHON" -m rlhf_megatron.runtime.torchrun.agent "${rendezvous[@]}" --nproc-per-node "$NPROC_PER_NODE" \
-    -m rlhf_megatron train "$@"
+    -m rlhf_megatron "${JOB:-train}" "$@"

@@ -128,12 +128,25 @@ def train(
 
     Raises ConfigError with every problem before anything starts, RunFailed when the run did not end well.
     """
-    words = (*_words(overrides), *(["trainer.resume_mode=disable"] if fresh else []))
+    words = _with_fresh(overrides, fresh)
     job = TrainJob(Path(path), words, record, replay, None if replay_from is None else Path(replay_from))
+    return _made(job, is_own_process)
+
+
+def _with_fresh(overrides: Overrides, fresh: bool) -> tuple[str, ...]:
+    return (*_words(overrides), *(["trainer.resume_mode=disable"] if fresh else []))
+
+
+def _made(job: TrainJob, is_own_process: bool) -> Run:
     exit_code = _in_own_process(job) if is_own_process else job.start()
     if exit_code:
         raise RunFailed(job.run_dir, exit_code)
     return Run(job.run_dir, must_exist=is_own_process)  # a rank of another machine may not see it
+
+
+def sft(path: str | Path, overrides: Overrides = (), *, fresh: bool = False, is_own_process: bool = True) -> Run:
+    """Train on documents, or on pairs of answers, as the YAML file at `path` describes (job: sft). As `train`."""
+    return _made(TrainJob(Path(path), _with_fresh(overrides, fresh), command="sft"), is_own_process)
 
 
 def report(run_dirs: Sequence[str | Path], out: str | Path | None = None) -> Written:

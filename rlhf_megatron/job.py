@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rlhf_megatron import faults
 from rlhf_megatron.config.errors import ConfigError
@@ -36,25 +36,34 @@ CHECKED_ENV = "RLHF_MEGATRON_CHECKED"  # set in the environment of the ranks: th
 
 @dataclass(frozen=True)
 class TrainJob:
-    """What `rlhf-megatron train` was asked for. The processes that it starts make the same job from `arguments`."""
+    """What `rlhf-megatron train`, or `sft`, was asked for. The processes that it starts make the same job from
+    `arguments`."""
 
     path: Path  # of the configuration
     overrides: tuple[str, ...] = ()  # "key=value"
     record: bool = False  # write every step's batches
     replay: int | Path | None = None  # last recorded step to train on, or the directory of a capsule
     replay_from: Path | None = None  # run directory that holds the recorded steps
+    command: Literal["train", "sft"] = "train"
 
     @cached_property
     def config(self) -> RunConfig:
         """Secrets included. Raises ConfigError with all that is wrong, which one process looks for."""
-        checks: list[Check] = []
+        checks = [Check(("job",), self._check_job)]
         if not {CONTROLLER_ENV, CHECKED_ENV} & os.environ.keys() and os.environ.get("RANK", "0") == "0":
             from rlhf_megatron.proof.preflight import checks_of_run
 
             capsule = self.replay if isinstance(self.replay, Path) else None
             last_step = self.replay if isinstance(self.replay, int) else None
-            checks = checks_of_run(self.replay_from, last_step, capsule)
+            checks += checks_of_run(self.replay_from, last_step, capsule)
         return revealed(load_run_config(self.path, self.overrides, checks=checks).config, os.environ)
+
+    def _check_job(self, config: RunConfig) -> None:
+        if config.job != self.command:
+            raise ValueError(
+                f"job ({config.job}) is not what the command {self.command} runs; use `rlhf-megatron {config.job}`, or"
+                f" set job: {self.command}."
+            )
 
     @property
     def run_dir(self) -> Path:
@@ -104,7 +113,7 @@ class TrainJob:
         record = ["--record"] if self.record else []
         replay = ["--replay", str(self.replay)] if self.replay is not None else []
         replay += ["--replay-from", str(self.replay_from)] if self.replay_from is not None else []
-        return ["train", str(self.path), *self.overrides, *record, *replay]
+        return [self.command, str(self.path), *self.overrides, *record, *replay]
 
     def _pools(self):  # type: ignore[no-untyped-def]
         from rlhf_megatron.runtime.pool import pools_of
@@ -157,6 +166,7 @@ class TrainJob:
         from rlhf_megatron.rollout.engine import EngineError
         from rlhf_megatron.rollout.fleet.process import here
         from rlhf_megatron.scheduler import run
+        from rlhf_megatron.supervised.run import train_supervised
 
         config = self.config
         try:
@@ -166,7 +176,11 @@ class TrainJob:
                 return 0 if outcome.is_reproduced else NOT_REPRODUCED_EXIT_CODE
             if self.replay is not None and self.replay_from is not None:
                 replay(config, group, run_dir, self.replay_from, self.replay, stop)
-            elif not self._is_complete():  # ranks that torchrun has started come here without having asked
+            elif self._is_complete():  # ranks that torchrun has started come here without having asked
+                pass
+            elif config.job == "sft":
+                train_supervised(config, group, run_dir, lock, stop)
+            else:
                 is_recorded = self.record or config.trainer.record
                 run.train(config, group, run_dir, is_recorded, lock, stop, place or here)
         except EngineError as error:
@@ -211,7 +225,7 @@ class TrainJob:
             partial(_build_roles, redacted(self.config)),  # ranks need no secrets
             opened.path / "logs",
             self._deadlines(),
-            has_engines=self.replay is None,
+            has_engines=self.replay is None and self.config.job == "train",
         )
         return run_driver(run, job, stop)
 

@@ -21,6 +21,7 @@ PACKAGES = {
     "balancer": "rlhf_megatron.rollout.kinds",
     "advantage estimator": "rlhf_megatron.algorithms.advantages",
     "policy loss": "rlhf_megatron.algorithms.losses",
+    "preference loss": "rlhf_megatron.algorithms.preferences",
     "aggregation": "rlhf_megatron.algorithms.aggregate",
     "reward": "rlhf_megatron.rewards.scorers",
     "model family": "rlhf_megatron.models.families",

@@ -49,6 +49,21 @@ def _train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--replay-from", metavar="RUN_DIR", help="the recorded run that --replay reads")
 
 
+def _sft(parser: argparse.ArgumentParser) -> None:
+    add_run_config(parser)
+    parser.add_argument("--fresh", action="store_true", help="start anew: trainer.resume_mode=disable")
+
+
+def _data(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    show = actions.add_parser("show", help="print samples as they are trained on")
+    add_run_config(show)
+    show.add_argument("-n", metavar="N", type=_count, default=3, help="samples of each source (%(default)s)")
+    show.add_argument("--split", choices=("train", "val"), default="train", help="which rows (%(default)s)")
+    show.set_defaults(run=".data:show")
+    add_traceback(show)
+
+
 def _step_or_capsule(text: str) -> int | Path:
     return int(text) if text.isdecimal() else Path(text)
 
@@ -257,6 +272,8 @@ def add_traceback(parser: argparse.ArgumentParser) -> None:
 COMMANDS = (
     Command("init", "write a configuration to start from", _init, ".init:init"),
     Command("train", "train a policy", _train, ".train:train"),
+    Command("sft", "train on answers, conversations or pairs of answers", _sft, ".train:sft"),
+    Command("data", "look at the samples that a run trains on", _data, ""),
     Command("check", "prove a run's layout on this machine, without GPUs", _check, ".check:check"),
     Command("simulate", "compare schedules and splits of a run on simulated GPUs", _simulate, ".simulate:simulate"),
     Command("doctor", "show which fast paths this machine has, and what is missing", _doctor, ".doctor.run:doctor"),

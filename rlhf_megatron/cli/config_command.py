@@ -47,7 +47,7 @@ def check(args: argparse.Namespace) -> None:
     sys.stdout.write(
         f"{args.config}: ok ({c.trainer.nnodes} x {c.trainer.n_gpus_per_node} ranks,"
         f" tp{megatron.tensor_model_parallel_size} pp{megatron.pipeline_model_parallel_size},"
-        f" {c.data.train_batch_size} x {c.rollout.n} samples a step)\n"
+        f" {c.data.train_batch_size}{f' x {c.rollout.n}' if c.job == 'train' else ''} samples a step)\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""Start a run again after a crash: `python -m rlhf_megatron.cli.restarts NUM COMMAND ... train CONFIG [key=value ...]`.
+"""Start a run again after a crash: `python -m rlhf_megatron.cli.restarts NUM COMMAND ... train|sft CONFIG ...`.
 
 COMMAND is what launch/torchrun.sh runs without MAX_RESTARTS. After an end that another attempt may avoid it is started
 again, at most NUM times; the run goes on from its newest checkpoint and its journal. Two attempts in a row without a
@@ -73,13 +73,13 @@ def _entries(directory: Path) -> list[Path]:
 
 def restartable(command: Sequence[str]) -> Restartable:
     """Return the run that a command starts. Raises ConfigError if a second attempt would not go on from the first."""
-    at = command.index("train")
+    at = next(i for i, word in enumerate(command) if word in ("train", "sft"))
     args = parse_arguments(command[at:])
     trainer = load_run_config(args.config, args.overrides).config.trainer
     problems = []
     if not trainer.save_freq:
         problems.append("MAX_RESTARTS needs trainer.save_freq above 0, or every attempt begins at the first step.")
-    if args.replay is not None:
+    if getattr(args, "replay", None) is not None:
         problems.append("MAX_RESTARTS does not go with --replay, which has no checkpoints; leave it out.")
     if problems:
         raise ConfigError(problems)

@@ -1,4 +1,4 @@
-"""`rlhf-megatron train`: trains in this process, or in those that it starts."""
+"""`rlhf-megatron train` and `sft`: train in this process, or in those that they start."""
 
 from __future__ import annotations
 
@@ -7,21 +7,32 @@ import os
 import signal
 import sys
 from types import FrameType
+from typing import Any
 
 from rlhf_megatron.stop import startup_exit_code
 
 
 def train(args: argparse.Namespace) -> int:
     """Return the exit code of the process. Under torchrun every rank comes through here."""
+    options = {"record": args.record, "replay": args.replay, "replay_from": args.replay_from}
+    return _started("train", args, options)
+
+
+def sft(args: argparse.Namespace) -> int:
+    """As `train`."""
+    return _started("sft", args, {})
+
+
+def _started(command: str, args: argparse.Namespace, options: dict[str, Any]) -> int:
     if "TORCHELASTIC_RUN_ID" not in os.environ:  # a rank waits where Python cannot run: a signal must end it at once
         for number in (signal.SIGTERM, signal.SIGUSR1):  # until the launcher or the controller takes them
             signal.signal(number, _stop)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
     from rlhf_megatron import api
 
-    options = {"fresh": args.fresh, "record": args.record, "replay": args.replay, "replay_from": args.replay_from}
+    run = {"train": api.train, "sft": api.sft}[command]
     try:
-        api.train(args.config, args.overrides, **options, is_own_process=False)
+        run(args.config, args.overrides, fresh=args.fresh, **options, is_own_process=False)
     except api.RunFailed as error:
         return error.exit_code
     return 0

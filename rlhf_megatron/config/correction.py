@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from rlhf_megatron.config.errors import Problem
-from rlhf_megatron.config.rules import Findings, Idle, idle, rule, wrong
+from rlhf_megatron.config.rules import Findings, Idle, idle, rule_of_rl, wrong
 from rlhf_megatron.config.schema import RolloutCorrectionConfig, RunConfig
 from rlhf_megatron.config.source import Loaded
 
@@ -143,7 +143,7 @@ def idle_correction_settings(config: RunConfig) -> Iterator[Idle]:
     yield not settings.rollout_rs, (RS_BOUNDS,), RS, "name filters there"
 
 
-@rule
+@rule_of_rl
 def known_preset(loaded: Loaded) -> Findings:
     name = loaded.config.algorithm.rollout_correction.preset
     yield wrong(
@@ -153,7 +153,7 @@ def known_preset(loaded: Loaded) -> Findings:
     )
 
 
-@rule
+@rule_of_rl
 def right_bounds(loaded: Loaded) -> Findings:
     """Filters, and every bound as text."""
     settings = _settings(loaded)
@@ -194,7 +194,7 @@ def right_bounds(loaded: Loaded) -> Findings:
     )
 
 
-@rule
+@rule_of_rl
 def modes(loaded: Loaded) -> Findings:
     settings = _settings(loaded)
     if settings is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextvars
 import json
 import resource
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
@@ -209,19 +209,29 @@ class ChatFormat:
         Raises ValueError where the template refuses the chat, and for two system messages.
         """
         messages = (ChatMessage("user", prompt),) if isinstance(prompt, str) else prompt
+        return self.conversation([{"role": message.role, "content": message.content} for message in messages])
+
+    def conversation(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        with_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """Messages with all that they have, and the tools that they may call. `with_prompt`: as `text`, up to where an
+        answer begins. Raises ValueError as `text`."""
         if self.system_prompt is not None:
-            if messages[0].role == "system":
+            if messages and messages[0]["role"] == "system":
                 raise ValueError(
-                    f"the prompt has a system message of its own ({messages[0].content[:40]!r}); remove it, or"
+                    f"the prompt has a system message of its own ({messages[0]['content'][:40]!r}); remove it, or"
                     " data.system_prompt."
                 )
-            messages = (ChatMessage("system", self.system_prompt), *messages)
+            messages = [{"role": "system", "content": self.system_prompt}, *messages]
         try:
             return render(
                 self.template,
-                messages=[{"role": message.role, "content": message.content} for message in messages],
-                add_generation_prompt=True,
-                **{"tools": None, "documents": None, **self.variables},
+                messages=list(messages),
+                add_generation_prompt=with_prompt,
+                **{"tools": list(tools) if tools else None, "documents": None, **self.variables},
             )
         except ValueError as error:
             raise ValueError(

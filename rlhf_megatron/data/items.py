@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-import torch
-
 from rlhf_megatron.config.schema import FewShotConfig
-from rlhf_megatron.data.batch import PromptBatch, TokenBatch, offsets_from_lengths
+from rlhf_megatron.data.batch import PromptBatch
 from rlhf_megatron.data.chat_template import ChatFormat
 from rlhf_megatron.data.rows import Prompt, PromptRow, refuse
 from rlhf_megatron.data.tokenizer import Tokenizer
@@ -51,22 +49,6 @@ def prompt_batch(items: Sequence[PromptItem], first_group_id: int = 0) -> Prompt
         sources=tuple(item.source for item in items),
         group_ids=tuple(range(first_group_id, first_group_id + len(items))),
         extras=tuple(item.extra for item in items),
-    )
-
-
-def supervised_batch(items: Sequence[PromptItem], tokenizer: Tokenizer) -> TokenBatch:
-    """Prompt, label and end-of-sequence token of each item; `response_mask` is True on the last two."""
-    responses = [(*ids, tokenizer.eos_token_id) for ids in tokenizer.encode_all([item.label for item in items])]
-    token_ids: list[int] = []
-    mask: list[bool] = []
-    for item, response in zip(items, responses, strict=True):
-        token_ids += [*item.prompt_ids, *response]
-        mask += [False] * len(item.prompt_ids) + [True] * len(response)
-    lengths = [len(item.prompt_ids) + len(response) for item, response in zip(items, responses, strict=True)]
-    return TokenBatch(
-        offsets=offsets_from_lengths(torch.tensor(lengths, dtype=torch.int64)),
-        token_ids=torch.tensor(token_ids, dtype=torch.int64),
-        response_mask=torch.tensor(mask, dtype=torch.bool),
     )
 
 

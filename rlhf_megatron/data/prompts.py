@@ -68,7 +68,7 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, spells_labels: bool =
     chat = None
     if config.apply_chat_template:
         chat = make_chat_format(tokenizer, config.system_prompt, config.apply_chat_template_kwargs)
-    sources = _sources(config)
+    sources = sources_of(config)
     loaded = [_load(key, source, config, tokenizer, chat, spells_labels) for key, source in sources.items()]
     trained = {item.prompt for source in loaded for item in source.train.items}
     encoded = [part for source in loaded for part in (source.train, source.held_out)]
@@ -86,7 +86,7 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, spells_labels: bool =
     )
 
 
-def _sources(data: DataConfig) -> dict[str, SourceConfig]:
+def sources_of(data: DataConfig) -> dict[str, SourceConfig]:
     """Where its settings stand -> a source, with what it takes over from the section; or the section, without name."""
     if not data.sources:
         files = (data.train_files, data.val_files)
@@ -103,13 +103,13 @@ def _sources(data: DataConfig) -> dict[str, SourceConfig]:
 
 def read_all(config: DataConfig) -> None:
     """Read the rows of all sources, without a tokenizer. Raises ValueError as `load_prompts` does."""
-    for key, source in _sources(config).items():
-        with _of_source(key, source):
+    for key, source in sources_of(config).items():
+        with of_source(key, source):
             _read(key, source, config)
 
 
 @contextmanager
-def _of_source(key: str, source: SourceConfig) -> Iterator[None]:
+def of_source(key: str, source: SourceConfig) -> Iterator[None]:
     """What is wrong with one of several sources is told with its place."""
     try:
         yield
@@ -128,7 +128,7 @@ def _load(
     spells_labels: bool,
 ) -> _Loaded:
     assert source.prompt_template is not None and source.few_shot is not None, "see `_sources`"
-    with _of_source(key, source):
+    with of_source(key, source):
         train, train_counts, held_out, held_out_counts = _read(key, source, config)
         shots, train, taken = take_shots(train, source.few_shot, source.prompt_template)
         held_out_rows = tuple(row for row in held_out if row.prompt not in taken)

@@ -154,12 +154,17 @@ def check_texts(row: PromptRow) -> PromptRow:
     prompts = [row.prompt] if isinstance(row.prompt, str) else [text for m in messages for text in (m.role, m.content)]
     others = (("label", row.label), ("source", row.source), ("other keys", row.extra))
     for what, text in (*(("prompt", text) for text in prompts), *others):
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            found = f"\\u{ord(text[error.start]):04x} at character {error.start}"
-            raise ValueError(f"its {what} has half of a surrogate pair ({found}); write it as UTF-8 text") from None
+        check_text(text, what)
     return row
+
+
+def check_text(text: str, what: str = "text") -> None:
+    """Raises ValueError for half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = f"\\u{ord(text[error.start]):04x} at character {error.start}"
+        raise ValueError(f"its {what} has half of a surrogate pair ({found}); write it as UTF-8 text") from None
 
 
 def _checked(value: Any, prompt_key: str, label_key: str, stem: str, origin: str) -> PromptRow:
@@ -168,8 +173,8 @@ def _checked(value: Any, prompt_key: str, label_key: str, stem: str, origin: str
         raise value
     if not isinstance(value, dict):
         raise ValueError(f"a JSON {_json_type(value)}, not an object")
-    prompt = _prompt(_look_up(value, prompt_key, "data.prompt_key"), prompt_key)
-    label = _look_up(value, label_key, "data.label_key")
+    prompt = prompt_of(look_up(value, prompt_key, "data.prompt_key"), prompt_key)
+    label = look_up(value, label_key, "data.label_key")
     if isinstance(label, bool) or not isinstance(label, str | int | float):
         raise ValueError(f"{label_key!r} must be a string or a number, not a JSON {_json_type(label)}")
     source = value.get(SOURCE_KEY, stem)
@@ -179,7 +184,8 @@ def _checked(value: Any, prompt_key: str, label_key: str, stem: str, origin: str
     return check_texts(PromptRow(prompt, label if isinstance(label, str) else repr(label), source, origin, extra))
 
 
-def _look_up(row: Mapping[str, Any], key: str, setting: str) -> Any:
+def look_up(row: Mapping[str, Any], key: str, setting: str) -> Any:
+    """The value of a key, with points also in nested objects. Raises ValueError; `setting` names the key."""
     if key in row:
         return row[key]
     value: Any = row
@@ -190,7 +196,8 @@ def _look_up(row: Mapping[str, Any], key: str, setting: str) -> Any:
     return value
 
 
-def _prompt(value: Any, key: str) -> Prompt:
+def prompt_of(value: Any, key: str) -> Prompt:
+    """The prompt of a row's value. Raises ValueError for what is neither text nor messages to be answered."""
     if isinstance(value, list):
         return _messages(value, key)
     if not isinstance(value, str):

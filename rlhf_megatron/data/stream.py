@@ -1,4 +1,4 @@
-"""The training prompts of a run in an order that a seed fixes, from one source or several weighted ones.
+"""The training prompts or documents of a run in an order that a seed fixes, from one source or several weighted ones.
 
 Which of the weighted sources a position takes its prompt from involves no chance.
 """
@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache, reduce
 from math import gcd
+from typing import Any, Generic, Protocol, TypeVar
 
 from rlhf_megatron.data import codec
 from rlhf_megatron.data.batch import PromptBatch
@@ -93,15 +94,29 @@ class PromptCursor:
     order: str  # digest of items, weights, seed and shuffling
 
 
-class PromptStream:
-    """Endless batches of prompts. The batch of a step depends on nothing but the step.
+class Source(Protocol):
+    """Items that share a weight. The repr of `items` tells which they are."""
 
-    Each source is shuffled anew in each of its own epochs, in which every prompt of it comes once. What a source gives
-    to a stretch of the stream is its share of it, less than one prompt away (`mixture`). The last batch of an epoch is
+    @property
+    def name(self) -> str: ...
+    @property
+    def weight(self) -> float: ...
+    @property
+    def items(self) -> Sequence[Any]: ...
+
+
+OfSource = TypeVar("OfSource", bound=Source)
+
+
+class Stream(Generic[OfSource]):
+    """An endless order of items. The batch of a step depends on nothing but the step.
+
+    Each source is shuffled anew in each of its own epochs, in which every item of it comes once. What a source gives
+    to a stretch of the stream is its share of it, less than one item away (`mixture`). The last batch of an epoch is
     filled from the next one, so every batch is whole.
     """
 
-    def __init__(self, sources: Sequence[PromptSource], batch_size: int, shuffle: bool, seed: int) -> None:
+    def __init__(self, sources: Sequence[OfSource], batch_size: int, shuffle: bool, seed: int) -> None:
         for source in sources:
             if not source.items:
                 raise ValueError(f"the dataset is empty; a stream needs a prompt of each source ({source.name!r}).")
@@ -117,23 +132,12 @@ class PromptStream:
         self._num_drawn = 0
         self._epoch_order = lru_cache(maxsize=2 * len(sources))(self._make_epoch_order)
 
-    def next(self, step: int) -> PromptBatch:
-        """The prompts of `step`, which counts from 1. Group ids are unique over the run."""
+    def places(self, step: int) -> list[tuple[int, int]]:
+        """(source, index of its item) of each place in the batch of `step`, which counts from 1."""
         if step < 1:
             raise ValueError(f"step ({step}) must be at least 1.")
         self._num_drawn = step * self.batch_size
-        positions = range(self._num_drawn - self.batch_size, self._num_drawn)
-        return prompt_batch([self._item(position) for position in positions], first_group_id=positions.start)
-
-    def more(self) -> PromptBatch:
-        """The prompts behind those that were drawn last, for a run whose steps draw as many batches as they need."""
-        first = self._num_drawn
-        self._num_drawn += self.batch_size
-        return prompt_batch([self._item(i) for i in range(first, self._num_drawn)], first_group_id=first)
-
-    def at(self, positions: Sequence[int]) -> PromptBatch:
-        """The prompts at these positions, which are their group ids. The stream stays where it is."""
-        return replace(prompt_batch([self._item(position) for position in positions]), group_ids=tuple(positions))
+        return [self.place(i) for i in range(self._num_drawn - self.batch_size, self._num_drawn)]
 
     @property
     def num_drawn(self) -> int:
@@ -142,7 +146,7 @@ class PromptStream:
 
     @property
     def num_prompts(self) -> int:
-        """Of all sources: an epoch."""
+        """Items of all sources: an epoch."""
         return sum(len(source.items) for source in self.sources)
 
     def go_to(self, num_drawn: int) -> None:
@@ -174,11 +178,11 @@ class PromptStream:
             text = repr((seed, self._mixture.counts, [(source.name, source.items) for source in self.sources]))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def _item(self, position: int) -> PromptItem:
+    def place(self, position: int) -> tuple[int, int]:
+        """(source, index of its item) of a position, which counts from 0."""
         source, draw = self._mixture.draw(position)
-        items = self.sources[source].items
-        epoch, index = divmod(draw, len(items))
-        return items[self._epoch_order(source, epoch)[index]]
+        epoch, index = divmod(draw, len(self.sources[source].items))
+        return source, self._epoch_order(source, epoch)[index]
 
     def _make_epoch_order(self, source: int, epoch: int) -> Sequence[int]:
         order = list(range(len(self.sources[source].items)))
@@ -186,3 +190,26 @@ class PromptStream:
             name = f"{self.sources[source].name}/" if len(self.sources) > 1 else ""
             random.Random(f"prompts/{name}{self.seed}/{epoch}").shuffle(order)
         return order
+
+
+class PromptStream(Stream[PromptSource]):
+    """Endless batches of prompts."""
+
+    def next(self, step: int) -> PromptBatch:
+        """The prompts of `step`, which counts from 1. Group ids are unique over the run."""
+        items = [self.sources[source].items[index] for source, index in self.places(step)]
+        return prompt_batch(items, first_group_id=self._num_drawn - self.batch_size)
+
+    def more(self) -> PromptBatch:
+        """The prompts behind those that were drawn last, for a run whose steps draw as many batches as they need."""
+        first = self._num_drawn
+        self._num_drawn += self.batch_size
+        return prompt_batch([self._item(i) for i in range(first, self._num_drawn)], first_group_id=first)
+
+    def at(self, positions: Sequence[int]) -> PromptBatch:
+        """The prompts at these positions, which are their group ids. The stream stays where it is."""
+        return replace(prompt_batch([self._item(position) for position in positions]), group_ids=tuple(positions))
+
+    def _item(self, position: int) -> PromptItem:
+        source, index = self.place(position)
+        return self.sources[source].items[index]

@@ -66,6 +66,13 @@ class Tokenizer:
             ids += [tuple(map(self._ints.__getitem__, encoding.ids)) for encoding in encodings]
         return ids
 
+    def encode_with_offsets(self, text: str) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+        """Token ids, and the characters [begin, end) of each. Raises ValueError as `encode_all`."""
+        ids = self.encode(text)
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        assert tuple(encoding.ids) == ids, "offsets change no ids"
+        return ids, encoding.offsets
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens. An id that is no token shows as U+FFFD."""
         return self._text(token_ids, skip_special_tokens=True)

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from rlhf_megatron.config.keys import leaf_keys, value_of
+from rlhf_megatron.config.rules.sft import OF_RL
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.secrets import redacted
 from rlhf_megatron.config.show import as_text, as_yaml
@@ -19,6 +20,7 @@ from rlhf_megatron.observe.metrics.rates import Workload, workload_of
 from rlhf_megatron.observe.report.facts import NO_INFLUENCE
 
 Setting = bool | int | float | str
+REWARD, LOSS = "critic/rewards/mean", "sft/loss"
 MAIN = (  # settings that are shown even at their defaults
     "model.path",
     "model.dtype",
@@ -53,6 +55,7 @@ class RunFacts:
     resumed_from_step: int | None = None  # in the same run directory; None: the files of the run are new
     spell: Callable[[Sequence[int]], str] | None = None  # token ids as text, special tokens shown
     workload: Workload | None = None  # what rates refer to
+    curve: str = REWARD  # metric of a step that says how the run goes
 
 
 def run_facts(config: RunConfig, name: str, tokenizer: Tokenizer, resumed_from_step: int | None = None) -> RunFacts:
@@ -67,6 +70,7 @@ def run_facts(config: RunConfig, name: str, tokenizer: Tokenizer, resumed_from_s
         resumed_from_step=resumed_from_step,
         spell=tokenizer.spell,
         workload=workload_of(config),
+        curve=REWARD if config.job == "train" else LOSS,
     )
 
 
@@ -76,6 +80,8 @@ def settings_of(config: RunConfig) -> dict[str, Setting]:
     found: dict[str, Setting] = {}
     for key in leaf_keys(RunConfig):
         value = value_of(config, key)
+        if config.job != "train" and key.startswith(OF_RL):
+            continue
         if key in NO_INFLUENCE or (key not in MAIN and value == value_of(defaults, key)):
             continue
         if isinstance(value, dict):

@@ -27,6 +27,30 @@ def how_sampled(sampling: SamplingConfig | RolloutConfig) -> str:
     return f"sampled at temperature {sampling.temperature:g}{many}"
 
 
+def draw_losses(
+    path: Path, title: str, losses: Sequence[tuple[int, float]], held_out: Sequence[tuple[int, float]]
+) -> bool:
+    """Loss a step and held-out loss. False where matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
+    axes.plot(*zip(*losses, strict=True), color="tab:blue", alpha=0.55, label="sft/loss, a step")
+    if held_out:
+        axes.plot(*zip(*held_out, strict=True), "o-", color="tab:orange", label="val/loss, held-out")
+    axes.set(xlabel="step", ylabel="loss, nats", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="best")
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+    return True
+
+
 def draw_curve(
     path: Path,
     title: str,
@@ -113,11 +137,39 @@ def finish(
     how = how_sampled(rollout), how_sampled(rollout.val_kwargs)
     found = summary(tracker, layouts, majority, warmup_accuracy, attempts)
     found |= {"seed": trainer.seed, "model": model_path}
+    _write(
+        found,
+        tracker,
+        run_dir,
+        check_stop,
+        lambda path: draw_curve(path, title, tracker.curve, tracker.evaluations, majority, how),
+    )
+
+
+def write_summary(
+    found: dict[str, Any],
+    tracker: Tracker,
+    run_dir: Path,
+    check_stop: Callable[[], None],
+    title: str,
+    held_out: Sequence[tuple[int, float]],
+) -> None:
+    """As `finish`, of a job without rewards. `held_out`: (step, loss)."""
+    _write(found, tracker, run_dir, check_stop, lambda path: draw_losses(path, title, tracker.curve, held_out))
+
+
+def _write(
+    found: dict[str, Any],
+    tracker: Tracker,
+    run_dir: Path,
+    check_stop: Callable[[], None],
+    draw: Callable[[Path], bool],
+) -> None:
     write_patiently(tracker.loggers.flush, check_stop)
     write_patiently(lambda: write_json(run_dir / "summary.json", found), check_stop)
     tracker.note(f"summary: {run_dir / 'summary.json'}")
     try:
-        has_curve = draw_curve(run_dir / "curve.png", title, tracker.rewards, tracker.evaluations, majority, how)
+        has_curve = draw(run_dir / "curve.png")
         tracker.note(
             f"curve: {run_dir / 'curve.png'}" if has_curve else "no curve: install matplotlib (pip install '.[demo]')"
         )
@@ -151,16 +203,23 @@ def summary(
         **found,
         "majority_answer_accuracy": majority,
         "warmup_sampled_accuracy": warmup_accuracy,
-        "reward_first": tracker.rewards[0][1] if tracker.rewards else None,
-        "reward_last": tracker.rewards[-1][1] if tracker.rewards else None,
-        "steps": tracker.rewards[-1][0] if tracker.rewards else 0,
+        "reward_first": tracker.curve[0][1] if tracker.curve else None,
+        "reward_last": tracker.curve[-1][1] if tracker.curve else None,
+        "log_prob_max_abs_diff": tracker.first_mismatch,
+        **facts_of_any(tracker, layouts, attempts),
+    }
+
+
+def facts_of_any(tracker: Tracker, layouts: Mapping[str, str], attempts: Attempts) -> dict[str, Any]:
+    """Return what the summary of every job says."""
+    return {
+        "steps": tracker.curve[-1][0] if tracker.curve else 0,
         "layout": layouts["actor"],
         "layouts": dict(layouts),
         "seconds": round(tracker.seconds, 1),
         "ettr": round(tracker.clock.ettr(), 4),
         "num_attempts": attempts.count,
         "resumed_from_step": attempts.resumed_from_step,
-        "log_prob_max_abs_diff": tracker.first_mismatch,
         "health": tracker.health.summary(),
         "versions": versions(PACKAGES),
     }

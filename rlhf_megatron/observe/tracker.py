@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlhf_megatron.data.batch import TrainBatch
+from rlhf_megatron.data.batch import TokenBatch, TrainBatch
 from rlhf_megatron.evaluation.evaluation import EvaluationResult
 from rlhf_megatron.observe.health import HealthWatch
 from rlhf_megatron.observe.line_file import RunClock
@@ -42,7 +42,7 @@ class Tracker:
         self.watched_values: dict[int, float] = {}
         self.facts = facts
         self.clock = clock or RunClock(time.time())
-        self.rewards: list[tuple[int, float]] = []  # step, mean reward
+        self.curve: list[tuple[int, float]] = []  # step, facts.curve: mean reward, or loss
         self.evaluations: list[tuple[int, EvaluationResult]] = []
         peak_lr = facts.settings.get("actor.optim.lr")
         self.health = HealthWatch(float(peak_lr) if peak_lr is not None else None)
@@ -52,6 +52,7 @@ class Tracker:
         self._times: dict[str, float] = {}
         self._metrics: dict[str, float] = {}
         self._batch: TrainBatch | None = None
+        self._tokens: TokenBatch | None = None
         self._version: int | None = None
         self._watched = watched
         self.loggers = Loggers(loggers, run_dir, total_steps, facts)
@@ -74,11 +75,11 @@ class Tracker:
         for row in rows:
             self._watch(row["kind"], row["step"], row)
             if row["kind"] == "step":
-                self.rewards.append((row["step"], row["critic/rewards/mean"]))
+                self.curve.append((row["step"], row[self.facts.curve]))
                 self.health.seen(row["step"], row)
                 if self.first_mismatch is None:
                     self.first_mismatch = row.get("training/rollout_log_probs_diff_max")
-            elif row["kind"] == "evaluation":
+            elif row["kind"] == "evaluation" and "val/accuracy" in row:
                 self.evaluations.append((row["step"], result_of_row(row)))
 
     @contextmanager
@@ -103,7 +104,7 @@ class Tracker:
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
         """One turn of the loop; its metrics are written when it ends without an exception."""
-        self._times, self._metrics, self._batch = {}, {}, None
+        self._times, self._metrics, self._batch, self._tokens = {}, {}, None, None
         self.trace.step = step
         self.trace.take_call_seconds()  # of what came before the step
         start = time.monotonic()
@@ -113,7 +114,7 @@ class Tracker:
         self.trace.add(f"step {step}", STEPS, "step", start, end)
         with self.trace.span("track", STAGES, "stage"):
             self._write_step(step, end - start)
-        self._times, self._batch = {}, None
+        self._times, self._batch, self._tokens = {}, None, None
 
     def _write_step(self, step: int, seconds: float) -> None:
         metrics = {f"timing_s/{name}": value for name, value in self._times.items()} | {"timing_s/step": seconds}
@@ -123,7 +124,10 @@ class Tracker:
         if self._batch is not None:
             self._show_batch(step, self._batch)
             metrics = batch_metrics(self._batch, work.max_prompt_length if work else None) | self._metrics | metrics
-            metrics |= self._derived(self._batch, metrics, calls)
+            metrics |= self._derived(self._batch, metrics, calls) | variance_metrics(self._batch, metrics)
+        elif self._tokens is not None:
+            metrics = self._metrics | metrics | {"perf/total_num_tokens": float(self._tokens.num_tokens)}
+            metrics |= self._derived(self._tokens, metrics, calls)
         metrics |= throughput(metrics, work.num_devices if work else None) | {"perf/ettr": self.clock.ettr()}
         verdicts, lines = self.health.seen(step, metrics)
         metrics |= verdicts
@@ -131,14 +135,14 @@ class Tracker:
             self.note(line)
         if self.first_mismatch is None:
             self.first_mismatch = metrics.get("training/rollout_log_probs_diff_max")
-        self.rewards.append((step, metrics["critic/rewards/mean"]))
+        self.curve.append((step, metrics[self.facts.curve]))
         self.write(step, "step", metrics)
 
-    def _derived(self, batch: TrainBatch, metrics: Mapping[str, float], calls: Mapping[str, float]) -> dict[str, float]:
+    def _derived(self, batch: TokenBatch, metrics: Mapping[str, float], calls: Mapping[str, float]) -> dict[str, float]:
         found = time_per_token(metrics, calls)
         if self.facts.workload is not None:
             found |= balance(batch, self.facts.workload) | utilisation(metrics, calls, batch, self.facts.workload)
-        return found | variance_metrics(batch, metrics)
+        return found
 
     def _show_batch(self, step: int, batch: TrainBatch) -> None:
         spell = self.facts.spell
@@ -153,6 +157,16 @@ class Tracker:
         """This step's batch and what the stages say about it. `version`: of the policy that was trained on it."""
         self._batch, self._version = batch, version
         self._metrics |= metrics
+
+    def tokens(self, batch: TokenBatch, metrics: dict[str, float]) -> None:
+        """This step's documents, of a job that generates none, and what is said about it."""
+        self._tokens = batch
+        self._metrics |= metrics
+
+    def held_out(self, step: int, values: Mapping[str, float]) -> None:
+        """Metrics of an evaluation."""
+        self.clock.productive_s += self._times.get("evaluate", 0.0)
+        self.write(step, "evaluation", {**values, "timing_s/evaluate": self._times.get("evaluate", 0.0)})
 
     def evaluation(self, step: int, result: EvaluationResult | None) -> None:
         """None: the run has no held-out items."""

@@ -11,8 +11,8 @@ from pathlib import Path
 from rlhf_megatron.checkpoint.hf_reader import HFReader, read_hf_config
 from rlhf_megatron.checkpoint.value_model import read_value_model
 from rlhf_megatron.config.rules import Check
-from rlhf_megatron.config.rules.run import has_critic, needs_reference
-from rlhf_megatron.config.schema import ActorConfig, DataConfig, ModelConfig, RewardConfig, TrainerConfig
+from rlhf_megatron.config.rules.run import has_critic, has_pairs, needs_reference
+from rlhf_megatron.config.schema import ActorConfig, DataConfig, ModelConfig, RewardConfig, RunConfig, TrainerConfig
 from rlhf_megatron.config.secrets import revealed
 from rlhf_megatron.data.prompts import read_all
 from rlhf_megatron.models.families.base import table_for
@@ -24,6 +24,7 @@ from rlhf_megatron.recovery.recorder import Recorder
 from rlhf_megatron.rewards.service.scorer import check_reward, check_sources
 from rlhf_megatron.rollout.fleet.start import EngineSetup
 from rlhf_megatron.scheduler.parts import load_data, run_data
+from rlhf_megatron.supervised.run import load_job_data
 
 _NOT_OF_PROMPTS = ("max_response_length", "train_batch_size", "shuffle", "seed")
 OF_DATA = tuple(f"data.{f.name}" for f in fields(DataConfig) if f.name not in _NOT_OF_PROMPTS)
@@ -57,15 +58,29 @@ def checks_of_run(
     if capsule is not None:
         return [*found, Check((), lambda c: read_capsule(capsule))]
     data = Check(
-        (*OF_DATA, *OF_TOKENIZER),
-        lambda c: _check_data(c.model, c.data, c.reward, c.rollout.stop, has_warmup=c.warmup.max_steps > 0),
-        Check(OF_DATA, lambda c: read_all(c.data)),
+        (*OF_DATA, *OF_TOKENIZER, "sft"),
+        lambda c: (
+            _check_documents(c)
+            if c.job == "sft"
+            else _check_data(c.model, c.data, c.reward, c.rollout.stop, has_warmup=c.warmup.max_steps > 0)
+        ),
+        Check(OF_DATA, lambda c: read_all(c.data) if c.job == "train" else None),
     )
     found[1:1] = [Check(("reward",), lambda c: check_reward(c.reward)), data]
     found.append(Check(("trainer.logger",), lambda c: check_loggers(c.trainer.logger)))
     if replay_from is not None and last_step is not None:
         return [*found, Check((), lambda c: Recorder(replay_from / "record").read(last_step))]
-    return [*found, Check(("model.path", *OF_ENGINES), lambda c: EngineSetup.of(revealed(c, os.environ)).check())]
+    return [*found, Check(("model.path", *OF_ENGINES), _check_engines)]
+
+
+def _check_engines(config: RunConfig) -> None:
+    if config.job == "train":
+        EngineSetup.of(revealed(config, os.environ)).check()
+
+
+def _check_documents(config: RunConfig) -> None:
+    _, tokenizer = load_job_data(config.model, config.data, config.sft, has_pairs(config))
+    _check_vocabulary(tokenizer.vocab_size, Path(config.model.path))
 
 
 def _check_data(

@@ -18,6 +18,7 @@ from rlhf_megatron.config.load import read_run_config
 from rlhf_megatron.config.rules.run import has_critic
 from rlhf_megatron.config.schema import RunConfig, TrainerConfig
 from rlhf_megatron.observe.line_file import read_rows
+from rlhf_megatron.observe.metrics.names import find
 from rlhf_megatron.plugins import load_plugins
 from rlhf_megatron.recovery.resume import CHECKPOINTS, CONFIG, check_architecture, read_state
 from rlhf_megatron.resharding.convert import Model, OnRule, write_hf
@@ -51,7 +52,7 @@ def find_weights(
 ) -> Weights:
     """Return the weights of a checkpoint of the run `path`, or of that checkpoint itself.
 
-    The newest good one; or that of `step`; or with `is_best` that with the largest trainer.keep_best. `model`: whose
+    The newest good one; or that of `step`; or with `is_best` that with the best trainer.keep_best. `model`: whose
     config.json and tokenizer go with the weights, where those of the run are not on this machine. A critic becomes a
     token classifier of one label.
 
@@ -111,7 +112,7 @@ def _find(path: Path, step: int | None, is_best: bool) -> Found:
         if metric is None:
             raise ValueError(f"trainer.keep_best of {path} is null; give --step, one of {_listed(steps)}.")
         values = {row["step"]: row[metric] for row in read_rows(path) if isinstance(row.get(metric), int | float)}
-        step = best_step(values, steps)
+        step = best_step(values, steps, metric)
         if step is None:
             raise ValueError(f"no checkpoint of {path} has a value of {metric}; give --step, one of {_listed(steps)}.")
     if step is not None:
@@ -127,9 +128,11 @@ def _listed(steps: Sequence[int]) -> str:
     return ", ".join(map(str, sorted(steps)))
 
 
-def best_step(values: Mapping[int, float], steps: Sequence[int]) -> int | None:
-    """The one of `steps` with the largest value, the later one of two; None where none has a finite one."""
-    known = [(values[step], step) for step in steps if math.isfinite(values.get(step, math.nan))]
+def best_step(values: Mapping[int, float], steps: Sequence[int], metric: str | None) -> int | None:
+    """The one of `steps` with the best value of `metric`, the later one of two; None where none has a finite one."""
+    found = find(metric) if metric is not None else None
+    sign = -1 if found is not None and found.better == "lower" else 1
+    known = [(sign * values[step], step) for step in steps if math.isfinite(values.get(step, math.nan))]
     return max(known)[1] if known else None
 
 
@@ -154,7 +157,7 @@ def closing_lines(run_dir: Path, trainer: TrainerConfig, values: Mapping[int, fl
     steps = store.steps()
     written = [f"weights: {run_dir / name}" for name in (HF, HF_CRITIC) if (run_dir / name).is_dir()]
     lines = [*written, *(f"state after step {step}: {store.path_of(step)}" for step in steps[:1])]
-    if (best := best_step(values, steps)) is not None:
+    if (best := best_step(values, steps, trainer.keep_best)) is not None:
         lines.append(f"best {trainer.keep_best}, {values[best]:g}: {store.path_of(best)}")
     if steps and not written:
         lines.append(f"weights in Hugging Face layout: rlhf-megatron export {run_dir} --out DIR")

@@ -15,7 +15,7 @@ from rlhf_megatron.config.rules.schedule import takes_turns
 from rlhf_megatron.config.schema import RunConfig, ScheduleConfig, TrainerConfig
 from rlhf_megatron.config.show import as_yaml
 from rlhf_megatron.data import codec
-from rlhf_megatron.data.stream import PromptCursor, PromptStream
+from rlhf_megatron.data.stream import PromptCursor, Stream
 from rlhf_megatron.observe.line_file import read_attempts
 from rlhf_megatron.plugins import digests
 
@@ -97,7 +97,7 @@ def completion(run_dir: Path, trainer: TrainerConfig) -> str | None:
     )
 
 
-def find_start(config: RunConfig, run_dir: Path, stream: PromptStream | None) -> Start | None:
+def find_start(config: RunConfig, run_dir: Path, stream: Stream[Any] | None) -> Start | None:
     """Return the checkpoint to start from, or None for a new run.
 
     Raises ValueError when there are checkpoints and none is intact, or when this configuration cannot go on from it.
@@ -182,7 +182,7 @@ def check_schedule(schedule: ScheduleConfig, has_filter: bool, state: RunState) 
         )
 
 
-def _restore_stream(stream: PromptStream | None, state: RunState, changes: Changes) -> None:
+def _restore_stream(stream: Stream[Any] | None, state: RunState, changes: Changes) -> None:
     """Raises ValueError, with both values of what changed, when the prompts would come in another order."""
     if state.cursor is None or stream is None:
         return

@@ -68,10 +68,10 @@ class Skips:
         """Count one more optimizer step."""
         self.in_a_row[role] = self.in_a_row.get(role, self._before) + 1 if is_skipped else 0
 
-    def count_warmup(self, is_skipped: bool) -> None:
-        """Count a supervised step of the actor. Raises NonFiniteNumbers at the limit."""
+    def count_supervised(self, is_skipped: bool, step: int = 0) -> None:
+        """Count a supervised step of the actor; 0: of a warm-up. Raises NonFiniteNumbers at the limit."""
         self.count("actor", is_skipped)
-        self._end_at_limit(0, ["In the warm-up: look at its learning rate and at the weights that it starts from."])
+        self._end_at_limit(step, ["Look at the learning rate and at the weights that the run starts from."])
 
     def seen(self, of_role: RoleSkips, number: int, mini_batch: TokenBatch, result: UpdateResult) -> None:
         """The outcome of mini-batch `number` of a role in a step."""

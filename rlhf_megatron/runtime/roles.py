@@ -219,6 +219,8 @@ class RoleBuilder:
     def actor_phases(self) -> dict[str, Phase]:
         """The actor's optimizers by phase, in the order in which the run goes through them."""
         config, actor = self.config, self.config.actor
+        if config.job == "sft":
+            return {"sft": Phase(actor.optim, config.trainer.total_training_steps)}
         alone = config.trainer.critic_warmup if has_critic(config) else 0  # steps in which the critic learns alone
         a_step = actor.ppo_epochs * self._num_mini_batches(actor.mini_batch_size)
         phases = {"rl": Phase(actor.optim, (config.trainer.total_training_steps - alone) * a_step)}

@@ -110,9 +110,18 @@ def weighed_values(part: TrainBatch, mode: str, scale_factor: float | None = Non
     )
 
 
-def supervised_mini_batch(batch: TokenBatch) -> MiniBatch:
-    """A mini-batch for the loss "sft": token-mean over the answers of `batch`."""
-    weights, for_metrics = weigh(batch, "token-mean")
+def supervised_mini_batch(
+    batch: TokenBatch,
+    mode: str = "token-mean",
+    scale_factor: float | None = None,
+    sample_weights: Tensor | None = None,
+) -> MiniBatch:
+    """A mini-batch for the loss "sft" over what trains in `batch`. `sample_weights`: [B], 1 each where None; they
+    multiply the loss of a sample and leave the denominators, which count tokens and samples, as they are.
+    """
+    weights, for_metrics = weigh(batch, mode, scale_factor)
+    if sample_weights is not None:
+        weights = weights * torch.repeat_interleave(sample_weights, batch.lengths)
     return MiniBatch(
         offsets=batch.offsets,
         token_ids=batch.token_ids,

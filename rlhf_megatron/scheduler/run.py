@@ -5,7 +5,7 @@ Used by `rlhf-megatron train`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -87,7 +87,7 @@ def train(
         facts = facts_of(start, trainer.resume_from_path, config.plugins)
         stack.enter_context(attempts.attempt(lock.since, layouts=layouts, **facts))
         write_text(run_dir / CONFIG, as_yaml(config))
-        tracker = stack.enter_context(_tracker(config, run_dir, tokenizer, start, attempts))
+        tracker = stack.enter_context(open_tracker(config, run_dir, tokenizer, start, attempts))
         engines = f"{num_engines(config)} {config.rollout.engine}"
         tracker.note(description(trainer.experiment_name, config.model, _where(config), engines, sets))
         watchdog = stack.enter_context(StageWatchdog(trainer.stage_timeout_s, trainer.stage_timeouts_s, run_dir))
@@ -119,7 +119,7 @@ def train(
         checkpointer = Checkpointer(
             trainer, as_yaml(config), workers, parts.needs_values, has_frozen_start, run_dir, tracker.note, turns
         )
-        checkpointer.best_of = partial(best_step, tracker.watched_values)
+        checkpointer.best_of = partial(best_step, tracker.watched_values, metric=trainer.keep_best)
         if start is not None:
             state = _resumed(start, stages, checkpointer, tracker)
         else:
@@ -131,7 +131,8 @@ def train(
         save_hf = partial(stages.save_hf, run_dir)
         keeper = Keeper(captured, checkpointer, journal, trainer, save_hf, lock.check)
         keeper.begin(state.step, is_saved=start is not None and start.is_same_run)
-        guard, plan = StageGuard(tracker, stop, watchdog, keeper), _plan(trainer, state.step, tracker)
+        guard = StageGuard(tracker, stop, watchdog, keeper)
+        plan = loop_plan(trainer, state.step, [step for step, _ in tracker.evaluations])
         with keeper.saving_when_stopped(stop):
             run(stages, supply, tracker, guard, keeper, plan)
         keeper.finish()
@@ -153,9 +154,9 @@ def train(
             tracker.note(line)
 
 
-def _plan(trainer: TrainerConfig, steps_done: int, tracker: Tracker) -> LoopPlan:
-    is_evaluated = steps_done in [step for step, _ in tracker.evaluations]
-    last_step = trainer.total_training_steps
+def loop_plan(trainer: TrainerConfig, steps_done: int, evaluated: Sequence[int]) -> LoopPlan:
+    """`evaluated`: the steps whose evaluation stands."""
+    last_step, is_evaluated = trainer.total_training_steps, steps_done in evaluated
     return LoopPlan(last_step, steps_done, trainer.test_freq, trainer.val_before_train, is_evaluated)
 
 
@@ -199,7 +200,7 @@ def _where(config: RunConfig) -> str:
     return " and ".join(map(str, pools)) + (" with the critic" if has_critic(config) and len(pools) == 1 else "")
 
 
-def _tracker(
+def open_tracker(
     config: RunConfig, run_dir: Path, tokenizer: Tokenizer, start: Start | None, attempts: Attempts
 ) -> Tracker:
     """Goes on with the files of a run that is resumed; rows that will be written again leave them first."""

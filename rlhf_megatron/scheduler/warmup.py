@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_megatron.config.schema import SamplingConfig, WarmupConfig
-from rlhf_megatron.data.batch import TokenBatch
-from rlhf_megatron.data.items import WeightedItems, supervised_batch
+from rlhf_megatron.data.documents import Documents, SampleBatch, answered
+from rlhf_megatron.data.items import WeightedItems
 from rlhf_megatron.data.prompts import PromptSets
 from rlhf_megatron.data.seeds import derive_seed
 from rlhf_megatron.evaluation.evaluation import EvaluationResult
 from rlhf_megatron.observe.tracker import Tracker
 from rlhf_megatron.runtime.proxies import ActorProxy
-from rlhf_megatron.scheduler.mini_batches import supervised_mini_batch
 from rlhf_megatron.scheduler.stages import Stages
 from rlhf_megatron.stop import StopRequest
+from rlhf_megatron.supervised.learning import Answers
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def warm_up(
     actor: ActorProxy,
     tracker: Tracker,
     num_items: int,
-    make_batch: Callable[[list[int]], TokenBatch],
+    make_batch: Callable[[list[int]], SampleBatch],
     accuracy: Callable[[int], EvaluationResult] | int,
     token_budget: int,
     seed: int,
@@ -48,12 +48,12 @@ def warm_up(
     """
     last_step = accuracy if isinstance(accuracy, int) else config.max_steps
     result: EvaluationResult | None = None
+    learner = Answers(actor, token_budget)
     step = 0
     for step in range(1, last_step + 1):
         should_stop()
         items = random.Random(derive_seed(seed, step, 3)).choices(range(num_items), k=config.batch_size)
-        mini_batch = supervised_mini_batch(make_batch(items))
-        update = actor.update(mini_batch, token_budget, temperature=1.0, loss="sft").result()
+        update, _ = learner.update(make_batch(items))
         count(update.is_skipped)
         metrics = {"warmup/loss": update.sums["actor/sft_loss"], "warmup/grad_norm": update.grad_norm}
         if not isinstance(accuracy, int) and (step % config.test_freq == 0 or step == last_step):
@@ -85,8 +85,9 @@ def warm_up_policy(
 
     items = WeightedItems(sets.sources)
 
-    def make_batch(indices: list[int]) -> TokenBatch:
-        return supervised_batch([items[i] for i in indices], stages.data.tokenizer)
+    def make_batch(indices: list[int]) -> SampleBatch:
+        samples = Documents(answered([items[i] for i in indices], stages.data.tokenizer))
+        return samples.batch(range(len(samples)))
 
     def accuracy(num_items: int) -> EvaluationResult:
         stages.sync()
@@ -105,7 +106,7 @@ def warm_up_policy(
             config.actor.ppo_max_token_len_per_gpu,
             config.trainer.seed,
             stop.check,
-            stages.skips.count_warmup,
+            stages.skips.count_supervised,
         )
     if stages.parts.needs_reference and config.reference.path is None:
         stages.workers.host.refresh_reference().result()

@@ -96,6 +96,7 @@ class ForkServer:
         settings: dict[str, Any] | None = None,
         *options: str,
         faults: str = "",
+        command: str = "train",
     ) -> Attempt:
         """One process. Faults of a run directory act once, whichever process meets them. `settings`: over SETTINGS."""
         self._count += 1
@@ -106,7 +107,7 @@ class ForkServer:
         if faults:
             environment |= {"RLHF_MEGATRON_FAULTS": faults, "RLHF_MEGATRON_FAULTS_DIR": str(config.parent / "faults")}
         request = {
-            "argv": ["train", str(config), *overrides(settings), *options],
+            "argv": [command, str(config), *overrides(settings), *options],
             "environment": environment,
             "console": str(console),
         }
@@ -120,11 +121,13 @@ class ForkServer:
         run_dir = config.parent / "runs" / name
         return Attempt(code, console.read_text(), time.monotonic() - start, run_dir)
 
-    def until_it_ends(self, config: Path, settings: dict[str, Any] | None = None, *, faults: str) -> list[Attempt]:
+    def until_it_ends(
+        self, config: Path, settings: dict[str, Any] | None = None, *, faults: str, command: str = "train"
+    ) -> list[Attempt]:
         """Started again as long as it is killed."""
-        attempts = [self.train(config, settings, faults=faults)]
+        attempts = [self.train(config, settings, faults=faults, command=command)]
         while attempts[-1].code == -signal.SIGKILL:
-            attempts.append(self.train(config, settings, faults=faults))
+            attempts.append(self.train(config, settings, faults=faults, command=command))
         return attempts
 
 

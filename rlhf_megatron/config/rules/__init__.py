@@ -55,6 +55,12 @@ def rule(function: R) -> R:
     return function
 
 
+def rule_of_rl(function: R) -> R:
+    """Register a rule of the job train: other jobs leave its sections at their defaults."""
+    RULES.append(lambda loaded: function(loaded) if loaded.config.job == "train" else iter(()))
+    return function
+
+
 def idle(function: I) -> I:
     """Register a table of settings that would be ignored."""
     IDLE_RULES.append(function)

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Iterator
 
 from rlhf_megatron.config.errors import Problem
-from rlhf_megatron.config.rules import Findings, Idle, idle, rule, wrong
+from rlhf_megatron.config.rules import Findings, Idle, idle, rule_of_rl, wrong
 from rlhf_megatron.config.rules.parts import entry_of, params_of
 from rlhf_megatron.config.rules.run import (
     actor_ranks,
@@ -46,7 +46,7 @@ def idle_algorithm_settings(config: RunConfig) -> Iterable[Idle]:
     )
 
 
-@rule
+@rule_of_rl
 def kl_weight(loaded: Loaded) -> Findings:
     """A weight of 0 costs a forward pass of the reference and does nothing; the adaptive one would stay there."""
     algorithm = loaded.config.algorithm
@@ -58,7 +58,7 @@ def kl_weight(loaded: Loaded) -> Findings:
     )
 
 
-@rule
+@rule_of_rl
 def kl_horizon(loaded: Loaded) -> Findings:
     """coef *= 1 +- 0.2 samples / horizon must keep its sign."""
     c = loaded.config
@@ -74,7 +74,7 @@ def kl_horizon(loaded: Loaded) -> Findings:
     )
 
 
-@rule
+@rule_of_rl
 def group_filter(loaded: Loaded) -> Findings:
     """A group of one has no spread; a metric that no reward of the run has would filter by nothing."""
     c = loaded.config
@@ -96,7 +96,7 @@ def group_filter(loaded: Loaded) -> Findings:
         )
 
 
-@rule
+@rule_of_rl
 def several_rewards(loaded: Loaded) -> Findings:
     """An estimator of reward parts reads those that its parameters name: what is only in the reward trains nothing."""
     c, name = loaded.config, loaded.config.algorithm.adv_estimator
@@ -173,7 +173,7 @@ def idle_loss_settings(config: RunConfig) -> Iterator[Idle]:
     yield is_idle, (FACTOR,), MODE, f"set that to {' or '.join(needed)}"
 
 
-@rule
+@rule_of_rl
 def own_aggregation(loaded: Loaded) -> Findings:
     """A mode that nobody chose would train another objective than the loss is known for; one that is written stands."""
     name, mode = loaded.config.actor.policy_loss.loss_mode, loaded.config.actor.loss_agg_mode
@@ -201,7 +201,7 @@ def idle_critic_settings(config: RunConfig) -> Iterator[Idle]:
     yield shares, ("critic.megatron",), NUM_RANKS, "give the critic ranks of its own"
 
 
-@rule
+@rule_of_rl
 def own_pool(loaded: Loaded) -> Findings:
     """Whole replicas of the critic on its ranks. What is left for the actor, `rules.layout` looks at."""
     c = loaded.config
@@ -225,7 +225,7 @@ def own_pool(loaded: Loaded) -> Findings:
         )
 
 
-@rule
+@rule_of_rl
 def batches(loaded: Loaded) -> Findings:
     """What is null is the actor's: that it divides the samples, `rules.batches` says."""
     c = loaded.config
@@ -238,7 +238,7 @@ def batches(loaded: Loaded) -> Findings:
         yield from gives_all_work(MINI_BATCH, size, replicas, ("actor.mini_batch_size", NUM_RANKS, *SIZES))
 
 
-@rule
+@rule_of_rl
 def token_budget(loaded: Loaded) -> Findings:
     """Samples are padded as the layout of the critic's pool demands, also where the budget is the actor's."""
     c = loaded.config
@@ -250,7 +250,7 @@ def token_budget(loaded: Loaded) -> Findings:
         yield from holds_the_longest(c, BUDGET, budget, "actor.megatron", c.actor.megatron)
 
 
-@rule
+@rule_of_rl
 def steps(loaded: Loaded) -> Findings:
     c = loaded.config
     if not has_critic(c):

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlhf_megatron.config.errors import Problem
-from rlhf_megatron.config.rules import NAME_RULE, Findings, Idle, idle, is_name, rule, told, wrong
+from rlhf_megatron.config.rules import NAME_RULE, Findings, Idle, idle, is_name, rule, rule_of_rl, told, wrong
 from rlhf_megatron.config.rules.parts import entry_of, params_of
 from rlhf_megatron.config.schema import DataConfig, FewShotConfig, RunConfig, SourceConfig
 from rlhf_megatron.config.source import Loaded
@@ -138,7 +138,7 @@ def _few_shot_task(key: str, shots: FewShotConfig, task: str | None, params: Map
     )
 
 
-@rule
+@rule_of_rl
 def lengths(loaded: Loaded) -> Findings:
     """A chat keeps its end, where the answer begins."""
     d = loaded.config.data
@@ -185,7 +185,7 @@ def idle_reward_settings(config: RunConfig) -> Iterator[Idle]:
     yield all_have_their_own, ("reward.name", "reward.params"), BY_SOURCE, "leave a source out there"
 
 
-@rule
+@rule_of_rl
 def reward_sources(loaded: Loaded) -> Findings:
     """Those of files and tasks are known only when they are read."""
     names = [source.name for source in loaded.config.data.sources]
@@ -206,7 +206,7 @@ def unknown_sources(by_source: dict[str, Any], known: list[str]) -> Iterator[Pro
             )
 
 
-@rule
+@rule_of_rl
 def reward_lengths(loaded: Loaded) -> Findings:
     """Terms that act on long responses against the longest that is generated."""
     longest = loaded.config.data.max_response_length

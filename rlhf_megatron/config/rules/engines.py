@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rlhf_megatron.config.errors import Problem
-from rlhf_megatron.config.rules import Findings, Idle, idle, rule, wrong
+from rlhf_megatron.config.rules import Findings, Idle, idle, rule, rule_of_rl, wrong
 from rlhf_megatron.config.rules.parts import entry_of, reads
 from rlhf_megatron.config.rules.run import NODES, actor_ranks, needs_reference
 from rlhf_megatron.config.schema import RunConfig
@@ -18,7 +18,7 @@ from rlhf_megatron.config.source import Loaded
 from rlhf_megatron.registry import parts_of
 
 
-@rule
+@rule_of_rl
 def engines(loaded: Loaded) -> Findings:
     c = loaded.config
     yield from _senders(c)
@@ -47,7 +47,7 @@ def engines(loaded: Loaded) -> Findings:
     )
 
 
-@rule
+@rule_of_rl
 def engine_arguments(loaded: Loaded) -> Findings:
     """Pass on what the kind of engine refuses. Running servers say it themselves when a run attaches."""
     c, entry = loaded.config, entry_of("engine", loaded.config.rollout.engine)
@@ -192,7 +192,7 @@ def _senders(c: RunConfig) -> Findings:
 COLOCATED = "rollout.colocated"
 
 
-@rule
+@rule_of_rl
 def colocation(loaded: Loaded) -> Findings:
     c = loaded.config
     if not c.rollout.colocated:
@@ -229,7 +229,7 @@ OLDEST_RAY = (2, 54)  # before it anybody who reached the dashboard could delete
 _HOST_AND_PORT = re.compile(r"[^/\s]+:\d{1,5}")
 
 
-@rule
+@rule_of_rl
 def engine_devices(loaded: Loaded) -> Findings:
     c = loaded.config
     if c.trainer.runtime != "ray" or not reads(c.rollout, "rollout.sglang") or c.rollout.endpoints:

@@ -11,7 +11,7 @@ from typing import Any
 from rlhf_megatron.config.errors import Problem
 from rlhf_megatron.config.rules import Findings, rule, told, wrong
 from rlhf_megatron.config.rules.experts import num_experts, of_dense_model, of_experts
-from rlhf_megatron.config.rules.run import LENGTHS, divisors_of, megatron_sections
+from rlhf_megatron.config.rules.run import divisors_of, longest_sample, megatron_sections
 from rlhf_megatron.config.schema import MegatronConfig, RunConfig
 from rlhf_megatron.config.source import Loaded
 from rlhf_megatron.plugins import not_loaded
@@ -201,7 +201,7 @@ def _experts(
             f"{section}.moe_router_bias_update_rate",
         )
     is_mixed = bool(hf_config.get("mlp_only_layers")) or hf_config.get("decoder_sparse_step", 1) != 1
-    if num and is_mixed and config.rollout.engine == "sglang":
+    if num and is_mixed and config.job == "train" and config.rollout.engine == "sglang":
         yield _problem(
             "mlp_only_layers and decoder_sparse_step, by which some layers have no experts, are unknown to SGLang: its"
             " log-probs would be wrong without an error; use rollout.engine: local, or another model.",
@@ -278,11 +278,10 @@ def _shape(config: RunConfig, sizes: Mapping[str, int]) -> Findings:
     if heads and "head_dim" not in sizes and sizes.get("hidden_size", 0) % heads:
         yield _problem(f"hidden_size ({sizes['hidden_size']}) must be a multiple of num_attention_heads ({heads}).")
     positions = sizes.get("max_position_embeddings")
-    longest = config.data.max_prompt_length + config.data.max_response_length
+    longest, text, settings = longest_sample(config)
     if positions and longest > positions:
+        shorter = "one" if len(settings) > 1 else "it"
         yield _problem(
-            f"max_position_embeddings ({positions}) must cover data.max_prompt_length + max_response_length"
-            f" ({config.data.max_prompt_length} + {config.data.max_response_length} = {longest}); shorten one by"
-            f" {longest - positions}.",
-            *LENGTHS,
+            f"max_position_embeddings ({positions}) must cover {text}); shorten {shorter} by {longest - positions}.",
+            *settings,
         )

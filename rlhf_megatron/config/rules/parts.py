@@ -58,6 +58,8 @@ def named_parts(c: RunConfig) -> Iterator[Named]:
     for section, mode in (("actor", c.actor.loss_agg_mode), ("critic", c.critic.loss_agg_mode)):
         if mode is not None:
             yield Named("aggregation", mode, f"{section}.loss_agg_mode", f"{section}.loss_agg_mode")
+    if c.job == "sft" and c.sft.loss_mode != "sft":
+        yield Named("preference loss", c.sft.loss_mode, "sft.loss_mode", "sft", c.sft.params)
     for logger in c.trainer.logger:
         yield Named("logger", logger, "trainer.logger", "trainer.logger")
     yield Named("engine", c.rollout.engine, "rollout.engine", "rollout.engine")

@@ -7,7 +7,7 @@ from math import isqrt
 from pathlib import PurePath
 
 from rlhf_megatron.config.errors import Problem
-from rlhf_megatron.config.rules import NAME_RULE, Findings, Idle, idle, is_name, rule, wrong
+from rlhf_megatron.config.rules import NAME_RULE, Findings, Idle, idle, is_name, rule, rule_of_rl, wrong
 from rlhf_megatron.config.rules.parts import entry_of, reads
 from rlhf_megatron.config.schema import MegatronConfig, OptimConfig, RunConfig
 from rlhf_megatron.config.source import Loaded
@@ -52,8 +52,16 @@ def has_critic(config: RunConfig) -> bool:
     return entry is not None and "values" in entry.needs
 
 
+def has_pairs(config: RunConfig) -> bool:
+    """Whether the job learns from pairs of answers."""
+    return config.job == "sft" and config.sft.loss_mode != "sft"
+
+
 def needs_reference(config: RunConfig) -> bool:
-    """Whether a KL term asks for the frozen reference."""
+    """Whether a KL term, or a preference loss, asks for the frozen reference."""
+    if config.job == "sft":
+        entry = entry_of("preference loss", config.sft.loss_mode) if has_pairs(config) else None
+        return entry is not None and "ref_log_probs" in entry.needs
     return config.actor.use_kl_loss or config.algorithm.use_kl_in_reward
 
 
@@ -66,8 +74,10 @@ def model_parallel_size(m: MegatronConfig) -> int:
 def idle_run_settings(c: RunConfig) -> Iterator[Idle]:
     of_loss = ("actor.kl_loss_coef", "actor.kl_loss_type")
     yield not c.actor.use_kl_loss, of_loss, "actor.use_kl_loss", "set it to true"
-    fix = "set it or algorithm.use_kl_in_reward to true"
-    yield not needs_reference(c), ("reference",), "actor.use_kl_loss", fix
+    switch, fix = "actor.use_kl_loss", "set it or algorithm.use_kl_in_reward to true"
+    if c.job == "sft":
+        switch, fix = "sft.loss_mode", "set that to a preference loss, such as dpo"
+    yield not needs_reference(c), ("reference",), switch, fix
     engines = parts_of("engine")
     for setting in sorted({key for name in engines for key in engines.get(name).build.settings}):
         others = " or ".join(name for name in engines if setting in engines.get(name).build.settings)
@@ -147,7 +157,7 @@ def _actor_pool(c: RunConfig) -> Findings:
     )
 
 
-@rule
+@rule_of_rl
 def batches(loaded: Loaded) -> Findings:
     c = loaded.config
     mini, samples = c.actor.mini_batch_size, c.data.train_batch_size * c.rollout.n
@@ -197,7 +207,7 @@ def gives_all_work(key: str, size: int, replicas: int, switches: tuple[str, ...]
 def token_budgets(loaded: Loaded) -> Findings:
     """A sample is never cut over micro-batches, and is padded as the layout demands."""
     c, m = loaded.config, loaded.config.actor.megatron
-    if reads(c.rollout, "rollout.max_num_batched_tokens"):
+    if c.job == "train" and reads(c.rollout, "rollout.max_num_batched_tokens"):
         budget = c.rollout.max_num_batched_tokens
         yield from holds_the_longest(c, "rollout.max_num_batched_tokens", budget, "", MegatronConfig())
     budgets = {"actor.ppo_max_token_len_per_gpu": c.actor.ppo_max_token_len_per_gpu}
@@ -218,7 +228,7 @@ def holds_the_longest(c: RunConfig, key: str, budget: int, section: str, m: Mega
     cp, multiple = m.context_parallel_size, packed_multiple(m)
     if cp < 1 or multiple < 1 or budget < 1:
         return
-    longest = c.data.max_prompt_length + c.data.max_response_length
+    longest, settings, of_settings = longest_sample(c)
     padded = -(-longest // multiple) * multiple
     if budget * cp >= padded:
         return
@@ -228,14 +238,21 @@ def holds_the_longest(c: RunConfig, key: str, budget: int, section: str, m: Mega
     if padded != longest:
         switches += [f"{section}.tensor_model_parallel_size", f"{section}.sequence_parallel"]
     yield Problem(
-        f"{key} ({budget}{pool}) must hold the longest sample, data.max_prompt_length + max_response_length"
-        f" ({c.data.max_prompt_length} + {c.data.max_response_length} = {longest}{padding}); use {padded // cp} or"
-        " more.",
-        (key, *LENGTHS, *switches),
+        f"{key} ({budget}{pool}) must hold the longest sample, {settings}{padding}); use {padded // cp} or more.",
+        (key, *of_settings, *switches),
     )
 
 
-@rule
+def longest_sample(c: RunConfig) -> tuple[int, str, tuple[str, ...]]:
+    """Its tokens, how they come about, with an open bracket, and the settings that say so."""
+    if c.job == "sft":
+        return c.sft.max_length, f"sft.max_length ({c.sft.max_length}", ("sft.max_length",)
+    d, longest = c.data, c.data.max_prompt_length + c.data.max_response_length
+    text = f"data.max_prompt_length + max_response_length ({d.max_prompt_length} + {d.max_response_length} = {longest}"
+    return longest, text, LENGTHS
+
+
+@rule_of_rl
 def sampling(loaded: Loaded) -> Findings:
     r = loaded.config.rollout
     coldest = 0.01
@@ -283,7 +300,7 @@ def sampling(loaded: Loaded) -> Findings:
     )
 
 
-@rule
+@rule_of_rl
 def kl(loaded: Loaded) -> Findings:
     actor = loaded.config.actor
     yield wrong(
@@ -304,12 +321,13 @@ def data(loaded: Loaded) -> Findings:
             f"{key} ({list(files)}) and data.task ({d.task}) exclude each other; set task: null or {name}: [].",
             (key, "data.task"),
         )
-        if d.task is None and not d.sources and not files:
+        is_needed = name == "train_files" or loaded.config.job == "train"
+        if is_needed and d.task is None and not d.sources and not files:
             other = "name a data.task" if name == "train_files" else "keep some of the training rows for it"
             yield Problem(f"{key} ([]) must name a JSONL file; give one, or {other}.", (key, "data.task"))
 
 
-@rule
+@rule_of_rl
 def schedules(loaded: Loaded) -> Findings:
     c = loaded.config
     steps = 0

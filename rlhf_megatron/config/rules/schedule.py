@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlhf_megatron.config.errors import Problem
-from rlhf_megatron.config.rules import Findings, rule, wrong
+from rlhf_megatron.config.rules import Findings, rule_of_rl, wrong
 from rlhf_megatron.config.rules.parts import schedule_of
 from rlhf_megatron.config.schema import RunConfig, ScheduleConfig
 from rlhf_megatron.config.source import Loaded
@@ -33,7 +33,7 @@ def that_take_turns() -> str:
     return " or ".join(name for name in known if getattr(known.get(name).build, "takes_turns", False))
 
 
-@rule
+@rule_of_rl
 def shared_devices(loaded: Loaded) -> Findings:
     """Who takes turns cannot work at the same time."""
     c = loaded.config
@@ -46,7 +46,7 @@ def shared_devices(loaded: Loaded) -> Findings:
     )
 
 
-@rule
+@rule_of_rl
 def determinism(loaded: Loaded) -> Findings:
     """What a step trains on depends on who was done first."""
     c = loaded.config
@@ -58,7 +58,7 @@ def determinism(loaded: Loaded) -> Findings:
     )
 
 
-@rule
+@rule_of_rl
 def stale_tokens(loaded: Loaded) -> Findings:
     """Nobody gets the bias of old tokens without having chosen it.
 
@@ -78,7 +78,7 @@ def stale_tokens(loaded: Loaded) -> Findings:
     )
 
 
-@rule
+@rule_of_rl
 def bound_on_lag(loaded: Loaded) -> Findings:
     """A bound that no step can reach."""
     c = loaded.config
@@ -91,7 +91,7 @@ def bound_on_lag(loaded: Loaded) -> Findings:
         )
 
 
-@rule
+@rule_of_rl
 def spare_groups(loaded: Loaded) -> Findings:
     """Groups beyond a batch, of a schedule that trains on all that it starts: only the filter makes room for them."""
     c = loaded.config

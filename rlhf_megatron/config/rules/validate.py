@@ -22,6 +22,7 @@ from rlhf_megatron.config.rules import (
     model,
     run,
     schedule,
+    sft,
     told,
 )
 from rlhf_megatron.config.rules.files import file_problems
@@ -31,7 +32,16 @@ from rlhf_megatron.config.schema import MegatronConfig, RunConfig
 from rlhf_megatron.config.schema.fields import Interval
 from rlhf_megatron.config.source import DEFAULT, Loaded
 
-_REGISTERED = (run, model, algorithm, engines, correction, data, schedule)  # rules register as their file is imported
+_REGISTERED = (
+    run,
+    model,
+    algorithm,
+    engines,
+    correction,
+    data,
+    schedule,
+    sft,
+)  # rules register as their file is imported
 
 
 def ignored(loaded: Loaded) -> Iterator[Problem]:

@@ -31,6 +31,7 @@ from rlhf_megatron.config.schema.training import (
     OptimConfig,
     PolicyLossConfig,
     ReferenceConfig,
+    SFTConfig,
     WarmupConfig,
 )
 
@@ -144,8 +145,8 @@ class TrainerConfig:
         "state",
     )
     keep_best: str | None = doc(
-        "metric, such as val/accuracy, whose largest value among the checkpoints keeps that one beside"
-        " max_ckpt_to_keep; null: none is",
+        "metric, such as val/accuracy, whose best value among the checkpoints (the smallest of a loss) keeps that one"
+        " beside max_ckpt_to_keep; null: none is",
         None,
     )
     async_save: bool = doc("write a checkpoint's files while the run goes on", True)
@@ -207,6 +208,10 @@ class RayConfig:
 class RunConfig:
     """Everything that one run is made of."""
 
+    job: Literal["train", "sft"] = doc(
+        "train: reinforcement learning; sft: supervised and preference training. The command of that name runs it",
+        "train",
+    )
     plugins: tuple[str, ...] = doc(
         "modules, or files (x.py, counted from the file that names them), of your own that register parts", ()
     )
@@ -219,6 +224,7 @@ class RunConfig:
     reward: RewardConfig = doc("scoring", factory=RewardConfig)
     algorithm: AlgorithmConfig = doc("advantages", factory=AlgorithmConfig)
     warmup: WarmupConfig = doc("supervised steps before RL", factory=WarmupConfig)
+    sft: SFTConfig = doc("the job sft", factory=SFTConfig)
     checks: CheckConfig = doc("stop thresholds", factory=CheckConfig)
     schedule: ScheduleConfig = doc("who works when", factory=ScheduleConfig)
     trainer: TrainerConfig = doc("the run", factory=TrainerConfig)

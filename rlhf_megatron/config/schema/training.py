@@ -1,4 +1,5 @@
-"""The sections of the models that train or are trained against: the policy, its critic, its reference, the warm-up."""
+"""The sections of the models that train or are trained against: the policy, its critic, its reference, the warm-up,
+the supervised job."""
 
 # ruff: noqa: RUF009  (doc() makes a field)
 from __future__ import annotations
@@ -201,3 +202,21 @@ class WarmupConfig:
     test_samples: int = doc("held-out items of these evaluations", 512, COUNT)
     save_hf: bool = doc("write the warmed-up weights in Hugging Face layout under the run directory", False)
     optim: OptimConfig = doc("optimizer of the warm-up; RL starts with a fresh one", factory=OptimConfig)
+
+
+@dataclass(frozen=True)
+class SFTConfig:
+    """Of `job: sft`. data.train_batch_size is the samples of an optimizer step, over all ranks."""
+
+    loss_mode: str = doc("sft, the answers' negative log-probs; or a registered preference loss, such as dpo", "sft")
+    params: dict[str, Any] = doc("parameters of a preference loss, see its dataclass", factory=dict)
+    max_length: int = doc(
+        "longest document, tokens; longer ones: data.filter_overlong_prompts and data.truncation", 4096, TOKENS
+    )
+    messages_key: str | None = doc(
+        "key of a conversation, whose assistant turns train; null: rows of data.prompt_key and data.label_key", None
+    )
+    tools_key: str = doc("key of the tools that a conversation may call, where a row has some", "tools")
+    weight_key: str | None = doc("key of a sample's weight in the loss; null: 1 each", None)
+    chosen_key: str = doc("of a preference loss: key of the better answer, text or messages", "chosen")
+    rejected_key: str = doc("of a preference loss: key of the worse answer, text or messages", "rejected")

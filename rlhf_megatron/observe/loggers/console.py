@@ -7,7 +7,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,6 +36,9 @@ class Column:
 
 COLUMNS = (
     Column("step", 5, None, "d", 0),
+    Column("loss", 9, "sft/loss", ".4f", 0, is_optional=True),
+    Column("right", 6, "rewards/accuracies", ".2f", 1, is_optional=True),
+    Column("margin", 8, "rewards/margins", ".3f", 2, is_optional=True),
     Column("reward", 7, "critic/rewards/mean", ".3f", 0),
     Column("mixed", 6, "reward/mixed_groups", ".2f", 3),
     Column("kl", 8, "actor/reward_kl_penalty", ".1e", 4, is_optional=True),
@@ -58,6 +61,7 @@ COLUMNS = (
 SOURCE = "reward/source/"  # <source>/mean
 SET_MEAN = re.compile(r"val/([^/]+)/mean@\d+")
 SOURCE_WIDTHS, SOURCE_RANK = (6, 12), 4
+SUPERVISED = "sft/loss"  # only a run without rewards has it
 AFTER_SOURCES = 2  # columns in front of those of the sources
 ROWS_PER_HEADER = 25
 QUIET_S = 60.0  # after which a log is told where the run is
@@ -134,6 +138,9 @@ class ConsoleLogger(Logger):
             )
 
     def _evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        if "val/loss" in metrics:
+            self.note(f"step {step}: held-out " + ", ".join(_losses(metrics)))
+            return
         low, high = metrics["val/accuracy_low"], metrics["val/accuracy_high"]
         self.note(
             f"step {step}: held-out accuracy {metrics['val/accuracy']:.3f} [{low:.3f}, {high:.3f}]"
@@ -163,11 +170,21 @@ class ConsoleLogger(Logger):
         return fit(columns, self._console.width) if self._console.is_terminal else columns
 
 
+def _losses(metrics: Mapping[str, float]) -> Iterator[str]:
+    """Of all held-out sets together, then of each set where there are several."""
+    names = ("loss", "perplexity", "rewards/accuracies")
+    yield from (f"{name} {metrics[f'val/{name}']:.4f}" for name in names if f"val/{name}" in metrics)
+    sets = [key.split("/")[1] for key in metrics if key.count("/") == 2 and key.endswith("/loss")]
+    if len(sets) > 1:
+        yield from (f"{name} {metrics[f'val/{name}/loss']:.4f}" for name in sets)
+
+
 def columns_for(keys: set[str]) -> tuple[Column, ...]:
     """All columns of a run with these metrics; one a data source where there are several."""
     sources = sorted(key for key in keys if key.startswith(SOURCE) and key.endswith("/mean"))
     extra = [_source_column(key) for key in sources] if len(sources) > 1 else []
-    used = [c for c in COLUMNS if not c.is_optional or c.key in keys]
+    is_of_rl = SUPERVISED not in keys
+    used = [c for c in COLUMNS if c.key in (None, *keys) or (is_of_rl and not c.is_optional)]
     return (*used[:AFTER_SOURCES], *extra, *used[AFTER_SOURCES:])
 
 

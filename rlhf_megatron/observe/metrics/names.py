@@ -132,6 +132,24 @@ val/<source>/num_items | count | count | an evaluation | items with a sample tha
 val/<source>/num_masked | count | count | an evaluation - | samples left out because their reward could not be
   computed
 val/<source>/response_length | tokens | mean | held-out samples of a set | response length
+# Supervised and preference training
+sft/loss | nats | mean | a step - | what the step made smaller: supervised or preference loss, with the samples' weights
+sft/num_samples | count | count | {STEP} | samples, or pairs, that trained
+sft/num_trained_tokens | tokens | count | {STEP} | tokens that the loss is on
+rewards/chosen | 1 | mean | pairs of a step + | implicit reward of the better answer
+rewards/rejected | 1 | mean | pairs of a step - | implicit reward of the worse answer
+rewards/margins | 1 | mean | pairs of a step + | difference of the two
+rewards/accuracies | share | share | pairs of a step + | pairs whose better answer has the larger reward
+logps/chosen | nats | mean | pairs of a step | log-prob of the better answer
+logps/rejected | nats | mean | pairs of a step | log-prob of the worse answer
+val/loss | nats | mean | held-out tokens, or pairs - | supervised or preference loss, without the samples' weights
+val/perplexity | 1 | mean | held-out tokens - | exp of the supervised loss
+val/<source>/loss | nats | mean | held-out tokens, or pairs of a set - | the same of a set
+val/<source>/perplexity | 1 | mean | held-out tokens of a set - | the same of a set
+val/rewards/<name> | 1 | mean | held-out pairs | as rewards/<name>
+val/logps/<name> | nats | mean | held-out pairs | as logps/<name>
+val/<source>/rewards/<name> | 1 | mean | held-out pairs of a set | as rewards/<name>
+val/<source>/logps/<name> | nats | mean | held-out pairs of a set | as logps/<name>
 # Warm-up
 warmup/loss | nats | mean | answer tokens of a warm-up step - | supervised loss
 warmup/grad_norm | 1 | last | a warm-up step | global gradient norm before clipping

@@ -19,7 +19,7 @@ from rlhf_megatron.config.rules.engines import num_engines
 from rlhf_megatron.config.rules.experts import num_experts
 from rlhf_megatron.config.rules.run import actor_ranks, critic_ranks, has_critic, world_size
 from rlhf_megatron.config.schema import RunConfig
-from rlhf_megatron.data.batch import TokenBatch, TrainBatch
+from rlhf_megatron.data.batch import TokenBatch
 from rlhf_megatron.data.plan import NO_OP
 from rlhf_megatron.models.families.base import FAMILIES, family_for
 from rlhf_megatron.observe.metrics.batch import response_lengths
@@ -112,7 +112,8 @@ class Workload:
 def workload_of(config: RunConfig) -> Workload:
     """Raises ValueError for a bad layout."""
     actor, critic, rollout = config.actor, config.critic, config.rollout
-    engine_ranks = 0 if rollout.colocated else num_engines(config) * int(str(rollout.sglang.args.get("tp-size", 1)))
+    has_own_devices = config.job == "train" and not rollout.colocated
+    engine_ranks = 0 if not has_own_devices else num_engines(config) * int(str(rollout.sglang.args.get("tp-size", 1)))
     return Workload(
         num_devices=world_size(config) + engine_ranks,
         num_actor_ranks=actor_ranks(config),
@@ -169,7 +170,7 @@ def time_per_token(metrics: Mapping[str, float], call_seconds: Mapping[str, floa
 
 
 def utilisation(
-    metrics: Mapping[str, float], call_seconds: Mapping[str, float], batch: TrainBatch, work: Workload
+    metrics: Mapping[str, float], call_seconds: Mapping[str, float], batch: TokenBatch, work: Workload
 ) -> dict[str, float]:
     """Model FLOPs over seconds of the call x ranks of its pool x peak of a device, and that peak.
 

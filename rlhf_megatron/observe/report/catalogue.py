@@ -120,6 +120,13 @@ mismatch_kl | KL of engine and trainer | training/rollout_kl | log
 probs_difference | Probability difference | training/rollout_probs_diff_mean: mean; training/rollout_probs_diff_max:
   largest | log
 lag | Policy lag | policy/lag | zero
+# sft | Supervised and preference training | SFT
+sft_loss | Loss | sft/loss | wide
+sft_held_out | Held-out loss | val/loss | points evaluation
+sft_source | Held-out loss by source | val/<source>/loss | points evaluation
+sft_right | Pairs in the right order | rewards/accuracies | zero
+sft_rewards | Implicit rewards | rewards/chosen; rewards/rejected; rewards/margins
+sft_tokens | Trained tokens a step | sft/num_trained_tokens
 # warmup | Warm-up | Warm-up
 warmup_loss | Supervised loss | warmup/loss | zero warmup
 warmup_accuracy | Sampled accuracy | warmup/accuracy | points warmup

@@ -44,6 +44,7 @@ def cut_text(text: str) -> str:
 
 TITLES = {section.name: section.title for section in SECTIONS} | {"samples": "Samples", "other": "Other metrics"}
 ORDER = ("reward", "policy", "critic", "lengths", "time", "engine", "samples", "mismatch", "warmup", "other")
+ORDER_OF_SFT = ("sft", "policy", "time", "other")  # of a run without engines and rewards
 ONLY_WITH_ENGINES = "sync/seconds", "rollout/engine_failures"
 SOURCE_REWARD = "reward/source/<source>/mean"
 Write = Callable[[RunFiles, Payload], str]
@@ -62,7 +63,7 @@ def all_sections(run: RunFiles, payload: Payload) -> list[tuple[str, str, str]]:
         "other": _other,
     }
     found = []
-    for name in ORDER:
+    for name in ORDER_OF_SFT if setting(run, "job") == "sft" else ORDER:
         body = writers[name](run, payload) if name in writers else _charts(run, payload, name)
         found.append((name, TITLES[name], body or html.missing(_no_steps(run))))
     return found

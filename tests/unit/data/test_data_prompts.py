@@ -16,7 +16,6 @@ from rlhf_megatron.data.items import (
     cut,
     encode_rows,
     prompt_batch,
-    supervised_batch,
     take_shots,
 )
 from rlhf_megatron.data.prompts import load_prompts
@@ -317,14 +316,3 @@ def test_wrong_tasks(tokenizer: Tokenizer, task: str, params: dict[str, Any], pr
 def test_prompt_batch() -> None:
     batch = prompt_batch(items(3), first_group_id=10)
     assert batch.group_ids == (10, 11, 12) and batch.sources == ("test",) * 3
-
-
-def test_supervised_batch(tokenizer: Tokenizer) -> None:
-    """Digits are 2..11, "+" is 12, "=" is 15, <eos> is 1."""
-    pair = encode_rows(
-        [PromptRow("1+1=", "2", "", ""), PromptRow("9=", "09", "", "")], tokenizer, PLAIN, Limit(9)
-    ).items
-    batch = supervised_batch(pair, tokenizer)
-    assert batch.offsets.tolist() == [0, 6, 11]
-    assert batch.token_ids.tolist() == [3, 12, 3, 15, 4, 1, 11, 15, 2, 11, 1]
-    assert batch.response_mask.int().tolist() == [0, 0, 0, 0, 1, 1, 0, 0, 1, 1, 1]

@@ -79,7 +79,7 @@ def test_a_tracker_goes_on_where_the_rows_end(tmp_path: Path) -> None:
     with Tracker(tmp_path, ("jsonl",), total_steps=3, facts=RunFacts(resumed_from_step=2)) as again:
         again.restore(rows)
         step(again, 3)
-    assert again.rewards == [*tracker.rewards, (3, 0.75)] and again.evaluations == [(0, RESULT)]
+    assert again.curve == [*tracker.curve, (3, 0.75)] and again.evaluations == [(0, RESULT)]
     assert again.first_mismatch == 1e-6
     last = read_rows(tmp_path)[-1]
     assert last["step"] == 3 and last["seconds"] > 100.0
@@ -251,7 +251,9 @@ def test_values_of_the_watched_metric_are_known_by_step_over_a_restart(tmp_path:
 
 def test_the_best_step_is_the_later_one_of_two() -> None:
     values = {1: 0.5, 2: 0.75, 3: float("nan"), 4: 0.75, 5: 0.9}
-    assert best_step(values, [4, 3, 2, 1]) == 4 and best_step(values, [3]) is None and best_step({}, [1]) is None
+    of = "val/accuracy"
+    assert best_step(values, [4, 3, 2, 1], of) == 4 and best_step(values, [3], of) is None
+    assert best_step({}, [1], of) is None and best_step({1: 0.5, 2: 0.7}, [1, 2], "val/loss") == 1
 
 
 def test_a_stop_saves_the_last_whole_step_once() -> None:

@@ -125,7 +125,7 @@ def test_rows_of_metrics_jsonl(tmp_path: Path) -> None:
     assert 0.04 <= found[2]["timing_s/sync"] <= found[2]["timing_s/step"], "a stage entered twice adds up"
     seconds = [row["seconds"] for row in found]
     assert seconds == sorted(seconds)
-    assert tracker.rewards == [(1, 0.75), (2, 0.75)] and tracker.evaluations == [(0, RESULT)]
+    assert tracker.curve == [(1, 0.75), (2, 0.75)] and tracker.evaluations == [(0, RESULT)]
     assert tracker.first_mismatch == 1e-6  # of the first step
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "samples.jsonl", "trace.json"]
 
@@ -134,7 +134,7 @@ def test_a_step_that_failed_is_not_written(tmp_path: Path) -> None:
     with Tracker(tmp_path, ("jsonl",), total_steps=1) as tracker, pytest.raises(KeyError, match="x"):  # noqa: SIM117
         with tracker.step(1):
             raise KeyError("x")
-    assert rows(tmp_path) == [] and tracker.rewards == []
+    assert rows(tmp_path) == [] and tracker.curve == []
 
 
 def test_throughput_by_hand() -> None:

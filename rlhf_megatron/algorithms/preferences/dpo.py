@@ -1,0 +1,58 @@
+"""DPO: the answer that people preferred becomes likelier than the other one, measured against a reference.
+
+"Direct Preference Optimization" (arXiv 2305.18290), with h = log-ratio of the chosen answer - of the rejected one:
+
+    sigmoid   -log sigmoid(beta h)
+    ipo       (h / tokens of each answer - 1 / (2 beta))^2           (2310.12036; log-ratios are means over tokens)
+    hinge     max(0, 1 - beta h)                                     (SLiC, 2305.10425)
+    robust    (-(1 - e) log sigmoid(beta h) + e log sigmoid(-beta h)) / (1 - 2 e)      (2403.00409; e: label_smoothing)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rlhf_megatron.algorithms.preferences.base import PREFERENCE_LOSSES, Pairs, PreferenceLoss
+from rlhf_megatron.lazy import Tensor, torch
+
+
+@dataclass(frozen=True)
+class DPOParams:
+    beta: float = 0.1  # how strongly the policy is held to the reference
+    loss_type: Literal["sigmoid", "ipo", "hinge", "robust"] = "sigmoid"
+    label_smoothing: float = 0.0  # of robust: share of pairs whose answers are taken for exchanged
+
+    def __post_init__(self) -> None:
+        if not self.beta > 0:
+            raise ValueError(f"beta ({self.beta}) must be positive; use 0.1.")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ValueError(f"label_smoothing ({self.label_smoothing}) must be at least 0 and below 0.5; use 0.1.")
+        if self.label_smoothing and self.loss_type != "robust":
+            raise ValueError(
+                f"label_smoothing ({self.label_smoothing}) would be ignored by loss_type {self.loss_type}; use robust."
+            )
+
+
+@PREFERENCE_LOSSES.register("dpo", DPOParams, needs=("ref_log_probs",))
+def dpo(pairs: Pairs, params: DPOParams) -> PreferenceLoss:
+    """One loss a pair; rewards are beta x log-ratio."""
+    chosen_P = pairs.chosen_P - pairs.ref_chosen_P
+    rejected_P = pairs.rejected_P - pairs.ref_rejected_P
+    rewards = params.beta * chosen_P.detach(), params.beta * rejected_P.detach()
+    if params.loss_type == "ipo":
+        chosen_P, rejected_P = chosen_P / pairs.num_chosen_P, rejected_P / pairs.num_rejected_P
+    return PreferenceLoss(_of_margins(chosen_P - rejected_P, params), *rewards)
+
+
+def _of_margins(h_P: Tensor, params: DPOParams) -> Tensor:
+    log_sigmoid = torch.nn.functional.logsigmoid
+    scaled_P = params.beta * h_P
+    if params.loss_type == "sigmoid":
+        return -log_sigmoid(scaled_P)
+    if params.loss_type == "ipo":
+        return (h_P - 1 / (2 * params.beta)).square()
+    if params.loss_type == "hinge":
+        return torch.relu(1 - scaled_P)
+    e = params.label_smoothing
+    return (-(1 - e) * log_sigmoid(scaled_P) + e * log_sigmoid(-scaled_P)) / (1 - 2 * e)

@@ -1,0 +1,80 @@
+"""Rules on the section `sft`, and on what the supervised job reads of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlhf_megatron.config.rules import Findings, Idle, idle, rule, wrong
+from rlhf_megatron.config.rules.run import (
+    CP,
+    GPUS,
+    LENGTHS,
+    NODES,
+    PP,
+    TP,
+    actor_ranks,
+    gives_all_work,
+    has_pairs,
+    model_parallel_size,
+    optim_schedule,
+)
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.source import Loaded
+
+LOSS, MESSAGES, CHAT = "sft.loss_mode", "sft.messages_key", "data.apply_chat_template"
+ROWS = ("data.prompt_key", "data.label_key", "data.prompt_template", "data.few_shot")
+OF_RL = (
+    *("rollout", "reward", "algorithm", "critic", "warmup", "checks", "schedule", *LENGTHS),
+    *(f"actor.{name}" for name in ("policy_loss", "mini_batch_size", "ppo_epochs", "entropy_coeff", "use_kl_loss")),
+    *(f"actor.{name}" for name in ("kl_loss_coef", "kl_loss_type", "shuffle")),
+    *(f"trainer.{name}" for name in ("critic_warmup", "samples_kept", "record", "capsules_kept")),
+    *("actor.kernels.fused_loss", "ray.num_cpus_per_engine"),
+)
+"""What only reinforcement learning reads."""
+
+
+@idle
+def idle_settings_of_jobs(c: RunConfig) -> Iterator[Idle]:
+    yield c.job == "train", ("sft",), "job", "set job: sft"
+    if c.job == "train":
+        return
+    yield True, OF_RL, "job", "set job: train"
+    yield not has_pairs(c), ("sft.params", "sft.chosen_key", "sft.rejected_key"), LOSS, "name a preference loss there"
+    yield has_pairs(c), (MESSAGES, "data.label_key", "actor.loss_agg_mode"), LOSS, "set that to sft"
+    yield c.sft.messages_key is None, ("sft.tools_key",), MESSAGES, "name the key of conversations"
+    yield c.sft.messages_key is not None, ROWS, MESSAGES, "set that to null"
+
+
+@rule
+def sft(loaded: Loaded) -> Findings:
+    c = loaded.config
+    if c.job == "train":
+        return
+    steps = c.trainer.total_training_steps
+    yield from optim_schedule("actor.optim", c.actor.optim, steps, "trainer.total_training_steps")
+    size, ranks = c.data.train_batch_size, model_parallel_size(c.actor.megatron)
+    if size >= 1 and ranks >= 1:
+        yield from gives_all_work("data.train_batch_size", size, actor_ranks(c) // ranks, (GPUS, NODES, TP, PP, CP))
+    tasks = [task for task in (c.data.task, *(source.task for source in c.data.sources)) if task is not None]
+    yield wrong(
+        tasks and (has_pairs(c) or c.sft.messages_key is not None),
+        f"data.task ({', '.join(tasks)}) makes rows of prompt and answer, and {LOSS} ({c.sft.loss_mode}) with"
+        f" {MESSAGES} ({c.sft.messages_key}) reads others from files; name files, or set {LOSS}: sft and {MESSAGES}:"
+        " null.",
+        ("data.task", LOSS, MESSAGES),
+    )
+    yield wrong(
+        has_pairs(c) and (c.data.few_shot.num_shots or any(s.few_shot for s in c.data.sources)),
+        f"data.few_shot is not read by {LOSS} {c.sft.loss_mode}; remove it.",
+        ("data.few_shot", LOSS),
+    )
+    yield wrong(
+        c.sft.messages_key is not None and not c.data.apply_chat_template,
+        f"{MESSAGES} ({c.sft.messages_key}) reads conversations, which the tokenizer's chat template writes; set"
+        f" {CHAT}: true.",
+        (MESSAGES, CHAT),
+    )
+    if c.sft.weight_key is not None:
+        yield wrong(
+            not c.sft.weight_key, "sft.weight_key ('') must be a key of the rows; name it.", ("sft.weight_key",)
+        )

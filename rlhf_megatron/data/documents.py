@@ -1,0 +1,390 @@
+"""What supervised and preference jobs train on: documents of rows (prompt and answer, conversations, pairs), as tokens.
+
+A sample is one document, or two of a preference pair: the chosen one, then the rejected one. A set holds its tokens in
+three tensors, 5 bytes a token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron.config.schema import DataConfig, SFTConfig, SourceConfig
+from rlhf_megatron.data.batch import TokenBatch, concat, offsets_from_lengths, select
+from rlhf_megatron.data.chat_template import ChatFormat, make_chat_format
+from rlhf_megatron.data.items import PromptFormat, PromptItem, Truncation, cut
+from rlhf_megatron.data.prompts import load_prompts, of_source, sources_of
+from rlhf_megatron.data.rows import SOURCE_KEY, check_text, look_up, prompt_of, raw_rows, refuse
+from rlhf_megatron.data.tokenizer import Tokenizer
+from rlhf_megatron.data.turns import Document, turns_of
+
+ANY_LENGTH = 1 << 24  # tokens: the limit on documents comes after the one on prompts
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One document, or the chosen and the rejected one of a pair."""
+
+    documents: tuple[Document, ...]
+    source: str
+    weight: float = 1.0  # in the loss
+
+
+@dataclass
+class Counts:
+    """What became of the rows of a job. Added to while they are read."""
+
+    num_bad: int = 0  # skipped
+    num_overlong: int = 0  # dropped
+    num_cut: int = 0
+    num_whole: int = 0  # conversations in one document
+    num_by_turn: int = 0  # conversations with a document a turn
+    num_stops_added: int = 0
+    num_thoughts_lost: int = 0
+
+    def told(self) -> list[str]:
+        """What a person should know, one phrase each."""
+        phrases = {
+            "malformed rows skipped": self.num_bad,
+            "over-long documents dropped": self.num_overlong,
+            "over-long documents cut": self.num_cut,
+            "conversations in one document": self.num_whole,
+            "conversations as a document a turn (the chat template rewrites earlier turns)": self.num_by_turn,
+            "stop tokens put behind turns that the chat template ends with none": self.num_stops_added,
+            "turns whose reasoning_content the chat template leaves out": self.num_thoughts_lost,
+        }
+        return [f"{count} {what}" for what, count in phrases.items() if count]
+
+
+class Documents(Sequence[Sample]):
+    """Samples of one source. Its repr is a digest of all that trains, which names the data of a run."""
+
+    def __init__(self, samples: Iterable[Sample]) -> None:
+        ids, mask, lengths = array("i"), bytearray(), array("q")
+        weights, sources = array("f"), []
+        self.width = 1  # documents a sample
+        for sample in samples:
+            self.width = len(sample.documents)
+            weights.append(sample.weight)
+            sources.append(sample.source)
+            for document in sample.documents:
+                ids.extend(document.token_ids)
+                lengths.append(len(document.token_ids))
+                trains = bytearray(len(document.token_ids))
+                for begin, end in document.trained:
+                    trains[begin:end] = b"\1" * (end - begin)
+                mask += trains
+        self.weights = torch.tensor(weights, dtype=torch.float32)
+        self.sources = tuple(sources)
+        self.tokens = TokenBatch(
+            offsets_from_lengths(torch.tensor(lengths, dtype=torch.int64)),
+            torch.tensor(ids, dtype=torch.int32),
+            torch.frombuffer(mask, dtype=torch.bool).clone() if mask else torch.zeros(0, dtype=torch.bool),
+        )
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def __getitem__(self, index: Any) -> Any:
+        documents = []
+        for row in range(index * self.width, (index + 1) * self.width):
+            one = select(self.tokens, [row])
+            edges = torch.cat([torch.zeros(1), one.response_mask.float(), torch.zeros(1)]).diff().nonzero().flatten()
+            documents.append(Document(tuple(one.token_ids.tolist()), tuple(map(tuple, edges.view(-1, 2).tolist()))))
+        return Sample(tuple(documents), self.sources[index], float(self.weights[index]))
+
+    def __repr__(self) -> str:
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        found = hashlib.sha256(repr((self.width, self.sources)).encode())
+        for tensor in (self.tokens.offsets, self.tokens.token_ids, self.tokens.response_mask, self.weights):
+            found.update(tensor.numpy().data)
+        return found.hexdigest()
+
+    def batch(self, indices: Sequence[int]) -> SampleBatch:
+        """The samples with these indices, in order; documents of a pair stand beside each other."""
+        rows = [index * self.width + k for index in indices for k in range(self.width)]
+        found = select(self.tokens, rows)
+        tokens = replace(found, token_ids=found.token_ids.long())
+        return SampleBatch(tokens, self.weights[list(indices)], tuple(self.sources[i] for i in indices))
+
+
+@dataclass(frozen=True)
+class SampleBatch:
+    """B samples. `tokens` has B documents, or 2 B of pairs."""
+
+    tokens: TokenBatch
+    weights: Tensor  # [B] float32
+    sources: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+
+def drawn(sources: Sequence[DocumentSource], places: Iterable[tuple[int, int]]) -> SampleBatch:
+    """The samples at (source, index of its item) as one batch, by source."""
+    by_source: dict[int, list[int]] = {}
+    for source, index in places:
+        by_source.setdefault(source, []).append(index)
+    parts = [sources[source].items.batch(indices) for source, indices in sorted(by_source.items())]
+    return SampleBatch(
+        concat([part.tokens for part in parts]),
+        torch.cat([part.weights for part in parts]),
+        tuple(name for part in parts for name in part.sources),
+    )
+
+
+@dataclass(frozen=True)
+class DocumentSource:
+    """Samples that share a weight, as a stream draws them."""
+
+    name: str
+    weight: float  # relative to the other sources
+    items: Documents
+
+
+@dataclass(frozen=True)
+class DocumentSets:
+    """The result of `load_documents`."""
+
+    sources: tuple[DocumentSource, ...]
+    held_out: tuple[DocumentSource, ...]  # a set for each source that the rows name
+    counts: Counts = field(default_factory=Counts)
+
+    @property
+    def num_train(self) -> int:
+        return sum(len(source.items) for source in self.sources)
+
+    @property
+    def num_held_out(self) -> int:
+        return sum(len(held_out.items) for held_out in self.held_out)
+
+
+def load_documents(data: DataConfig, sft: SFTConfig, tokenizer: Tokenizer, is_pairs: bool) -> DocumentSets:
+    """The documents of the job's sources, or of its task or files. `is_pairs`: the loss compares two answers.
+
+    Raises ValueError for malformed rows, empty sets and documents over the limit, with the rows; for a task or
+    parameter that does not exist, and for a missing chat template.
+    """
+    counts = Counts()
+    if is_pairs or sft.messages_key is not None:
+        train, held_out = _from_rows(data, sft, tokenizer, is_pairs, counts)
+    else:
+        train, held_out = _from_prompts(data, sft, tokenizer, counts)
+    limited = partial(_limited, data=data, max_length=sft.max_length, counts=counts)
+    sources = tuple(DocumentSource(name, weight, Documents(limited(samples))) for name, weight, samples in train)
+    for source in sources:
+        if not len(source.items):
+            raise ValueError(
+                f"the dataset is empty{f' ({source.name})' if source.name else ''}: no document is left with tokens"
+                f" that train, in at most sft.max_length ({sft.max_length}) tokens; look at data.train_files."
+            )
+    sets = {name: Documents(limited(samples)) for name, samples in held_out.items()}
+    return DocumentSets(
+        sources, tuple(DocumentSource(name, 1.0, items) for name, items in sets.items() if items), counts
+    )
+
+
+Train = list[tuple[str, float, list[Sample]]]  # (name, weight, samples) of each source
+HeldOut = dict[str, list[Sample]]
+
+
+def answered(items: Sequence[PromptItem], tokenizer: Tokenizer) -> list[Sample]:
+    """Each prompt just as an engine is asked it, then its label and the end-of-sequence token, which train."""
+    labels = tokenizer.encode_all([item.label for item in items])
+    samples = []
+    for item, label_ids in zip(items, labels, strict=True):
+        ids = (*item.prompt_ids, *label_ids, tokenizer.eos_token_id)
+        samples.append(Sample((Document(ids, ((len(item.prompt_ids), len(ids)),)),), item.source))
+    return samples
+
+
+def _from_prompts(data: DataConfig, sft: SFTConfig, tokenizer: Tokenizer, counts: Counts) -> tuple[Train, HeldOut]:
+    """Rows of prompt and answer, in the template, with the shots and the chat that RL would ask them in."""
+    sets = load_prompts(replace(data, max_prompt_length=ANY_LENGTH), tokenizer, spells_labels=True)
+    counts.num_bad = sets.num_bad_rows
+
+    def samples(items: Sequence[PromptItem]) -> list[Sample]:
+        found = answered(items, tokenizer)
+        if sft.weight_key is None:
+            return found
+        weights = [_weight_of(json.loads(item.extra or "{}"), sft) for item in items]
+        return [replace(sample, weight=weight) for sample, weight in zip(found, weights, strict=True)]
+
+    train = [(source.name, source.weight, samples(source.items)) for source in sets.sources]
+    return train, {held_out.name: samples(held_out.items) for held_out in sets.held_out_sets}
+
+
+def _from_rows(
+    data: DataConfig, sft: SFTConfig, tokenizer: Tokenizer, is_pairs: bool, counts: Counts
+) -> tuple[Train, HeldOut]:
+    """Conversations, or pairs, of files."""
+    chat = None
+    if data.apply_chat_template:
+        chat = make_chat_format(tokenizer, data.system_prompt, data.apply_chat_template_kwargs)
+    train: Train = []
+    held_out: HeldOut = {}
+    for key, source in sources_of(data).items():
+        form = PromptFormat(source.prompt_template or "{prompt}", chat=chat)
+        if is_pairs:
+            read = partial(_pair, data=data, sft=sft, form=form, tokenizer=tokenizer)
+        else:
+            assert chat is not None, "a rule demands the template of conversations"
+            read = partial(_conversation, sft=sft, chat=chat, tokenizer=tokenizer, counts=counts)
+        with of_source(key, source):
+            train.append((source.name, source.weight, _read(source.train_files, source, read, data, counts)))
+            for sample in _read(source.val_files, source, read, data, counts) if source.val_files else ():
+                held_out.setdefault(sample.source, []).append(sample)
+    return train, held_out
+
+
+def _read(files: Sequence[str], source: SourceConfig, read: Any, data: DataConfig, counts: Counts) -> list[Sample]:
+    """Raises ValueError for bad rows that are not to be skipped, and where no row is left."""
+    if source.task is not None or not files:
+        raise ValueError("conversations and pairs come from files; name train_files, and no task.")
+    samples: list[Sample] = []
+    problems: list[str] = []
+    num_good = 0
+    for path in map(Path, files):
+        for number, value in raw_rows(path):
+            try:
+                if isinstance(value, ValueError):
+                    raise value
+                if not isinstance(value, dict):
+                    raise ValueError("not a JSON object")
+                check_text(json.dumps(value, ensure_ascii=False))
+                row_source = source.name or str(value.get(SOURCE_KEY, path.stem))
+                samples += [replace(sample, source=row_source) for sample in read(value)]
+                num_good += 1
+            except ValueError as error:
+                problems.append(f"{path}:{number}: {error}")
+    refuse(problems, num_good, data.skip_bad_rows)
+    counts.num_bad += len(problems)
+    if not samples:
+        raise ValueError(f"the dataset is empty: no rows in {', '.join(files)}; each line must be a JSON object.")
+    return samples
+
+
+def _conversation(
+    row: Mapping[str, Any], sft: SFTConfig, chat: ChatFormat, tokenizer: Tokenizer, counts: Counts
+) -> list[Sample]:
+    assert sft.messages_key is not None, "the job reads conversations"
+    messages = _messages(look_up(row, sft.messages_key, "sft.messages_key"), sft.messages_key)
+    tools = row.get(sft.tools_key)
+    tools = json.loads(tools) if isinstance(tools, str) and tools else tools
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise ValueError(f"{sft.tools_key!r} must be a list of objects, or such a list as JSON text")
+    turns = turns_of(messages, lambda part, asks: chat.conversation(part, asks, tools), tokenizer)
+    counts.num_whole += turns.is_whole
+    counts.num_by_turn += not turns.is_whole
+    counts.num_stops_added += turns.num_stops_added
+    counts.num_thoughts_lost += turns.num_thoughts_lost
+    weight = _weight_of(row, sft)
+    return [Sample((document,), "", weight) for document in turns.documents]
+
+
+def _messages(value: Any, key: str) -> list[dict[str, Any]]:
+    """Messages as the template is given them: role and content, and whatever else the row has."""
+    value = json.loads(value) if isinstance(value, str) else value
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{key!r} must be a list of messages")
+    for number, message in enumerate(value, start=1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError(f'message {number} of {key!r} must be an object with a "role"')
+        content = message.get("content")
+        if content is not None and not isinstance(content, str):
+            raise ValueError(
+                f"message {number} of {key!r} must have text as content; parts of several kinds are not read"
+            )
+    return [{"content": "", **{k: v for k, v in message.items() if v is not None}} for message in value]
+
+
+def _pair(
+    row: Mapping[str, Any], data: DataConfig, sft: SFTConfig, form: PromptFormat, tokenizer: Tokenizer
+) -> list[Sample]:
+    """Both answers behind the prompt as RL asks it; conversations that begin alike bring the prompt themselves."""
+    chosen, rejected = (look_up(row, key, "sft") for key in (sft.chosen_key, sft.rejected_key))
+    if data.prompt_key in row or isinstance(chosen, str):
+        prompt = prompt_of(look_up(row, data.prompt_key, "data.prompt_key"), data.prompt_key)
+        answers = [_answer(value, key) for value, key in ((chosen, sft.chosen_key), (rejected, sft.rejected_key))]
+    else:
+        both = _messages(chosen, sft.chosen_key), _messages(rejected, sft.rejected_key)
+        if both[0][:-1] != both[1][:-1]:
+            raise ValueError(f"{sft.chosen_key!r} and {sft.rejected_key!r} must differ in their last message only")
+        prompt = prompt_of([{"role": m["role"], "content": m["content"]} for m in both[0][:-1]], sft.chosen_key)
+        answers = [_answer(both[0], sft.chosen_key), _answer(both[1], sft.rejected_key)]
+    if answers[0] == answers[1]:
+        raise ValueError("both answers are the same: nothing can be learnt from the pair; remove it")
+    prompt_ids, *answer_ids = tokenizer.encode_all([form.text(prompt), *answers])
+    documents = [(*prompt_ids, *ids, tokenizer.eos_token_id) for ids in answer_ids]
+    return [
+        Sample(
+            tuple(Document(ids, ((len(prompt_ids), len(ids)),)) for ids in documents),
+            "",
+            _weight_of(row, sft),
+        )
+    ]
+
+
+def _answer(value: Any, key: str) -> str:
+    if isinstance(value, str):
+        return value
+    last = _messages(value, key)[-1]
+    if last["role"] != "assistant":
+        raise ValueError(f"{key!r} must end with a message of the assistant")
+    return str(last["content"])
+
+
+def _weight_of(row: Mapping[str, Any], sft: SFTConfig) -> float:
+    if sft.weight_key is None:
+        return 1.0
+    weight = look_up(row, sft.weight_key, "sft.weight_key")
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < 1e6:
+        raise ValueError(f"{sft.weight_key!r} must be a number from 0 up to a million, not {weight!r}")
+    return float(weight)
+
+
+def _limited(samples: Iterable[Sample], data: DataConfig, max_length: int, counts: Counts) -> Iterator[Sample]:
+    """Those within the limit; others are dropped or cut as `data` says. Raises ValueError where it says neither."""
+    for sample in samples:
+        longest = max(len(document.token_ids) for document in sample.documents)
+        if longest > max_length:
+            if data.filter_overlong_prompts:
+                counts.num_overlong += 1
+                continue
+            if data.truncation == "error":
+                raise ValueError(
+                    f"a document of {sample.source!r} has {longest} tokens, over sft.max_length ({max_length}); raise"
+                    " it, or set data.filter_overlong_prompts=true to drop such documents, or data.truncation to cut"
+                    " them."
+                )
+            sample = replace(sample, documents=tuple(_cut(d, max_length, data.truncation) for d in sample.documents))
+            counts.num_cut += 1
+        if any(not document.trained or len(document.token_ids) < 2 for document in sample.documents):
+            counts.num_overlong += 1  # what trains was cut off
+            continue
+        yield sample
+
+
+def _cut(document: Document, length: int, side: Truncation) -> Document:
+    if len(document.token_ids) <= length:
+        return document
+    kept = cut(tuple(range(len(document.token_ids))), length, side)
+    trains = {i for begin, end in document.trained for i in range(begin, end)}
+    spans: list[tuple[int, int]] = []
+    for position, index in enumerate(kept):
+        if index in trains and position:  # nothing predicts a document's first token
+            begin = spans.pop()[0] if spans and spans[-1][1] == position else position
+            spans.append((begin, position + 1))
+    return Document(tuple(document.token_ids[i] for i in kept), tuple(spans))

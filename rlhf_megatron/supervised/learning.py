@@ -1,0 +1,168 @@
+"""What a step of the supervised job does, in terms of the policy's two verbs: log_probs and update with the loss sft.
+
+Nothing here knows a backend, a launcher or a layout. `Answers` learns documents; `Preferences` learns pairs.
+"""
+
+# P pairs, B documents, T tokens
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rlhf_megatron.algorithms.aggregate import metric_weights, sequence_sums
+from rlhf_megatron.algorithms.preferences import PREFERENCE_LOSSES, Pairs
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.typed import params_from_mapping
+from rlhf_megatron.data.batch import MiniBatch
+from rlhf_megatron.data.documents import Documents, DocumentSource, SampleBatch
+from rlhf_megatron.runtime.proxies import ActorProxy, ReferenceProxy, Workers
+from rlhf_megatron.scheduler.mini_batches import supervised_mini_batch
+from rlhf_megatron.workers.contract import UpdateResult
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What was found of some samples: sums, and what they are divided by."""
+
+    sums: dict[str, float]
+    count: float
+
+    def means(self) -> dict[str, float]:
+        return {name: value / max(self.count, 1.0) for name, value in self.sums.items()}
+
+
+def added(parts: Sequence[Figures]) -> Figures:
+    """Those of all parts together."""
+    names = parts[0].sums if parts else ()
+    return Figures({name: sum(part.sums[name] for part in parts) for name in names}, sum(part.count for part in parts))
+
+
+class Learner(Protocol):
+    """How a job learns, and what it measures."""
+
+    def update(self, batch: SampleBatch) -> tuple[UpdateResult, dict[str, float]]:
+        """One optimizer step over the samples, and metrics: "sft/loss", which the step made smaller."""
+
+    def measure(self, batch: SampleBatch) -> Figures:
+        """The loss without learning."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The negative log-prob of what trains, over one denominator of the whole mini-batch."""
+
+    actor: ActorProxy
+    token_budget: int
+    mode: str = "token-mean"  # registered aggregation
+    scale_factor: float | None = None
+
+    def update(self, batch: SampleBatch) -> tuple[UpdateResult, dict[str, float]]:
+        mini_batch = supervised_mini_batch(batch.tokens, self.mode, self.scale_factor, batch.weights)
+        result = _updated(self.actor, mini_batch, self.token_budget)
+        return result, {"sft/loss": result.sums["actor/loss"]}
+
+    def measure(self, batch: SampleBatch) -> Figures:
+        """Nats, over the tokens that train; weights of samples do not count."""
+        found = self.actor.log_probs(batch.tokens, self.token_budget, temperature=1.0).result()
+        return Figures({"loss": -float(found.log_probs.double().sum())}, float(batch.tokens.response_mask.sum()))
+
+
+@dataclass(frozen=True)
+class Preferences:
+    """A preference loss: its slopes by the log-probs of both answers become the loss weights of their tokens."""
+
+    actor: ActorProxy
+    reference: ReferenceProxy | None  # None: the loss needs none
+    loss: Callable[[Pairs, Any], Any]
+    params: Any
+    token_budget: int
+    reference_budget: int
+
+    def update(self, batch: SampleBatch) -> tuple[UpdateResult, dict[str, float]]:
+        figures, slopes_B = self._looked_at(batch)
+        tokens = batch.tokens
+        weights_T = -torch.repeat_interleave(slopes_B, tokens.lengths) * tokens.response_mask
+        mini_batch = MiniBatch(
+            offsets=tokens.offsets,
+            token_ids=tokens.token_ids,
+            response_mask=tokens.response_mask,
+            loss_weights=weights_T.float(),
+            metric_weights=metric_weights(tokens.response_mask, int(tokens.response_mask.sum())),
+        )
+        means = figures.means()
+        return _updated(self.actor, mini_batch, self.token_budget), {"sft/loss": means.pop("loss"), **means}
+
+    def measure(self, batch: SampleBatch) -> Figures:
+        return self._looked_at(batch)[0]
+
+    def _looked_at(self, batch: SampleBatch) -> tuple[Figures, Tensor]:
+        """Figures of the pairs, and [B] float64 slopes of the mean weighted loss by the log-prob of each document."""
+        tokens = batch.tokens
+        asked = [self.actor.log_probs(tokens, self.token_budget, temperature=1.0)]
+        if self.reference is not None:
+            asked.append(self.reference.log_probs(tokens, self.reference_budget, temperature=1.0))
+        sums = [sequence_sums(call.result().log_probs, tokens.offsets).double().view(-1, 2) for call in asked]
+        policy = sums[0].requires_grad_()
+        reference = sums[1] if len(sums) > 1 else torch.zeros_like(sums[0])
+        counts = sequence_sums(tokens.response_mask.float(), tokens.offsets).double().view(-1, 2)
+        columns = [matrix[:, k] for matrix in (policy, reference, counts) for k in (0, 1)]
+        pairs = Pairs(*columns)
+        found = self.loss(pairs, self.params)
+        weighted_P = found.loss_P * batch.weights.double()
+        (slopes,) = torch.autograd.grad(weighted_P.sum() / len(batch), policy)
+        margins_P = found.chosen_rewards_P - found.rejected_rewards_P
+        means = {
+            "loss": weighted_P.detach(),
+            "rewards/chosen": found.chosen_rewards_P,
+            "rewards/rejected": found.rejected_rewards_P,
+            "rewards/margins": margins_P,
+            "rewards/accuracies": (margins_P > 0).double(),
+            "logps/chosen": policy[:, 0].detach(),
+            "logps/rejected": policy[:, 1].detach(),
+        }
+        return Figures({name: float(column.sum()) for name, column in means.items()}, len(batch)), slopes.flatten()
+
+
+def _updated(actor: ActorProxy, mini_batch: MiniBatch, token_budget: int) -> UpdateResult:
+    return actor.update(mini_batch, token_budget, temperature=1.0, loss="sft").result()
+
+
+def make_learner(config: RunConfig, workers: Workers) -> Learner:
+    """As `sft.loss_mode` says. Raises ValueError for parameters that the loss does not have."""
+    actor, sft = config.actor, config.sft
+    budget = actor.ppo_max_token_len_per_gpu
+    if sft.loss_mode == "sft":
+        factor = sft.max_length if actor.loss_scale_factor is None else actor.loss_scale_factor
+        return Answers(workers.actor, budget, actor.loss_agg_mode, factor)
+    entry = PREFERENCE_LOSSES.get(sft.loss_mode)
+    params = params_from_mapping(entry.params, sft.params, "sft.params") if entry.params is not None else None
+    reference = workers.reference if "ref_log_probs" in entry.needs else None
+    of_reference = config.reference.max_token_len_per_gpu or budget
+    return Preferences(workers.actor, reference, entry.build, params, budget, of_reference)
+
+
+def held_out_metrics(
+    learner: Learner, sets: Sequence[DocumentSource], batch_size: int, limit: int | None
+) -> dict[str, float]:
+    """Losses and perplexities of the held-out sets, of the first `limit` samples of each (None: all), and of all
+    together; what a preference loss measures beside."""
+    by_set = {one.name: added([learner.measure(part) for part in _parts(one.items, batch_size, limit)]) for one in sets}
+    metrics: dict[str, float] = {}
+    for prefix, figures in (("val", added(list(by_set.values()))), *((f"val/{n}", f) for n, f in by_set.items())):
+        means = figures.means()
+        metrics |= {f"{prefix}/{name}": value for name, value in means.items()}
+        if isinstance(learner, Answers):
+            metrics[f"{prefix}/perplexity"] = math.exp(min(means["loss"], 700.0))
+    return metrics
+
+
+def _parts(items: Documents, batch_size: int, limit: int | None) -> Iterator[SampleBatch]:
+    count = len(items) if limit is None else min(limit, len(items))
+    for first in range(0, count, batch_size):
+        yield items.batch(range(first, min(first + batch_size, count)))

@@ -1,0 +1,153 @@
+"""Rows as documents of a supervised job: what trains, weights, limits, pairs, and the order in which they are drawn."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_templates import write_family
+
+from rlhf_megatron.cli.data import lines
+from rlhf_megatron.config.schema import DataConfig, SFTConfig, SourceConfig
+from rlhf_megatron.data.documents import Document, Documents, Sample, drawn, load_documents
+from rlhf_megatron.data.stream import Stream
+from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer, write_character_tokenizer
+
+SUMS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "9=", "answer": "09", "w": 0.5, "data_source": "other"}]
+CHATS = [
+    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]},
+    {"messages": [{"role": "user", "content": "Bye"}, {"role": "assistant", "content": "See you"}], "weight": 2},
+]
+PAIRS = [
+    {"prompt": "1+1=", "chosen": "2", "rejected": "3"},
+    {
+        "chosen": [{"role": "user", "content": "2="}, {"role": "assistant", "content": "2"}],
+        "rejected": [{"role": "user", "content": "2="}, {"role": "assistant", "content": "33"}],
+    },
+]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def digits(tmp_path: Path) -> Tokenizer:
+    """Digits are 2..11, "+" is 12, "=" is 15, <eos> is 1."""
+    write_character_tokenizer(tmp_path / "digits")
+    return load_tokenizer(tmp_path / "digits")
+
+
+@pytest.fixture
+def sums(tmp_path: Path) -> DataConfig:
+    return DataConfig(train_files=(write(tmp_path / "sums.jsonl", SUMS),))
+
+
+def ids_and_spans(items: Documents) -> list[list[tuple[tuple[int, ...], tuple[tuple[int, int], ...]]]]:
+    return [[(d.token_ids, d.trained) for d in sample.documents] for sample in items]
+
+
+def test_prompt_and_answer(digits: Tokenizer, sums: DataConfig) -> None:
+    """As RL asks the prompt; the answer and the end train."""
+    sets = load_documents(sums, SFTConfig(), digits, is_pairs=False)
+    items = sets.sources[0].items
+    assert ids_and_spans(items) == [[((3, 12, 3, 15, 4, 1), ((4, 6),))], [((11, 15, 2, 11, 1), ((2, 5),))]]
+    assert [sample.source for sample in items] == ["sums", "other"]
+    batch = items.batch([1, 0])
+    assert batch.tokens.offsets.tolist() == [0, 5, 11] and batch.weights.tolist() == [1, 1]
+    assert batch.tokens.response_mask.int().tolist() == [0, 0, 1, 1, 1, 0, 0, 0, 0, 1, 1]
+
+
+def test_conversations(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_family(tmp_path, "qwen25"))
+    files = (write(tmp_path / "chats.jsonl", CHATS),)
+    data = DataConfig(train_files=files, val_files=files, apply_chat_template=True)
+    sets = load_documents(data, SFTConfig(messages_key="messages"), tokenizer, is_pairs=False)
+    assert sets.counts.told() == ["4 conversations in one document"] and sets.held_out[0].name == "chats"
+    shown = list(lines(sets.sources, tokenizer, 1, ("[", "]")))
+    assert shown[1] == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[Hello!<|im_end|>]"
+    assert shown[0].startswith("--- chats 1 of 2: ") and shown[0].endswith(" train")
+
+
+def test_pairs(digits: Tokenizer, tmp_path: Path) -> None:
+    """The chosen document stands in front of the rejected one; whole conversations bring their prompt."""
+    data = DataConfig(train_files=(write(tmp_path / "pairs.jsonl", PAIRS[:1]),))
+    sets = load_documents(data, SFTConfig(loss_mode="dpo"), digits, is_pairs=True)
+    one = [[((3, 12, 3, 15, 4, 1), ((4, 6),)), ((3, 12, 3, 15, 5, 1), ((4, 6),))]]
+    assert ids_and_spans(sets.sources[0].items) == one
+    assert sets.sources[0].items.batch([0]).tokens.offsets.tolist() == [0, 6, 12]
+    tokenizer = load_tokenizer(write_family(tmp_path, "llama3"))
+    data = replace(data, train_files=(write(tmp_path / "chats.jsonl", PAIRS[1:]),), apply_chat_template=True)
+    shown = list(lines(load_documents(data, SFTConfig(loss_mode="dpo"), tokenizer, True).sources, tokenizer, 1))
+    assert shown[1].endswith("\n\n2=<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n⟦2<|eot_id|>⟧")
+    assert shown[3].endswith("⟦33<|eot_id|>⟧") and "rejected" in shown[2]
+
+
+def test_weights(digits: Tokenizer, sums: DataConfig) -> None:
+    with pytest.raises(ValueError, match="no key 'w'"):
+        load_documents(sums, SFTConfig(weight_key="w"), digits, is_pairs=False)
+    Path(sums.train_files[0]).write_text(json.dumps(SUMS[1]) + "\n")
+    sets = load_documents(sums, SFTConfig(weight_key="w"), digits, is_pairs=False)
+    assert sets.sources[0].items.batch([0]).weights.tolist() == [0.5]
+
+
+def test_documents_over_the_limit(digits: Tokenizer, sums: DataConfig) -> None:
+    """The first has 6 tokens, the second 5."""
+    with pytest.raises(ValueError, match=r"has 6 tokens, over sft.max_length \(5\)"):
+        load_documents(sums, SFTConfig(max_length=5), digits, is_pairs=False)
+    dropped = load_documents(replace(sums, filter_overlong_prompts=True), SFTConfig(max_length=5), digits, False)
+    assert dropped.num_train == 1 and dropped.counts.num_overlong == 1
+    cut = load_documents(replace(sums, truncation="right"), SFTConfig(max_length=5), digits, False)
+    assert ids_and_spans(cut.sources[0].items)[0] == [((3, 12, 3, 15, 4), ((4, 5),))]
+    left = load_documents(replace(sums, truncation="left"), SFTConfig(max_length=2), digits, False)
+    assert ids_and_spans(left.sources[0].items) == [[((4, 1), ((1, 2),))], [((11, 1), ((1, 2),))]]
+    with pytest.raises(ValueError, match="no document is left"):
+        load_documents(replace(sums, truncation="right"), SFTConfig(max_length=2), digits, False)
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"chosen": "2", "rejected": "3"}, "no key 'prompt'"),
+        ({"prompt": "1=", "chosen": "2", "rejected": "2"}, "both answers are the same"),
+        ({"chosen": PAIRS[1]["chosen"], "rejected": CHATS[0]["messages"]}, "must differ in their last message only"),
+    ],
+)
+def test_bad_pairs(row: dict[str, Any], problem: str, digits: Tokenizer, tmp_path: Path) -> None:
+    data = DataConfig(train_files=(write(tmp_path / "rows.jsonl", [PAIRS[0], row]),))
+    with pytest.raises(ValueError, match=rf"rows.jsonl:2: .*{problem}"):
+        load_documents(data, SFTConfig(loss_mode="dpo"), digits, is_pairs=True)
+    sets = load_documents(replace(data, skip_bad_rows=True), SFTConfig(loss_mode="dpo"), digits, is_pairs=True)
+    assert sets.num_train == 1 and sets.counts.num_bad == 1
+
+
+def test_the_digest_tells_what_trains() -> None:
+    """It names the data in a checkpoint: other tokens, spans, weights or order are other data."""
+    one, two = Document((3, 4, 5), ((1, 3),)), Document((3, 4), ((1, 2),))
+    digest = repr(Documents([Sample((one,), "a"), Sample((two,), "a")]))
+    others = [
+        [Sample((two,), "a"), Sample((one,), "a")],
+        [Sample((replace(one, trained=((2, 3),)),), "a"), Sample((two,), "a")],
+        [Sample((one,), "a", 2.0), Sample((two,), "a")],
+        [Sample((one, two), "a")],
+    ]
+    assert digest == repr(Documents([Sample((one,), "a"), Sample((two,), "a")]))
+    assert digest not in {repr(Documents(samples)) for samples in others}
+
+
+def test_the_order_depends_on_the_step_alone(digits: Tokenizer, tmp_path: Path) -> None:
+    """Two sources with shares 3 and 1: every step of 4 has 3 and 1; an epoch of the small one has each row once."""
+    first = write(tmp_path / "a.jsonl", [{"prompt": f"{i}=", "answer": "1"} for i in range(10)])
+    second = write(tmp_path / "b.jsonl", [{"prompt": f"{i}+", "answer": "1"} for i in range(3)])
+    sources = (SourceConfig("a", 3.0, train_files=(first,)), SourceConfig("b", 1.0, train_files=(second,)))
+    sets = load_documents(DataConfig(sources=sources), SFTConfig(), digits, is_pairs=False)
+    stream = Stream(sets.sources, 4, True, 7)
+    steps = [stream.places(step) for step in range(1, 7)]
+    assert Stream(sets.sources, 4, True, 7).places(5) == steps[4]
+    assert sorted(index for step in steps[:3] for source, index in step if source == 1) == [0, 1, 2]
+    batch = drawn(sets.sources, steps[0])
+    assert sorted(batch.sources) == ["a", "a", "a", "b"] and len(batch.tokens) == 4
