@@ -27,6 +27,7 @@ class Written:
     settings: dict[str, Setting] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # for the user: what was assumed or not read
     problems: list[str] = field(default_factory=list)  # settings whose value cannot be known
+    is_supervised: bool = False  # a job of supervised fine-tuning
 
     def add(self, setting: Setting) -> None:
         before = self.settings.get(setting.name)
@@ -47,7 +48,8 @@ COMMAND_LINE = "command line"
 _OVERRIDE = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w-]*(?:[./@][A-Za-z_0-9][\w-]*)*)(?:=(.*))?\Z", re.DOTALL)
 _PROGRAM = re.compile(r"(?:^|[./])main_\w+(?:\.py)?\Z|(?:^|[/.])verl\.trainer\.\w+\Z")
 _NOT_OURS = ("hydra", "defaults")
-_JOBS = {"sft": "supervised fine-tuning", "generation": "generation", "eval": "evaluation", "merger": "conversion"}
+SUPERVISED = "sft"
+_JOBS = {SUPERVISED: "supervised fine-tuning", "generation": "generation", "eval": "evaluation", "merger": "conversion"}
 _OF_JOBS = {
     "model.partial_pretrain": "sft",
     "data.multiturn.enable": "sft",
@@ -55,6 +57,7 @@ _OF_JOBS = {
     "data.output_path": "generation",
     "data.response_key": "sft",
 }
+_WITHOUT_SECTION = ("ulysses_sequence_parallel_size", "use_remove_padding")  # of supervised jobs
 _NAMES_ONLY = ("trainer.experiment_name", "trainer.project_name", "trainer.default_local_dir")
 
 
@@ -73,13 +76,15 @@ def read(text: str, source: str, environment: Mapping[str, str]) -> Written:
         what = "it holds no setting of verl; name a YAML file, or a script or list with overrides (section.key=value)."
         raise ConfigError([Problem(what, where=source)])
     for name, job in _OF_JOBS.items():
-        if name in written.settings:
+        if name in written.settings and job == SUPERVISED:
+            written.is_supervised = True
+        elif name in written.settings:
             _refuse_job(job, f"{name} is a setting of it", source)
     return written
 
 
 def _refuse_job(job: str, why: str, source: str) -> None:
-    text = f"it is a job of {_JOBS[job]} ({why}): only verl's RL jobs (main_ppo) are translated."
+    text = f"it is a job of {_JOBS[job]} ({why}): only verl's RL jobs (main_ppo) and supervised ones are translated."
     raise ConfigError([Problem(text, where=source)])
 
 
@@ -168,7 +173,9 @@ def _overrides(script: Script, source: str, written: Written) -> Iterator[tuple[
     program = command[index].text
     for job in _JOBS:
         if job in program.rpartition(".")[2] or f"main_{job}" in program:
-            _refuse_job(job, f"it starts {program}", source)
+            if job != SUPERVISED:
+                _refuse_job(job, f"it starts {program}", source)
+            written.is_supervised = True
     for later in script.commands[script.commands.index(command) + 1 :]:
         if later and _looks_like_override(later[0].text):
             text = f"the command that starts verl ends before {later[0].text} (line {later[0].line}): a backslash"
@@ -189,7 +196,8 @@ def _overrides(script: Script, source: str, written: Written) -> Iterator[tuple[
 
 def _looks_like_override(text: str) -> bool:
     match = _OVERRIDE.match(text)
-    return match is not None and ((match[3] is not None and "." in match[2]) or match[1] == "~")
+    is_key = match is not None and ("." in match[2] or match[2] in _WITHOUT_SECTION)
+    return match is not None and ((match[3] is not None and is_key) or match[1] == "~")
 
 
 def _joined(command: Sequence[Word]) -> Iterator[tuple[str, int]]:

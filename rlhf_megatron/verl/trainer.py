@@ -45,8 +45,8 @@ def trainer(draft: Draft) -> None:
             draft.put("trainer.max_ckpt_to_keep", max(sizes), (key,), "one checkpoint holds actor and critic")
     draft.take("actor.megatron.seed", "trainer.seed")
     g.ignore("critic.megatron.seed", "reference.megatron.seed")
-    _names(draft)
-    _loggers(draft)
+    names(draft)
+    loggers(draft)
     _checkpoints(draft)
     dumps = [name for name in ("rollout_data_dir", "validation_data_dir") if g.get(f"trainer.{name}")]
     if dumps:
@@ -79,7 +79,8 @@ def _length(draft: Draft) -> None:
         draft.put(key, steps, ("trainer.total_epochs",), note)
 
 
-def _names(draft: Draft) -> None:
+def names(draft: Draft) -> None:
+    """Of the run, its project and its directory."""
     g = draft.given
     name = g.text("trainer.experiment_name") if g.get("trainer.experiment_name") is not None else None
     if name is not None:
@@ -96,7 +97,8 @@ def _names(draft: Draft) -> None:
         draft.put("trainer.default_local_dir", at_home(draft, short), ("trainer.default_local_dir",), note)
 
 
-def _loggers(draft: Draft) -> None:
+def loggers(draft: Draft) -> None:
+    """Those that are here; jsonl always."""
     key = "trainer.logger"
     value = draft.given.get(key)
     if value is None:
