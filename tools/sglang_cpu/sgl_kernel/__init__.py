@@ -49,6 +49,36 @@ _library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_ind
 _library.impl("murmur_hash32_cpu", _murmur_hash32, "CPU")
 
 
+def _picked(scores: Tensor, topk: int, renormalize: bool, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(weights, numbers of the experts) of each token; `bias` picks and does not weigh."""
+    experts = torch.topk(scores if bias is None else scores + bias, topk, dim=-1).indices
+    weights = scores.gather(1, experts)
+    if renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights, experts.to(torch.int32)
+
+
+def _topk_softmax(
+    hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool, correction_bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    return _picked(gating_output.float().softmax(-1), topk, renormalize, correction_bias)
+
+
+def _topk_sigmoid(
+    hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool, correction_bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    return _picked(gating_output.float().sigmoid(), topk, renormalize, correction_bias)
+
+
+_TOPK = (
+    "(Tensor hidden_states, Tensor gating_output, int topk, bool renormalize, Tensor? correction_bias=None)"
+    " -> (Tensor, Tensor)"
+)
+for _name, _function in (("topk_softmax_cpu", _topk_softmax), ("topk_sigmoid_cpu", _topk_sigmoid)):
+    _library.define(_name + _TOPK)
+    _library.impl(_name, _function, "CPU")
+
+
 def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
