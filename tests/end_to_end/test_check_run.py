@@ -207,6 +207,23 @@ def test_without_a_run_memory_is_told(tmp_path: Path) -> None:
     assert "nothing is said about the layout's results" in result.report
 
 
+@pytest.mark.long
+@pytest.mark.dist
+def test_memory_of_512_ranks_with_experts_is_told(tmp_path: Path) -> None:
+    """A Qwen3 of 235 billion parameters: a rank has a quarter of its stage's attention and 8 of 128 experts a layer."""
+    result = check(tmp_path / "out", "configs/qwen3_235b_512_ranks.yaml", "--no-files", "--no-run")
+    assert result.exit_code == 0, result.console
+    found = result.certificate
+    assert found["layout"] == "tp4 sequence pp8 ep16 etp1 dp16"
+    attention = (4096 * (64 + 2 * 4) * 128 + 64 * 128 * 4096) // 4
+    whole = 2 * 4096 + 2 * 128 + 128 * 4096  # norms and router
+    layer = attention + whole + 8 * 3 * 4096 * 1536
+    ends = 11 * layer + 151936 // 4 * 4096
+    counts = [stage["num_parameters"] for stage in found["memory"]["stages"]]
+    assert counts == [ends, *[12 * layer] * 6, ends + 4096]
+    assert found["memory"]["stages"][1]["gradients"] == 4 * 12 * layer
+
+
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
