@@ -93,6 +93,43 @@ EXPERT_FAMILIES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
 }
+_LATENT = {
+    **{key: value for key, value in _QWEN2.items() if key != "num_key_value_heads"},
+    "model_type": "deepseek_v3",
+    "tie_word_embeddings": False,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+}
+_LATENT_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
+EXPERT_FAMILIES |= {
+    "deepseek_v3": {
+        **_LATENT,
+        "q_lora_rank": 24,
+        "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "rope_parameters": _LATENT_ROPE,
+    },
+    "moonlight": {**_LATENT, "q_lora_rank": None, "n_shared_experts": 2, "n_group": 1, "topk_group": 1},
+}
 FAMILIES = {**DENSE_FAMILIES, **EXPERT_FAMILIES}
 
 
@@ -170,8 +207,7 @@ def make_state(family: str, role: Role = "actor") -> dict[str, Tensor]:
 def _policy_state(hf_config: dict[str, Any]) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(11)
     hidden = hf_config["hidden_size"]
-    heads, groups = hf_config["num_attention_heads"], hf_config["num_key_value_heads"]
-    dim = hf_config.get("head_dim", hidden // heads)
+    dim = hf_config.get("head_dim", hidden // hf_config["num_attention_heads"])
 
     def matrix(rows: int, columns: int, scale: float) -> Tensor:
         return scale * torch.randn(rows, columns, generator=generator)
@@ -182,14 +218,11 @@ def _policy_state(hf_config: dict[str, Any]) -> dict[str, Tensor]:
     state = {"model.embed_tokens.weight": matrix(VOCAB, hidden, 0.2), "model.norm.weight": norm(hidden)}
     for layer in range(hf_config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
-        state |= {
-            f"{prefix}.input_layernorm.weight": norm(hidden),
-            f"{prefix}.self_attn.q_proj.weight": matrix(heads * dim, hidden, 0.1),
-            f"{prefix}.self_attn.k_proj.weight": matrix(groups * dim, hidden, 0.1),
-            f"{prefix}.self_attn.v_proj.weight": matrix(groups * dim, hidden, 0.1),
-            f"{prefix}.self_attn.o_proj.weight": matrix(hidden, heads * dim, 0.1),
-            f"{prefix}.post_attention_layernorm.weight": norm(hidden),
-        }
+        state[f"{prefix}.input_layernorm.weight"] = norm(hidden)
+        for name, *shape in _latent(hf_config) if "kv_lora_rank" in hf_config else _grouped(hf_config, dim):
+            made = matrix(shape[0], shape[1], 0.1) if len(shape) == 2 else norm(shape[0])
+            state[f"{prefix}.self_attn.{name}.weight"] = made
+        state[f"{prefix}.post_attention_layernorm.weight"] = norm(hidden)
         for name, rows, columns, scale in _mlp(hf_config, layer):
             state[f"{prefix}.{name}.weight"] = matrix(rows, columns, scale)
         if "n_routed_experts" in hf_config and layer not in _dense_layers(hf_config):
@@ -203,6 +236,29 @@ def _policy_state(hf_config: dict[str, Any]) -> dict[str, Tensor]:
     if not hf_config["tie_word_embeddings"]:
         state["lm_head.weight"] = matrix(VOCAB, hidden, 0.2)
     return state
+
+
+def _grouped(hf_config: dict[str, Any], dim: int) -> list[tuple[Any, ...]]:
+    """Name and shape of the weights of grouped-query attention."""
+    hidden, keys = hf_config["hidden_size"], hf_config["num_key_value_heads"] * dim
+    queries = hf_config["num_attention_heads"] * dim
+    rows = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+    return [*((name, size, hidden) for name, size in rows.items()), ("o_proj", hidden, queries)]
+
+
+def _latent(hf_config: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """Name and shape of the weights of latent attention."""
+    hidden, heads, rank = (hf_config[key] for key in ("hidden_size", "num_attention_heads", "kv_lora_rank"))
+    plain, turned, value = (hf_config[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    queries, q_rank = heads * (plain + turned), hf_config["q_lora_rank"]
+    narrow = [("q_a_proj", q_rank, hidden), ("q_a_layernorm", q_rank), ("q_b_proj", queries, q_rank)]
+    return [
+        *(narrow if q_rank else [("q_proj", queries, hidden)]),
+        ("kv_a_proj_with_mqa", rank + turned, hidden),
+        ("kv_a_layernorm", rank),
+        ("kv_b_proj", heads * (plain + value), rank),
+        ("o_proj", hidden, heads * value),
+    ]
 
 
 def _mlp(hf_config: dict[str, Any], layer: int) -> list[tuple[str, int, int, float]]:

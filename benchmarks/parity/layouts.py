@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.parity.pairwise import Cell, greedy, pairwise
+from rlhf_megatron.config.rules.experts import num_experts
 from rlhf_megatron.config.schema import MegatronConfig
 from rlhf_megatron.models.table import Impl
 
@@ -21,6 +22,7 @@ RECOMPUTE: dict[str | None, dict[str, Any]] = {
     "mlp": {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
     "layernorm_mlp": {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp")},
     "moe": {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "moe")},
+    "latent": {"recompute_granularity": "selective", "recompute_modules": ("mla_up_proj", "moe")},
 }
 """What an Axes calls a way of recomputing -> settings."""
 
@@ -47,7 +49,7 @@ class Axes:
     @property
     def of_experts(self) -> bool:
         """Whether only a model with experts can have it."""
-        return self.ep > 1 or self.etp > 0 or self.is_gathered or self.recompute == "moe"
+        return self.ep > 1 or self.etp > 0 or self.is_gathered or self.recompute in ("moe", "latent")
 
     @property
     def num_ranks(self) -> int:
@@ -94,7 +96,9 @@ def divides(axes: Axes, hf_config: Mapping[str, Any]) -> bool:
     """Whether a model of that config.json can be split so (and recomputed: megatron-core cannot an MLP with biases)."""
     heads, layers = hf_config["num_key_value_heads"], hf_config["num_hidden_layers"]
     is_recomputable = not hf_config.get("mlp_bias") or "mlp" not in axes.megatron.recompute_modules
-    if hf_config["model_type"] in ("qwen3_moe", "mixtral", "glm4_moe"):
+    if axes.recompute == "latent" and "kv_lora_rank" not in hf_config:
+        return False
+    if num_experts(hf_config):
         needs_sequence = axes.tp > 1 and not axes.sequence_parallel
         if needs_sequence or axes.impl == TE or "mlp" in axes.megatron.recompute_modules:
             return False
@@ -169,6 +173,9 @@ _EIGHT = (
 )
 _EXPERTS = (
     Axes(recompute="moe"),
+    Axes(recompute="latent"),
+    Axes(tp=2, sequence_parallel=True, etp=1, recompute="latent"),
+    Axes(cp=2, ep=2, recompute="latent"),
     Axes(ep=2, dp=2),
     Axes(ep=2, dp=2, distributed=True, overlap=True),
     Axes(ep=2, dp=2, recompute="full"),

@@ -43,6 +43,8 @@ class YarnScaling:
     beta_fast: float
     beta_slow: float
     is_truncated: bool  # the ramp begins and ends at whole dimensions
+    mscale: float = 1.0  # of latent attention: cos and sin are times m(mscale) / m(mscale_all_dim), the softmax's scale
+    mscale_all_dim: float = 0.0  # is times m(mscale_all_dim)^2, with m(x) = 0.1 x ln(factor) + 1
 
 
 Scaling = LinearScaling | Llama3Scaling | YarnScaling
@@ -72,14 +74,21 @@ _KEYS: dict[str, set[str]] = {
     },
 }
 """The settings of each supported type. Another one is an error: engines that know it would turn by other angles."""
+_MSCALES = {"mscale", "mscale_all_dim"}
+_LATENT_KEYS: dict[str, set[str]] = {
+    "default": set(),
+    "yarn": (_KEYS["yarn"] | _MSCALES) - {"attention_factor", "truncate"},
+}
+"""Those of models with latent attention, whose angles are megatron-core's."""
 
 
-def read_rotary(hf_config: Mapping[str, Any], can_be_partial: bool = False) -> Rotary:
-    """The rotary embeddings of a config.json. `can_be_partial`: its family may turn a part of a head only. Raises
-    ValueError for a type or setting that is not supported."""
+def read_rotary(hf_config: Mapping[str, Any], can_be_partial: bool = False, is_latent: bool = False) -> Rotary:
+    """The rotary embeddings of a config.json. `can_be_partial`: its family may turn a part of a head only; `is_latent`:
+    it has latent attention. Raises ValueError for a type or setting that is not supported."""
     parameters = _parameters(hf_config)
-    kind = _kind(parameters)
-    unknown = sorted(parameters.keys() - _COMMON - _KEYS[kind])
+    keys = _LATENT_KEYS if is_latent else _KEYS
+    kind = _kind(parameters, tuple(keys))
+    unknown = sorted(parameters.keys() - _COMMON - keys[kind])
     if unknown:
         raise ValueError(
             f"rotary embeddings of type {kind!r} have the settings {', '.join(unknown)}, which are not supported;"
@@ -109,7 +118,7 @@ def _parameters(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     return parameters or scaling
 
 
-def _kind(parameters: Mapping[str, Any]) -> str:
+def _kind(parameters: Mapping[str, Any], supported: tuple[str, ...]) -> str:
     kinds = {str(parameters[key]) for key in ("rope_type", "type") if key in parameters}
     if len(kinds) > 1:
         raise ValueError(f"rotary embeddings have the types {sorted(kinds)}; keep one.")
@@ -119,9 +128,9 @@ def _kind(parameters: Mapping[str, Any]) -> str:
             "rotary embeddings of type 'dynamic' are not supported: their angles depend on the length of the text;"
             " within the original context length set rope_scaling to null and max_position_embeddings to that length."
         )
-    if kind not in _KEYS:
+    if kind not in supported:
         raise ValueError(
-            f"rotary embeddings of type {kind!r} are not supported; they must be of type {', '.join(_KEYS)}: choose"
+            f"rotary embeddings of type {kind!r} are not supported; they must be of type {', '.join(supported)}: choose"
             " another model."
         )
     return kind
@@ -161,10 +170,17 @@ def _scaling(kind: str, parameters: Mapping[str, Any], hf_config: Mapping[str, A
         if low >= high:
             raise ValueError(f"low_freq_factor ({low}) must be below high_freq_factor ({high}); mend the file.")
         return Llama3Scaling(factor, low, high, original)
-    usual = 0.1 * math.log(factor) + 1.0  # the paper's temperature of the softmax, as a factor of cos and sin
+    given = sorted(_MSCALES & parameters.keys())
+    if len(given) == 1:
+        raise ValueError(
+            f"{given[0]} without the other of mscale and mscale_all_dim is read in several ways; give both."
+        )
+    mscale, all_dim = (number(key) for key in ("mscale", "mscale_all_dim")) if given else (1.0, 0.0)
+    # The paper's temperature of the softmax, as a factor of cos and sin.
+    usual = (0.1 * mscale * math.log(factor) + 1.0) / (0.1 * all_dim * math.log(factor) + 1.0)
     fast, slow = number("beta_fast", 32.0), number("beta_slow", 1.0)
-    if fast <= slow:
-        raise ValueError(f"beta_fast ({fast}) must be over beta_slow ({slow}); mend the file.")
+    if fast < slow:
+        raise ValueError(f"beta_fast ({fast}) must not be below beta_slow ({slow}); mend the file.")
     return YarnScaling(
         factor=factor,
         original_max_positions=original,
@@ -172,6 +188,8 @@ def _scaling(kind: str, parameters: Mapping[str, Any], hf_config: Mapping[str, A
         beta_fast=fast,
         beta_slow=slow,
         is_truncated=bool(parameters.get("truncate", True)),
+        mscale=mscale,
+        mscale_all_dim=all_dim,
     )
 
 

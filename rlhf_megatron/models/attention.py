@@ -7,7 +7,8 @@ short documents costs a handful of calls. Positions are applied here as well, fr
 Under context parallelism a rank has the queries of its share of each document (models.document_order) and gathers the
 keys and values of all: one collective forward, its reduce-scatter backward, for any mix of documents.
 
-Legend: T tokens of this rank in a micro-batch, D documents, N heads of this rank, d head dimension.
+Legend: T tokens of this rank in a micro-batch, D documents, N heads of this rank, d head dimension, v that of values:
+d, or less in latent attention.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from rlhf_megatron.models.document_order import ByLength, Order, Run, chunk_positions, group_by_length, prefix_keys
 from rlhf_megatron.models.flash import Borders, Call, flash_kernel
@@ -37,7 +38,7 @@ class PackedDocuments(PackedSeqParams):
     positions: Tensor = None  # type: ignore[assignment]  # [T] int64, from 0 in each document
     cp: int = 1  # ranks that share the documents
     cp_rank: int = 0  # this one among them
-    rotary_cache: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    rotary_cache: dict[Any, Any] = field(default_factory=dict)
     mask_cache: dict[int, Tensor] = field(default_factory=dict)
 
     @cached_property
@@ -62,7 +63,8 @@ class PackedDocuments(PackedSeqParams):
         key = (head_dim, rotary, dtype)
         if key not in self.rotary_cache:
             self.rotary_cache[key] = rotary_tables(self.positions, head_dim, rotary, dtype)
-        return self.rotary_cache[key]
+        found: tuple[Tensor, Tensor] = self.rotary_cache[key]
+        return found
 
 
 def packed_documents(
@@ -89,10 +91,36 @@ def packed_documents(
     )
 
 
+class LatentPositions(torch.nn.Module):
+    """Stands where latent attention has `rotary_pos_emb`, which makes the angles: it gives cosines and sines of each
+    token here, made once a micro-batch, where megatron's layer would go from document to document."""
+
+    def __init__(self, angles: Any, config: Any) -> None:
+        super().__init__()
+        self.angles = angles
+        self.key = (config.rope_type, config.rotary_base, config.rotary_scaling_factor, config.qk_pos_emb_head_dim)
+
+    def get_rotary_seq_len(self, *arguments: Any) -> PackedDocuments:
+        """The last argument, of which the layer hands the result to `forward`."""
+        documents = arguments[-1]
+        assert isinstance(documents, PackedDocuments), "the model needs packed_seq_params made by packed_documents()"
+        return documents
+
+    def forward(self, documents: PackedDocuments, packed_seq: bool = True) -> Tensor | tuple[Tensor, float]:
+        """[2, T, 1, d]; of YaRN with a further factor, which is in them already."""
+        if self.key not in documents.rotary_cache:
+            made = self.angles.get_emb(documents.max_seqlen_q)
+            angles, scale = made if isinstance(made, tuple) else (made, 1.0)
+            angles = angles[:, 0].index_select(0, documents.positions)
+            documents.rotary_cache[self.key] = torch.stack([angles.cos() * scale, angles.sin() * scale])
+        tables: Tensor = documents.rotary_cache[self.key]
+        return tables if self.key[0] == "rope" else (tables, 1.0)
+
+
 class PackedAttention(MegatronModule):
     """Causal attention inside each document. Stands where megatron's specs have `core_attention`."""
 
-    rotary: Rotary | None = None  # set by build_model; None: queries and keys come with their positions
+    rotary: Rotary | None = None  # set by build_model; None: of latent attention, which has turned them
 
     def __init__(
         self, config: Any, softmax_scale: float | None = None, pg_collection: Any = None, **unused: Any
@@ -112,7 +140,7 @@ class PackedAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedDocuments | None = None,
     ) -> Tensor:
-        """query [T, N, d], key and value [T, N / group, d] -> [T, N, d]."""
+        """query [T, N, d], key [T, N / group, d], value [T, N / group, v] -> [T, N, v]."""
         if not isinstance(packed_seq_params, PackedDocuments):
             raise ValueError(
                 "the model needs packed_seq_params made by packed_documents(); padded batches are not taken."
@@ -143,8 +171,8 @@ def _gather(key: Tensor, value: Tensor, group: ProcessGroup) -> tuple[Tensor, Te
 
     Each layer keeps them for its backward pass, T cp tokens, unless core_attn is computed again.
     """
-    both = gather_from_sequence_parallel_region(torch.cat([key, value], 1), group=group)
-    return both.chunk(2, 1)
+    both = gather_from_sequence_parallel_region(torch.cat([key, value], -1), group=group)
+    return both.split([key.shape[-1], value.shape[-1]], -1)
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, scale: float, flash: Call) -> Tensor:
@@ -160,7 +188,10 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocument
         longest_query = documents.max_seqlen_q // (2 * documents.cp)
         longest_key = longest_query * (2 * documents.cp - documents.cp_rank)
         borders = Borders(query_borders, key_borders, longest_query, longest_key)
-    return flash(query, key, value, borders, scale)
+    width = value.shape[-1]
+    if width < query.shape[-1]:  # kernels take values as wide as keys
+        value = pad(value, (0, query.shape[-1] - width))
+    return flash(query, key, value, borders, scale)[..., :width]
 
 
 def _by_length(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, scale: float) -> Tensor:
@@ -182,7 +213,7 @@ def _by_length(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocum
             out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=is_grouped)
         else:
             out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=is_grouped)
-        outputs.append(out.transpose(1, 2).reshape(run.stop - run.start, *query.shape[1:]))
+        outputs.append(out.transpose(1, 2).reshape(run.stop - run.start, -1, value.shape[-1]))
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return _permute(out, grouped.queries, undo=True)
 

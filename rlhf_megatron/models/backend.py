@@ -23,6 +23,7 @@ from rlhf_megatron.models.attention import PackedAttention
 from rlhf_megatron.models.norm import RMSNorm, rms_norm
 from rlhf_megatron.models.table import Impl, Part
 from rlhf_megatron.parallel.packages import INSTALL, TRANSFORMER_ENGINE, find_transformer_engine, try_import
+from rlhf_megatron.parallel.whole_linear import WholeLinear
 
 logger = logging.getLogger(__name__)
 
@@ -63,12 +64,16 @@ def why_no_transformer_engine() -> str:
     return find_transformer_engine().why_not or try_import("transformer_engine.pytorch", "Linear")[1]
 
 
-def layer_spec(impl: Impl, has_qk_norm: bool, device: torch.device, unbiased: Part | None = None) -> tuple[Any, Any]:
-    """(spec of a layer, class of the final norm). Attention is ours in all: it does positions and document borders.
+def layer_spec(impl: Impl, config: Any, device: torch.device, unbiased: Part | None = None) -> tuple[Any, Any]:
+    """(spec of a layer, class of the final norm). Attention is ours in all: it does document borders, and positions
+    but for latent attention.
 
     `unbiased`: the part of a layer whose linear layers have no bias whatever `add_bias_linear` says.
     """
-    layer, final_norm = _layer_and_norm(impl, has_qk_norm, device)
+    if config.multi_latent_attention:
+        assert impl == "local", "latent attention has megatron-core's own layers"
+        return _latent(config, None), RMSNorm
+    layer, final_norm = _layer_and_norm(impl, config.qk_layernorm, device)
     if unbiased is not None:
         linears = getattr(layer.submodules, unbiased).submodules
         for name in ("linear_qkv", "linear_proj") if unbiased == "self_attention" else ("linear_fc1", "linear_fc2"):
@@ -86,6 +91,8 @@ def _layer_and_norm(impl: Impl, has_qk_norm: bool, device: torch.device) -> tupl
 
 def expert_layer_spec(config: Any) -> Any:
     """megatron's own layer with experts, one MLP after the other, and our attention and norms."""
+    if config.multi_latent_attention:
+        return _latent(config, config.num_moe_experts)
     layer = _local(config.qk_layernorm, config.num_moe_experts)
     # Names in checkpoints: the norm behind attention is not part of a matrix here.
     layer.submodules.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
@@ -113,6 +120,21 @@ def _local(has_qk_norm: bool, num_experts: int | None = None) -> Any:
     if has_qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    return layer
+
+
+def _latent(config: Any, num_experts: int | None) -> Any:
+    """megatron's own layer with latent attention, our core attention and norms; both down projections whole."""
+    layer = copy.deepcopy(
+        get_gpt_layer_local_spec(
+            num_experts=num_experts, qk_layernorm=True, multi_latent_attention=True, normalization="RMSNorm"
+        )
+    )
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    attention.linear_q_down_proj = attention.linear_kv_down_proj = WholeLinear
+    attention.q_layernorm = RMSNorm if config.q_lora_rank is not None else IdentityOp
+    attention.kv_layernorm = layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     return layer
 
 

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from rlhf_megatron.config.rules.experts import num_experts
 from rlhf_megatron.config.schema import MegatronConfig
-from rlhf_megatron.models.attention import PackedAttention
+from rlhf_megatron.models.attention import LatentPositions, PackedAttention
 from rlhf_megatron.models.backend import expert_layer_spec, layer_spec, resolve_impl
 from rlhf_megatron.models.families.base import family_for, padded_vocab_size
 from rlhf_megatron.models.flash import flash_kernel
@@ -117,7 +118,7 @@ def _build_chunk(
     has_head = world.is_last_stage and index == world.layout.vpp - 1
     num_layers = get_num_layers_to_build(config, vp_stage, world.coordinates.pp)
     first = get_transformer_layer_offset(config, vp_stage, world.coordinates.pp)
-    dense, final_norm = layer_spec(impl, config.qk_layernorm, world.device, unbiased)
+    dense, final_norm = layer_spec(impl, config, world.device, unbiased)
     layers = [dense] * num_layers
     if config.num_moe_experts:
         with_experts = expert_layer_spec(config)
@@ -138,6 +139,8 @@ def _build_chunk(
     for module in model.modules():
         if isinstance(module, PackedAttention):
             module.rotary = rotary
+        elif isinstance(module, MultiLatentAttention):
+            module.rotary_pos_emb = LatentPositions(module.rotary_pos_emb, config)
     if has_head and head == "value":
         put_value_head(model, world.tp_group)
     elif has_head:

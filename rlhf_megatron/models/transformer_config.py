@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
 from rlhf_megatron.config.rules.experts import of_dense_model, of_experts
@@ -43,7 +43,8 @@ def make_transformer_config(
     _check_experts(experts, arguments.get("moe_ffn_hidden_size", 0), world.layout, megatron)
     plain = dict(arguments)
     plain["activation_func"] = ACTIVATIONS[plain["activation_func"]]
-    return TransformerConfig(
+    kind = MLATransformerConfig if plain.get("multi_latent_attention") else TransformerConfig
+    return kind(
         **plain,
         **_layout_settings(world.layout, dtype),
         **(_expert_settings(world.layout, megatron) if experts else {}),

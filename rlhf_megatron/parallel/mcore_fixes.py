@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from rlhf_megatron.parallel.mcore_patch import Patch, apply_all
+from rlhf_megatron.parallel.mcore_patch import Patch, apply_all, replace_symbol
 from rlhf_megatron.parallel.packages import GRADIENT_EXTENSION
 
 
@@ -76,6 +76,43 @@ def _latent_attention_without_transformer_engine() -> None:
     attention.HAVE_TE = False
 
 
+def _whole_down_projections() -> None:
+    from rlhf_megatron.parallel.whole_linear import WholeLinear  # imports torch
+
+    attention: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    replace_symbol(attention, "Linear", WholeLinear)
+
+
+def _turn_by_tables() -> None:
+    import torch
+
+    def turned(x: Any, tables: Any, mscale: float = 1.0, **unused: Any) -> Any:
+        """x [T, heads, d], neighbours in pairs; tables [2, T, 1, d], cosines and sines."""
+        cos, sin = tables.to(x.dtype).unbind(0)
+        first, second = x[..., 0::2], x[..., 1::2]
+        return torch.cat([first, second], -1) * cos + torch.cat([-second, first], -1) * sin
+
+    attention: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    replace_symbol(attention, "apply_rotary_pos_emb", turned)
+
+
+def _resolves_norms() -> bool:
+    attention: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    resolve = getattr(attention.MLASelfAttention, "_resolve_qk_norm_config", None)
+    return resolve is not None and resolve.__name__ != _norms_of_the_spec.__name__
+
+
+def _norms_of_the_spec() -> None:
+    attention: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+
+    def resolve(self: Any, submodules: Any) -> dict[str, Any]:
+        return {name: getattr(submodules, name) for name in names}
+
+    resolve.__name__ = _norms_of_the_spec.__name__
+    attention.MLASelfAttention._resolve_qk_norm_config = resolve
+
+
 def mark_experts(model: Any) -> None:
     """Mark the parameters of experts for what reduces, sums and counts gradients; before DDP wraps `model`.
 
@@ -117,6 +154,26 @@ PATCHES = (
         _latent_attention_without_transformer_engine,
         "0.16.1",
         _mocks_transformer_engine,
+    ),
+    Patch(
+        "transformer.multi_latent_attention.Linear",
+        "its layers take down projections of latent attention that tp splits, and then never add up over tp what the"
+        " position part of the keys has of the gradient (NVIDIA/Megatron-LM#1699): silent, the forward pass is right."
+        " It knows whole ones under this name, which is None in 0.19",
+        _whole_down_projections,
+    ),
+    Patch(
+        "transformer.multi_latent_attention.apply_rotary_pos_emb",
+        "cuts packed documents apart in a loop of Python in each layer, and waits for the device for their lengths;"
+        " latent attention gets cosines and sines token by token",
+        _turn_by_tables,
+    ),
+    Patch(
+        "transformer.multi_latent_attention.MLASelfAttention._resolve_qk_norm_config",
+        "puts Transformer Engine's fused norm and projection in place where queries have no norm",
+        _norms_of_the_spec,
+        "0.19.0 to 0.19.x",
+        _resolves_norms,
     ),
     Patch(
         "tensor_parallel.layers.{fused_weight_gradient_mlp_cuda, _grad_accum_fusion_available}",

@@ -10,8 +10,9 @@ and under a counting CUDA allocator: 2.25 GiB a layer of Qwen3-8B at 16,384 toke
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -41,22 +42,44 @@ def layer_bytes(model: Trained, layout: Layout, impl: Impl, has_experts: bool = 
     """
     arguments = family_for(model.hf_config).transformer_arguments(model.hf_config)
     tp, sequence = layout.tp, layout.tp if layout.sequence_parallel else 1
-    heads, hidden = arguments["num_attention_heads"], arguments["hidden_size"]
-    groups, dim = arguments.get("num_query_groups", heads), arguments.get("kv_channels", hidden // heads)
-    has_norm = arguments.get("qk_layernorm", False)
-    # Both residuals and their norms; attention's output; queries and keys with positions.
-    kept = 4 * hidden / sequence + (heads * dim + (heads + groups) * dim) / tp
-    kept += ((heads + 2 * groups) if has_norm else groups) * dim / tp  # the whole q, k, v for their norms, or values
-    if has_norm and impl == "local":  # queries are copied for the norm, values for attention
-        kept += (heads + groups) * dim / tp
-    if layout.cp > 1:  # keys and values of the other ranks
-        kept += 2 * groups * dim / tp * layout.cp
+    hidden = arguments["hidden_size"]
+    kept = 4 * hidden / sequence  # both residuals and their norms
+    if arguments.get("multi_latent_attention"):
+        kept += _latent_elements(arguments, layout)
+    else:
+        kept += _grouped_elements(arguments, layout, impl)
     if has_experts:  # each choice of a token: its way in and out, and gate, up and product of an expert
         choices = arguments["moe_router_topk"] * layout.etp / sequence
         kept += choices * (2 * hidden + 3 * arguments["moe_ffn_hidden_size"] / layout.etp)
     else:
         kept += 3 * arguments["ffn_hidden_size"] / tp
     return math.ceil(kept * model.tokens * model.dtype.itemsize)
+
+
+def _grouped_elements(arguments: Mapping[str, Any], layout: Layout, impl: Impl) -> float:
+    """Of a token in grouped-query attention."""
+    tp, heads = layout.tp, arguments["num_attention_heads"]
+    groups, dim = arguments.get("num_query_groups", heads), arguments["kv_channels"]
+    has_norm = arguments.get("qk_layernorm", False)
+    kept = (heads * dim + (heads + groups) * dim) / tp  # attention's output; queries and keys with positions
+    kept += ((heads + 2 * groups) if has_norm else groups) * dim / tp  # the whole q, k, v for their norms, or values
+    if has_norm and impl == "local":  # queries are copied for the norm, values for attention
+        kept += (heads + groups) * dim / tp
+    if layout.cp > 1:  # keys and values of the other ranks
+        kept += 2 * groups * dim / tp * layout.cp
+    return float(kept)
+
+
+def _latent_elements(arguments: Mapping[str, Any], layout: Layout) -> float:
+    """Of a token in latent attention, whose values flash attention takes as wide as keys."""
+    sequence, heads = layout.tp if layout.sequence_parallel else 1, arguments["num_attention_heads"] / layout.tp
+    width, turned = arguments["kv_channels"], arguments["qk_pos_emb_head_dim"]
+    narrow = (arguments["q_lora_rank"] or 0) + arguments["kv_lora_rank"]
+    kept = (2 * narrow + turned) / sequence  # the narrow vectors before and after their norms; the keys' position part
+    kept += heads * (4 * width + arguments["v_head_dim"])  # queries, keys, values, attention's output, and that cut
+    if layout.cp > 1:  # keys and values of the other ranks
+        kept += heads * (width + arguments["v_head_dim"]) * layout.cp
+    return float(kept)
 
 
 def kept_bytes(model: Trained, megatron: MegatronConfig, layout: Layout, impl: Impl, stage: int) -> int:

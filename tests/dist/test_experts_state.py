@@ -72,6 +72,7 @@ def tensors(directory: Path) -> dict[str, Tensor]:
     "family, there, back",
     [
         ("qwen3_moe", Axes(dp=2, ep=2, distributed=True), Axes(tp=2, sequence_parallel=True, etp=1)),
+        ("deepseek_v3", Axes(tp=2, sequence_parallel=True, ep=2, etp=1), Axes(cp=2, ep=2, distributed=True)),
         pytest.param(
             "glm4_moe",
             Axes(pp=2, first_layers=1, ep=2, dp=2),
@@ -85,7 +86,7 @@ def tensors(directory: Path) -> dict[str, Tensor]:
             marks=pytest.mark.long,
         ),
     ],
-    ids=["qwen3_moe", "glm4_moe", "mixtral"],
+    ids=["qwen3_moe", "deepseek_v3", "glm4_moe", "mixtral"],
 )
 def test_a_run_goes_on_after_a_stay_in_another_layout(
     dist_pool: DistPool, tmp_path: Path, family: str, there: Axes, back: Axes
@@ -97,7 +98,8 @@ def test_a_run_goes_on_after_a_stay_in_another_layout(
     once, twice, elsewhere, again, on = (tensors(tmp_path / str(number)) for number in range(1, 6))
     start = make_state(family)
     assert once.keys() == start.keys()
-    assert abs(size - other) < 0.02 * size, "norms are whole on each tp rank, and rows pad the vocabulary"
+    whole = "norms and latent attention's down projections are whole on each tp rank, and rows pad the vocabulary"
+    assert abs(size - other) < 0.05 * size, whole
     for name, tensor in once.items():
         is_moved = not torch.equal(tensor, start[name]) and not torch.equal(tensor, twice[name])
         assert is_moved != name.endswith("e_score_correction_bias"), name

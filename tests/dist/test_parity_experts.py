@@ -24,6 +24,7 @@ CELLS: list[tuple[str, Axes, Role]] = [
     ("qwen3_moe_plain", Axes(pp=2, ep=2, dp=2, first_layers=1, distributed=True), "actor"),
     ("mixtral", Axes(cp=2, ep=2, recompute="moe"), "actor"),
     ("glm4_moe", Axes(tp=2, **SP, ep=2, etp=1), "actor"),
+    ("deepseek_v3", Axes(tp=2, **SP, ep=2, etp=1), "actor"),
 ]
 LONG: list[tuple[str, Axes, Role]] = [
     ("qwen3_moe", Axes(pp=2, first_layers=1), "actor"),  # the layers of the first stage have no experts
@@ -33,6 +34,10 @@ LONG: list[tuple[str, Axes, Role]] = [
     ("glm4_moe", Axes(pp=2, first_layers=1, dp=2, ep=2, distributed=True), "actor"),
     ("glm4_moe", Axes(cp=2, tp=2, **SP, ep=2, etp=1, recompute="moe"), "actor"),
     ("mixtral", Axes(tp=2, **SP, etp=1, is_gathered=True), "actor"),
+    ("deepseek_v3", Axes(cp=2, ep=2, recompute="latent"), "actor"),
+    ("deepseek_v3", Axes(tp=2, **SP, pp=2, first_layers=1, ep=2, etp=1), "critic"),
+    ("moonlight", Axes(cp=2, tp=2, **SP, ep=2, etp=1), "actor"),
+    ("moonlight", Axes(ep=2, dp=2, pp=2, distributed=True), "actor"),
 ]
 
 
@@ -56,11 +61,25 @@ def test_experts_are_as_near_to_float64_as_float32_transformers(
 
 
 @pytest.mark.parametrize(
-    "mistake, axes, seen, unseen",
+    "family, mistake, axes, seen, unseen",
     [
         # The forward pass is right: half of the tokens are missing in the gradients of experts.
-        ("experts_reduced_as_dense_layers", Axes(tp=2, **SP, etp=1), {"gradient": ANY_EXPERT}, {"log_probs"}),
         (
+            "qwen3_moe",
+            "experts_reduced_as_dense_layers",
+            Axes(tp=2, **SP, etp=1),
+            {"gradient": ANY_EXPERT},
+            {"log_probs"},
+        ),
+        (
+            "deepseek_v3",
+            "position_keys_not_summed",
+            Axes(tp=2, **SP, ep=2, etp=1),
+            {"gradient": r"model\.layers\.\d\.(self_attn\.kv_a_proj_with_mqa|input_layernorm)\.weight"},
+            {"log_probs"},
+        ),
+        (
+            "qwen3_moe",
             "experts_off_by_one",
             Axes(dp=2, ep=2),
             {"log_probs": "log_probs", "gradient": r".+\.weight"},
@@ -69,9 +88,9 @@ def test_experts_are_as_near_to_float64_as_float32_transformers(
     ],
 )
 def test_a_mistake_with_experts_is_over_the_bar(
-    dist_pool: DistPool, mistake: str, axes: Axes, seen: dict[str, str], unseen: set[str]
+    dist_pool: DistPool, family: str, mistake: str, axes: Axes, seen: dict[str, str], unseen: set[str]
 ) -> None:
-    case = case_of("qwen3_moe")
+    case = case_of(family)
     results = run_cell(dist_pool, case, axes, Recipe(), [CUT], job=run_with, mistake=mistake)
     found = {row.quantity: row for row in rows_of(case, axes, results)}
     for quantity, tensor in seen.items():

@@ -188,7 +188,19 @@ def experts_off_by_one(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(dense, "expert_rules", shifted)
 
 
-WITH_EXPERTS = (experts_reduced_as_dense_layers, experts_off_by_one)
+def position_keys_not_summed(patch: pytest.MonkeyPatch) -> None:
+    """As where megatron-core splits latent attention's down projections: no rank adds up over tp what the heads of the
+    others have of the gradient of the keys' position part."""
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+    from megatron.core.transformer import multi_latent_attention
+
+    def gather(keys: Tensor, group: Any) -> Tensor:
+        return gather_from_sequence_parallel_region(keys, tensor_parallel_output_grad=False, group=group)
+
+    patch.setattr(multi_latent_attention, "gather_from_sequence_parallel_region", gather)
+
+
+WITH_EXPERTS = (experts_reduced_as_dense_layers, experts_off_by_one, position_keys_not_summed)
 MISTAKES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     mistake.__name__: mistake
     for mistake in (

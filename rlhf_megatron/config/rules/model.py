@@ -179,9 +179,23 @@ def _of_family(
     for section, megatron, num_ranks in pools:
         if hf_config.get("mlp_bias"):
             yield from _recompute_of_biases(section, megatron)
+        key = f"{section}.recompute_modules"
+        yield wrong(
+            "mla_up_proj" in megatron.recompute_modules and not hf_config.get("kv_lora_rank"),
+            f"{key} ({list(megatron.recompute_modules)}) has mla_up_proj, which is of latent attention, and the model"
+            " has none; remove it.",
+            ("model.path", key),
+        )
         yield from _layout(section, megatron, known)
         yield from _experts(config, section, megatron, num_ranks, hf_config)
-    yield from _shape(config, known)
+    is_latent = bool(hf_config.get("kv_lora_rank"))
+    yield from _shape(config, known, is_latent)
+    yield wrong(
+        is_latent and config.rollout.engine == "sglang",
+        "latent attention (kv_lora_rank) stands in SGLang in forms that a weight sync cannot check yet; use"
+        " rollout.engine: local, or another model.",
+        ("model.path", "rollout.engine"),
+    )
 
 
 def _experts(
@@ -271,11 +285,11 @@ def _layout(section: str, m: MegatronConfig, sizes: Mapping[str, int]) -> Findin
     yield from recompute_of_model(section, m, sizes.get("num_hidden_layers", 0))
 
 
-def _shape(config: RunConfig, sizes: Mapping[str, int]) -> Findings:
+def _shape(config: RunConfig, sizes: Mapping[str, int], is_latent: bool) -> Findings:
     heads, kv_heads = sizes.get("num_attention_heads"), sizes.get("num_key_value_heads")
     if heads and kv_heads and heads % kv_heads:
         yield _problem(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads}).")
-    if heads and "head_dim" not in sizes and sizes.get("hidden_size", 0) % heads:
+    if heads and not is_latent and "head_dim" not in sizes and sizes.get("hidden_size", 0) % heads:
         yield _problem(f"hidden_size ({sizes['hidden_size']}) must be a multiple of num_attention_heads ({heads}).")
     positions = sizes.get("max_position_embeddings")
     longest, text, settings = longest_sample(config)

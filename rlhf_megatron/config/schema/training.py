@@ -80,7 +80,7 @@ class MegatronConfig:
         "of full recompute: uniform groups of recompute_num_layers, or only the first recompute_num_layers", None
     )
     recompute_num_layers: int | None = doc("of full recompute, layers (see recompute_method)", None, COUNT)
-    recompute_modules: tuple[Literal["core_attn", "layernorm", "mlp", "moe"], ...] = doc(
+    recompute_modules: tuple[Literal["core_attn", "layernorm", "mlp", "moe", "mla_up_proj"], ...] = doc(
         "of selective recompute: what is computed again", ("core_attn",)
     )
     transformer_impl: Literal["auto", "local", "transformer_engine"] = doc(

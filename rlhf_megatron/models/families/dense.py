@@ -12,6 +12,7 @@ from rlhf_megatron.config.rope import Rotary, read_rotary
 from rlhf_megatron.lazy import Tensor, torch
 from rlhf_megatron.models.families.base import Family, HFConfig, refuse_unsupported, require_int
 from rlhf_megatron.models.families.experts import Experts, expert_arguments, expert_rules
+from rlhf_megatron.models.families.latent import LatentAttention, latent_arguments, latent_rules
 from rlhf_megatron.models.table import HFTensor, Owner, Part, Rule, Split, concatenate, halves, plain_rule
 
 Kind = Literal["weight", "bias"]
@@ -37,6 +38,7 @@ class DenseModel:
     has_proj_bias: bool  # of the matrix behind attention
     has_mlp_bias: bool
     experts: Experts | None  # None: all layers have a dense MLP
+    latent: LatentAttention | None  # None: grouped-query attention
 
 
 def read_dense_model(
@@ -49,6 +51,7 @@ def read_dense_model(
     has_proj_bias: bool = False,
     has_mlp_bias: bool = False,
     experts: Experts | None = None,
+    latent: LatentAttention | None = None,
     is_partly_turned: bool = False,
 ) -> DenseModel:
     """Dimensions from config.json. `head_dim` and `max_positions` are the family's defaults for keys that are missing
@@ -71,13 +74,14 @@ def read_dense_model(
         vocab_size=require_int(hf_config, "vocab_size"),
         max_positions=require_int(hf_config, "max_position_embeddings", max_positions),
         norm_epsilon=hf_config.get("rms_norm_eps", 1e-6),
-        rotary=read_rotary(hf_config, is_partly_turned),
+        rotary=read_rotary(hf_config, is_partly_turned, latent is not None),
         is_tied=bool(hf_config.get("tie_word_embeddings", False)),
         has_qk_norm=has_qk_norm,
         has_qkv_bias=has_qkv_bias,
         has_proj_bias=has_proj_bias,
         has_mlp_bias=has_mlp_bias,
         experts=experts,
+        latent=latent,
     )
 
 
@@ -90,13 +94,18 @@ def family(
     read: Callable[[HFConfig], DenseModel],
     unsupported: Callable[[HFConfig], Iterator[str]] | None = None,
     is_partly_turned: bool = False,
+    is_latent: bool = False,
     **only: Any,
 ) -> Family:
     """The family of a model_type whose config.json `read` understands. `only`: as in ONLY, of this family;
     `unsupported`: more of what it does not implement."""
 
     def problems(hf_config: HFConfig) -> Iterator[str]:
-        yield from _unsupported({**ONLY, **only}, is_partly_turned, hf_config)
+        yield from _unsupported({**ONLY, **only}, hf_config)
+        try:
+            read_rotary(hf_config, is_partly_turned, is_latent)
+        except ValueError as error:
+            yield str(error)
         yield from unsupported(hf_config) if unsupported is not None else ()
 
     return Family(
@@ -108,7 +117,7 @@ def family(
     )
 
 
-def _unsupported(only: Mapping[str, Any], is_partly_turned: bool, hf_config: HFConfig) -> Iterator[str]:
+def _unsupported(only: Mapping[str, Any], hf_config: HFConfig) -> Iterator[str]:
     for key, implemented in only.items():
         value = hf_config.get(key, implemented)
         if value != implemented and value is not None:
@@ -120,10 +129,6 @@ def _unsupported(only: Mapping[str, Any], is_partly_turned: bool, hf_config: HFC
     kinds = sorted({str(kind) for kind in layers} - {"full_attention"}) if isinstance(layers, list | tuple) else layers
     if kinds:
         yield f"layer_types {kinds} are not supported; only full_attention is: choose another model."
-    try:
-        read_rotary(hf_config, is_partly_turned)
-    except ValueError as error:
-        yield str(error)
 
 
 def _transformer_arguments(model: DenseModel) -> dict[str, Any]:
@@ -143,6 +148,7 @@ def _transformer_arguments(model: DenseModel) -> dict[str, Any]:
         "add_bias_linear": model.has_proj_bias or model.has_mlp_bias,
         "add_qkv_bias": model.has_qkv_bias,
         **(expert_arguments(model.experts) if model.experts else {}),
+        **(latent_arguments(model.latent, model.rotary) if model.latent else {}),
     }
 
 
@@ -153,7 +159,7 @@ def _gpt_arguments(model: DenseModel) -> dict[str, Any]:
         unbiased = "mlp" if model.has_proj_bias else "self_attention"
     return {
         "max_sequence_length": model.max_positions,
-        "rotary": model.rotary,
+        "rotary": None if model.latent else model.rotary,
         "unbiased": unbiased,
         "share_embeddings_and_output_weights": model.is_tied,
     }
@@ -177,8 +183,24 @@ def _table(model: DenseModel, padded_vocab_size: int) -> tuple[Rule, ...]:
 
 
 def _layer_rules(model: DenseModel, layer: int) -> list[Rule]:
+    hidden, prefixes = model.hidden_size, (f"decoder.layers.{layer}", f"model.layers.{layer}")
+
+    def norm(name: str, hf_name: str) -> Rule:
+        tensor = HFTensor(f"{prefixes[1]}.{hf_name}.weight", (hidden,))
+        return plain_rule(f"{prefixes[0]}.{name}.weight", tensor, "replicated", layer)
+
+    experts = model.experts if model.experts and model.experts.in_layer[layer] else None
+    return [
+        norm("input_layernorm", "input_layernorm"),
+        *(latent_rules(model.latent, model.num_heads, hidden, layer) if model.latent else _attention(model, layer)),
+        norm("pre_mlp_layernorm", "post_attention_layernorm"),
+        *(expert_rules(experts, hidden, layer) if experts else _mlp(model, layer)),
+    ]
+
+
+def _attention(model: DenseModel, layer: int) -> list[Rule]:
     hidden, heads, groups, dim = model.hidden_size, model.num_heads, model.num_groups, model.head_dim
-    ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
+    ours, theirs = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}.self_attn"
 
     def plain(megatron_name: str, hf_name: str, shape: tuple[int, ...], split: Split, num_blocks: int | None) -> Rule:
         tensor = HFTensor(f"{theirs}.{hf_name}", shape)
@@ -187,35 +209,33 @@ def _layer_rules(model: DenseModel, layer: int) -> list[Rule]:
     qk_norms, qkv_bias, proj_bias = [], [], []
     if model.has_qk_norm:
         qk_norms = [
-            plain("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", (dim,), "replicated", None),
-            plain("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", (dim,), "replicated", None),
+            plain("q_layernorm.weight", "q_norm.weight", (dim,), "replicated", None),
+            plain("k_layernorm.weight", "k_norm.weight", (dim,), "replicated", None),
         ]
     if model.has_qkv_bias:
         qkv_bias = [_qkv_rule(model, layer, "bias")]
     if model.has_proj_bias:
         # Of matrices that tp splits by columns: every rank has the whole bias, added after the sum over ranks.
-        proj_bias = [plain("self_attention.linear_proj.bias", "self_attn.o_proj.bias", (hidden,), "replicated", None)]
-    if model.experts and model.experts.in_layer[layer]:
-        mlp = expert_rules(model.experts, hidden, layer)
-    else:
-        down = (hidden, model.ffn_hidden_size)
-        mlp = [
-            _gate_up_rule(model, layer, "weight"),
-            *([_gate_up_rule(model, layer, "bias")] if model.has_mlp_bias else []),
-            plain("mlp.linear_fc2.weight", "mlp.down_proj.weight", down, "columns", None),
-        ]
-        if model.has_mlp_bias:
-            mlp.append(plain("mlp.linear_fc2.bias", "mlp.down_proj.bias", (hidden,), "replicated", None))
+        proj_bias = [plain("linear_proj.bias", "o_proj.bias", (hidden,), "replicated", None)]
     proj = (hidden, heads * dim)
     return [
-        plain("input_layernorm.weight", "input_layernorm.weight", (hidden,), "replicated", None),
         _qkv_rule(model, layer, "weight"),
         *qkv_bias,
         *qk_norms,
-        plain("self_attention.linear_proj.weight", "self_attn.o_proj.weight", proj, "columns", groups),
+        plain("linear_proj.weight", "o_proj.weight", proj, "columns", groups),
         *proj_bias,
-        plain("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", (hidden,), "replicated", None),
-        *mlp,
+    ]
+
+
+def _mlp(model: DenseModel, layer: int) -> list[Rule]:
+    ours, theirs = f"decoder.layers.{layer}.mlp.linear_fc2", f"model.layers.{layer}.mlp.down_proj"
+    down = HFTensor(f"{theirs}.weight", (model.hidden_size, model.ffn_hidden_size))
+    bias = HFTensor(f"{theirs}.bias", (model.hidden_size,))
+    return [
+        _gate_up_rule(model, layer, "weight"),
+        *([_gate_up_rule(model, layer, "bias")] if model.has_mlp_bias else []),
+        plain_rule(f"{ours}.weight", down, "columns", layer),
+        *([plain_rule(f"{ours}.bias", bias, "replicated", layer)] if model.has_mlp_bias else []),
     ]
 
 

@@ -7,6 +7,7 @@ end ask the ranks after each update; all else is pure.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.data.batch import TokenBatch
 from rlhf_megatron.data.plan import NO_OP
 from rlhf_megatron.models.families.base import FAMILIES, family_for
+from rlhf_megatron.models.families.latent import latent_rules, read_latent
 from rlhf_megatron.observe.metrics.batch import response_lengths
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.runtime.dispatch import plan_call
@@ -68,15 +70,26 @@ def model_flops(
     if "hidden_size" not in hf_config or (num_experts(hf_config) and str(hf_config.get("model_type")) not in FAMILIES):
         return None
     hidden, num_heads = hf_config["hidden_size"], hf_config["num_attention_heads"]
-    head_dim = hf_config.get("head_dim") or hidden // num_heads
-    num_kv_heads = hf_config.get("num_key_value_heads") or num_heads
-    attention = hidden * head_dim * (2 * num_heads + 2 * num_kv_heads)
+    attention, width = _attention(hf_config)
     weights = hf_config["num_hidden_layers"] * attention + _mlp_weights(hf_config)
     lengths = lengths_B.double()
     pairs = float(lengths.square().sum()) / 2
     head = 2.0 * hidden * (head_size or hf_config["vocab_size"]) * num_head_tokens
-    scores = 4.0 * hf_config["num_hidden_layers"] * num_heads * head_dim * pairs
+    scores = 2.0 * hf_config["num_hidden_layers"] * num_heads * width * pairs
     return passes * (2.0 * weights * float(lengths.sum()) + scores + head)
+
+
+def _attention(hf_config: Mapping[str, Any]) -> tuple[int, int]:
+    """Weights of a layer's matrices, and of a head the width of its keys and of its values, added up."""
+    hidden, num_heads = hf_config["hidden_size"], hf_config["num_attention_heads"]
+    if hf_config.get("kv_lora_rank"):
+        latent = read_latent(hf_config)
+        rules = latent_rules(latent, num_heads, hidden, 0)
+        weights = sum(math.prod(rule.megatron_shape) for rule in rules if len(rule.megatron_shape) == 2)
+        return weights, latent.plain_dim + latent.turned_dim + latent.value_dim
+    head_dim = hf_config.get("head_dim") or hidden // num_heads
+    num_kv_heads = hf_config.get("num_key_value_heads") or num_heads
+    return hidden * head_dim * (2 * num_heads + 2 * num_kv_heads), 2 * head_dim
 
 
 def _mlp_weights(hf_config: Mapping[str, Any]) -> int:

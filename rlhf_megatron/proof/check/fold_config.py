@@ -209,6 +209,10 @@ def fold_model(
         small["layer_types"] = list(hf_config["layer_types"])[:num_layers]
     if "num_moe_experts" in sizes:
         small |= _fold_experts(hf_config, sizes, folded)
+    if sizes.get("multi_latent_attention"):
+        narrow = {"q_lora_rank": hf_config.get("q_lora_rank") and 24, "head_dim": None, "qk_head_dim": None}
+        small |= {**narrow, "kv_lora_rank": 16, "v_head_dim": HEAD_DIM, "qk_nope_head_dim": HEAD_DIM}
+        small |= {"qk_rope_head_dim": 2 * HEAD_DIM, "num_nextn_predict_layers": None}
     kept = {key: value for key, value in hf_config.items() if not key.startswith("_")}
     return {key: value for key, value in {**kept, **small, **SETTINGS}.items() if value is not None}
 
@@ -220,17 +224,22 @@ def _etp(megatron: schema.MegatronConfig) -> int:
 def _fold_experts(
     hf_config: Mapping[str, Any], sizes: Mapping[str, Any], folded: Sequence[schema.MegatronConfig]
 ) -> dict[str, Any]:
-    """Two experts a rank or more, and one or two a token; where not all layers have experts, the first has none."""
+    """Two experts a rank or more, in two groups at most, and one or two a token; where not all layers have experts, the
+    first has none."""
     per_token = min(sizes["moe_router_topk"], 2)
     num = 2 * math.lcm(per_token, *(megatron.expert_model_parallel_size for megatron in folded))
     has_dense = not all(sizes["moe_layer_freq"])
-    width = 4 * math.lcm(*map(_etp, folded))
+    width = 4 * math.lcm(*map(_etp, folded), *(megatron.tensor_model_parallel_size for megatron in folded))
+    groups = 2 if sizes.get("moe_router_num_groups") and per_token == 2 else 1
     small = {
         **dict.fromkeys(KEYS, num),
         "num_experts_per_tok": per_token,
         "moe_intermediate_size": _up_to_multiple(3 * HEAD_DIM, width),
         "mlp_only_layers": [0] if has_dense else [],
         "decoder_sparse_step": 1,
+        "first_k_dense_replace": int(has_dense),
+        "n_group": groups,
+        "topk_group": 1,
     }
     return {key: value for key, value in small.items() if key in hf_config}
 

@@ -135,7 +135,7 @@ def test_without_provenance_what_differs_from_the_default_is_set(run_file: Path)
 @pytest.mark.parametrize(
     ("changes", "overrides", "expected"),
     [
-        ({"model_type": "gpt2"}, [], "model_type ('gpt2') must be one of glm4_moe, llama, mistral, mixtral, qwen2, qwen3"),
+        ({"model_type": "gpt2"}, [], "model_type ('gpt2') must be one of deepseek_v3, glm4_moe, kimi_k2, llama, mistral, mixtral, qwen2, qwen3"),
         ({"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 96}, ["actor.megatron.tensor_model_parallel_size=4"], "num_attention_heads (6) must be a multiple of actor.megatron.tensor_model_parallel_size (4); use 1 or 2 or 3."),
         ({}, ["actor.megatron.tensor_model_parallel_size=4"], "num_key_value_heads (2) must be a multiple of actor.megatron.tensor_model_parallel_size (4); use 1 or 2."),
         ({"num_key_value_heads": None, "intermediate_size": 383}, [], "intermediate_size (383) must be a multiple of actor.megatron.tensor_model_parallel_size (2); use 1."),

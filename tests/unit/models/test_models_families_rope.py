@@ -141,7 +141,7 @@ def test_what_is_read() -> None:
             "settings full_attention, sliding_",
         ),
         ({"rope_scaling": {**LLAMA3_ROPE, "low_freq_factor": 4}}, r"low_freq_factor \(4.0\) must be below high"),
-        ({"rope_scaling": {**YARN, "beta_fast": 1}}, r"beta_fast \(1.0\) must be over beta_slow"),
+        ({"rope_scaling": {**YARN, "beta_fast": 0.5}}, r"beta_fast \(0.5\) must not be below beta_slow"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, r"original_max_position_embeddings \(None\) must be"),
         ({"rope_theta": 1e6, "rope_parameters": {"rope_theta": 1e4}}, "given twice, as 10000.0 and 1000000.0"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": YARN}, "differ, .* keep one"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from places import ROOT
-from table_samples import BIASED_LLAMA, LLAMA3_ROPE, SMALL_LLAMA, SMALL_QWEN2
+from table_samples import BIASED_LLAMA, DEEPSEEK_V3, LLAMA3_ROPE, SMALL_LLAMA, SMALL_QWEN2
 
 from rlhf_megatron.config.load import load_run_config
 from rlhf_megatron.config.rules.run import critic_ranks, megatron_sections
@@ -192,6 +192,35 @@ def test_experts_fold() -> None:
     assert [str(layout) for layout in fold(wide, 512, 4)][:1] == ["tp2 sequence pp2 dp1"]
     gathered = replace(true, moe_token_dispatcher_type="allgather", expert_model_parallel_size=4)
     assert all(layout.actor.megatron.expert_model_parallel_size == 2 for layout in fold(gathered, 512, 8))
+
+
+@pytest.mark.parametrize("rank", [1536, None])
+def test_latent_attention_folds(rank: int | None) -> None:
+    """512 ranks of DeepSeek-V3 to 8: groups of experts, dense layers first, narrow queries or not; no frozen layers."""
+    true = MegatronConfig(
+        tensor_model_parallel_size=8,
+        sequence_parallel=True,
+        pipeline_model_parallel_size=8,
+        num_layers_in_first_pipeline_stage=6,
+        num_layers_in_last_pipeline_stage=7,
+        expert_model_parallel_size=64,
+        expert_tensor_parallel_size=1,
+    )
+    layouts = fold(true, 512, 8)
+    tiny = fold_model({**DEEPSEEK_V3, "q_lora_rank": rank}, [true], [layout.actor.megatron for layout in layouts])
+    small = family_for(tiny).transformer_arguments(tiny)
+    assert (small["q_lora_rank"], small["v_head_dim"], small["kv_channels"]) == (rank and 24, 8, 24)
+    assert (small["moe_router_num_groups"], small["moe_router_topk"], small["moe_layer_freq"][:2]) == (2, 2, [0, 1])
+    assert (small["rope_type"], small["rotary_scaling_factor"], small["mscale_all_dim"]) == ("yarn", 40.0, 1.0)
+    assert "num_nextn_predict_layers" not in tiny
+    for layout in layouts:
+        actor = ActorConfig(megatron=layout.actor.megatron)
+        data = DataConfig(max_prompt_length=8, max_response_length=8)
+        trainer = TrainerConfig(n_gpus_per_node=layout.num_ranks)
+        run = RunConfig(actor=actor, data=data, trainer=trainer, rollout=RolloutConfig(engine="local"))
+        assert not validate_model(run, tiny)
+        tp = layout.actor.megatron.tensor_model_parallel_size
+        check_tensor_parallel(table_for(tiny, tp), tp, 1)
 
 
 def test_sizes_of_the_tiny_model() -> None:
