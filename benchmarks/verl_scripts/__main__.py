@@ -35,7 +35,7 @@ TOLD = ["--train-rows", "7473", "--response-length", "300", "--set", "reward.nam
 CLASSES = {  # the first that fits counts
     "other job": "it is a job of|it holds no setting of verl",
     "images": "it is a job with images",
-    "experts": r"router_replay|by its name a model of (qwen2_moe|deepseek_v[23]|gpt_oss|glm)",
+    "experts": r"router_replay|by its name a model of (qwen2_moe|deepseek_v2|gpt_oss|glm)",
     "family": "by its name a model of",
     "reward model": "reward models are not supported",
     "tools": r"multi_turn\.\S+: not supported yet",

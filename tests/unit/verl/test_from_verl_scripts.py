@@ -95,7 +95,14 @@ def test_what_no_run_could_do_is_not_harmless(override: str, reason: str) -> Non
 
 @pytest.mark.parametrize(
     "path",
-    ["Qwen/Qwen3-8B", "deepseek-ai/deepseek-llm-7b-chat", "meta-llama/Llama-3.1-8B", "zai-org/GLM-4.5-Air", "/m"],
+    [
+        "Qwen/Qwen3-8B",
+        "deepseek-ai/deepseek-llm-7b-chat",
+        "meta-llama/Llama-3.1-8B",
+        "zai-org/GLM-4.5-Air",
+        "deepseek-ai/DeepSeek-V3-Base",
+        "/m",
+    ],
 )
 def test_models_of_families_that_are_there(path: str) -> None:
     assert translated(BASE, f"actor_rollout_ref.model.path={path}").is_whole
