@@ -5,12 +5,14 @@ A forward pass carries a `Prefill` or a `Decode` object through the model's keyw
 takes its keys and values in and attends. So no cache class of transformers is involved and transformers builds no
 mask.
 
-Shapes: N rows, P prompt columns, S cache columns, Hq / Hk query / key heads, D head size.
+Shapes: N rows, P prompt columns, S cache columns, Hq / Hk query / key heads, D head size, Dv that of values: D, or less
+in latent attention, whose values take the first part of their places in the cache.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from torch import Tensor
 from rlhf_megatron.parallel.device import empty_cache
 
 IMPLEMENTATION = "rlhf_megatron_local"
+_SAME_KIND = {"kimi_k2": "deepseek_v3"}  # model_type -> the one that transformers has for such a model
 
 
 @dataclass
@@ -33,9 +36,9 @@ class Prefill:
     keys_values: Tensor  # [2, layers, N, P, Hk, D], filled layer by layer
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """query [N, Hq, P, D], key and value [N, Hk, P, D] -> [N, P, Hq, D]."""
+        """query [N, Hq, P, D], key [N, Hk, P, D], value [N, Hk, P, Dv] -> [N, P, Hq, Dv]."""
         self.keys_values[0, layer] = key.transpose(1, 2)
-        self.keys_values[1, layer] = value.transpose(1, 2)
+        self.keys_values[1, layer, ..., : value.shape[-1]] = value.transpose(1, 2)
         repeats = query.shape[1] // key.shape[1]
         if repeats > 1:
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
@@ -53,8 +56,8 @@ class Decode:
     mask: Tensor  # [N, 1, 1, S] of the model's dtype: 0 where a row may look, -inf elsewhere
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """query [N, Hq, 1, D], key and value [N, Hk, 1, D] -> [N, 1, Hq, D]."""
-        keys, values = self.keys_values[0, layer], self.keys_values[1, layer]
+        """query [N, Hq, 1, D], key [N, Hk, 1, D], value [N, Hk, 1, Dv] -> [N, 1, Hq, Dv]."""
+        keys, values = self.keys_values[0, layer], self.keys_values[1, layer, ..., : value.shape[-1]]
         keys[self.rows, self.positions] = key.squeeze(2)
         values[self.rows, self.positions] = value.squeeze(2)
         num_rows, num_heads, _, head_size = query.shape
@@ -64,7 +67,7 @@ class Decode:
         out = F.scaled_dot_product_attention(
             grouped, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=self.mask, scale=scaling
         )
-        return out.reshape(num_rows, 1, num_heads, head_size)
+        return out.reshape(num_rows, 1, num_heads, -1)
 
 
 def attention(
@@ -106,7 +109,8 @@ class LocalModel:
         self.max_positions: int = config.max_position_embeddings
         self.num_layers: int = config.num_hidden_layers
         self.num_key_heads: int = config.num_key_value_heads or config.num_attention_heads
-        self.head_size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        head_size = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)  # the first: latent
+        self.head_size: int = head_size or config.hidden_size // config.num_attention_heads
         self._body = module.base_model
         self._head = module.get_output_embeddings()
         first = next(module.parameters())
@@ -167,28 +171,46 @@ def load_model(path: Path, dtype: str, device: str, load_weights: bool) -> Local
     if not (path / "config.json").is_file():
         raise ValueError(f"{path} has no config.json; model.path must be a directory in Hugging Face layout.")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
+    config = _config(path)
     if not load_weights:
-        config = AutoConfig.from_pretrained(path)
         with no_init_weights(), torch.device(device):
             module = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation="sdpa")
         module.tie_weights()
         with torch.no_grad():
             for parameter in module.parameters():  # not zeros: the check of the forward pass needs logits that differ
                 parameter.normal_(std=0.05) if parameter.dim() > 1 else parameter.fill_(1.0)
-        return LocalModel(module)
+        return LocalModel(_with_norms_of_the_file(module))
     if not list(path.glob("*.safetensors")):
         raise ValueError(f"{path} has no *.safetensors; other weight formats are not read.")
+    kind = {"dtype": getattr(torch, dtype), "attn_implementation": "sdpa"}
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        path, dtype=getattr(torch, dtype), attn_implementation="sdpa", use_safetensors=True, output_loading_info=True
+        path, config=config, use_safetensors=True, output_loading_info=True, **kind
     )
     module, report = loaded
     wrong = {kind: sorted(map(str, names)) for kind, names in report.items() if names and kind != "unexpected_keys"}
     if wrong:
         raise ValueError(f"the weights in {path} do not fit its config.json: {wrong}.")
-    return LocalModel(module.to(device))
+    return LocalModel(_with_norms_of_the_file(module).to(device))
+
+
+def _config(path: Path) -> Any:
+    """config.json, as of a kind that transformers knows."""
+    from transformers import AutoConfig
+
+    raw = json.loads((path / "config.json").read_text())
+    kind = _SAME_KIND.get(raw.get("model_type"))
+    return AutoConfig.for_model(**{**raw, "model_type": kind}) if kind else AutoConfig.from_pretrained(path)
+
+
+def _with_norms_of_the_file(module: Any) -> Any:
+    """transformers gives the norms inside of latent attention 1e-6, whatever rms_norm_eps says; SGLang does not."""
+    for name, norm in module.named_modules():
+        if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
+            norm.variance_epsilon = module.config.rms_norm_eps
+    return module
 
 
 def give_back(device: torch.device) -> None:

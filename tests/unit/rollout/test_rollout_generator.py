@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 from rollout_tools import assert_same, reference_greedy, reference_log_probs, request, tiny_llama, tiny_qwen3
 from transformers import PreTrainedModel
 
+from benchmarks.parity.cases import EXPERT_FAMILIES, make_state
+from benchmarks.parity.reference import make_model
 from rlhf_megatron.rollout.engine import VersionSpan
 from rlhf_megatron.rollout.local.generator import Generator
-from rlhf_megatron.rollout.local.model import LocalModel
+from rlhf_megatron.rollout.local.model import LocalModel, load_model
 from rlhf_megatron.rollout.local.slots import Member
 
-STOCK = {"qwen3": tiny_qwen3(1), "qwen3_untied": tiny_qwen3(2, tied=False), "llama": tiny_llama(3)}
+STOCK = {
+    "qwen3": tiny_qwen3(1),
+    "qwen3_untied": tiny_qwen3(2, tied=False),
+    "llama": tiny_llama(3),
+    "deepseek_v3": make_model(EXPERT_FAMILIES["deepseek_v3"], make_state("deepseek_v3"), torch.float32),
+}
 PROMPTS = [(1, 2, 3), (4,), (5, 6, 7, 8, 9, 10, 11), (3, 3), (20, 19, 18, 17, 16)]
 
 
@@ -44,6 +53,18 @@ def test_log_probs_are_those_of_scaled_logits(name: str, temperature: float) -> 
             expected = reference_log_probs(STOCK[name], sent.prompt_ids, got.token_ids, temperature)
             assert len(got.log_probs) == sent.params.max_new_tokens
             assert (torch.tensor(got.log_probs) - expected).abs().max() <= 1e-4
+
+
+def test_kimi_is_a_deepseek_whose_norms_are_as_its_file_says(tmp_path: Path) -> None:
+    STOCK["deepseek_v3"].save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "kimi_k2", "rms_norm_eps": 1e-3}))
+    for with_weights in (False, True):
+        model = load_model(tmp_path, "float32", "cpu", with_weights)
+        norms = [norm for name, norm in model.module.named_modules() if name.endswith("norm")]
+        assert len(norms) == 4 * 4 + 1 and {norm.variance_epsilon for norm in norms} == {1e-3}
+    loaded = model.module.state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in STOCK["deepseek_v3"].state_dict().items())
 
 
 def test_temperatures_and_greedy_mix_in_one_batch() -> None:
