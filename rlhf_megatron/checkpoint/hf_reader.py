@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rlhf_megatron.checkpoint.source import one_dtype
-from rlhf_megatron.models.families.base import family_for
+from rlhf_megatron.models.families.base import family_for, kept_prefixes
 from rlhf_megatron.models.table import HFTensor, Rule
 
 logger = logging.getLogger(__name__)
@@ -47,6 +47,11 @@ class HFReader:
         """All tensors of the directory."""
         return tuple(self._file_of)
 
+    @property
+    def files(self) -> dict[str, Path]:
+        """Tensor name -> its file."""
+        return {name: self.directory / file for name, file in self._file_of.items()}
+
     def check(self, table: Sequence[Rule], strict: bool = False, ignored: Collection[str] = ()) -> None:
         """Raises one ValueError that lists the missing and mis-shaped tensors, and broken files.
 
@@ -55,6 +60,16 @@ class HFReader:
         wanted = [hf for rule in table for hf in rule.hf]
         problems = [problem for hf in wanted if (problem := self._problem(hf)) is not None]
         unexpected = sorted(set(self._file_of) - {hf.name for hf in wanted} - set(ignored))
+        config = self.directory / "config.json"
+        prefixes = kept_prefixes(read_json(config)) if config.is_file() else ()
+        if any(name.startswith(prefixes) for name in unexpected):
+            logger.warning(
+                "%s: %s are frozen: they are not trained, and exports have them as they are; engines that guess tokens"
+                " with them guess worse as the policy learns",
+                self.directory,
+                ", ".join(f"{prefix}*" for prefix in prefixes),
+            )
+        unexpected = [name for name in unexpected if not name.startswith(prefixes)]
         if unexpected and strict:
             problems.append(f"not part of this model: {_listing(unexpected)}")
         elif unexpected:

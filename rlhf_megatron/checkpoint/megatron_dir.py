@@ -2,7 +2,8 @@
 
 `tp{t}_pp{p}.safetensors` holds what that rank of the model holds, under Megatron's names with layers counted over the
 whole model. The head of a tied model is left out: it is the embedding. `manifest.json` says the layout, the model and
-the digest of every tensor in Hugging Face layout, so that a file that changed is found.
+the digest of every tensor in Hugging Face layout, so that a file that changed is found. `kept.safetensors` has tensors
+that no rank holds (checkpoint.kept).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from rlhf_megatron import __version__
 from rlhf_megatron.checkpoint.aside import written_aside
 from rlhf_megatron.checkpoint.hf_reader import DTYPES, read_json
 from rlhf_megatron.checkpoint.hf_writer import SafetensorsWriter, TensorSpec, write_companions
+from rlhf_megatron.checkpoint.kept import KEPT_FILE, NOTHING_KEPT, Kept
 from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.models.table import Rule, check_tensor_parallel, join, rules_of_stage, shard_shape, split
 
@@ -144,6 +146,7 @@ def megatron_directory_writer(
     dtypes: Mapping[str, str],
     digests: Mapping[str, str],
     companions_from: Path | None,
+    kept: Kept = NOTHING_KEPT,
 ) -> Iterator[Callable[[Rule, Sequence[Tensor]], None]]:
     """Gives a function that takes a rule of `table_for(hf_config, tp)` and its HF tensors, once for every rule.
 
@@ -168,6 +171,8 @@ def megatron_directory_writer(
         on_error.pop_all()
         for writer in writers.values():
             writer.close()
+        if kept.files:
+            kept.write(aside / KEPT_FILE)
         write_companions(aside, hf_config, set(dtypes.values()), companions_from)
         manifest = MegatronManifest(FORMAT, FORMAT_VERSION, __version__, tp, pp, dict(hf_config), dict(digests))
         (aside / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1) + "\n")

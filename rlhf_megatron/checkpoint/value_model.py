@@ -71,4 +71,5 @@ def value_model_config(hf_config: HFConfig) -> dict[str, Any]:
     """config.json of an exported critic: that of its body, as a token classifier of one label."""
     architectures = [f"{name.split('For')[0]}ForTokenClassification" for name in hf_config.get("architectures") or ()]
     head = {"id2label": {"0": "VALUE"}, "label2id": {"VALUE": 0}, "classifier_dropout": 0.0}
-    return {**hf_config, **({"architectures": architectures} if architectures else {}), **head}
+    body = {key: value for key, value in hf_config.items() if key != "num_nextn_predict_layers"}  # no policy's layers
+    return {**body, **({"architectures": architectures} if architectures else {}), **head}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 from rlhf_megatron.checkpoint.aside import refuse_existing
 from rlhf_megatron.checkpoint.hf_reader import HFReader, read_hf_config
 from rlhf_megatron.checkpoint.hf_writer import MAX_SHARD_BYTES, TensorSpec, hf_directory_writer
+from rlhf_megatron.checkpoint.kept import Kept, kept_of
 from rlhf_megatron.checkpoint.megatron_dir import MANIFEST, MegatronReader, megatron_directory_writer
 from rlhf_megatron.checkpoint.source import WeightSource
 from rlhf_megatron.models.families.base import HFConfig, table_for
@@ -38,6 +39,10 @@ class Model:
     companions_from: Path | None  # directory with the tokenizer's files
     digests: Mapping[str, str]  # as recorded by an earlier conversion; empty where there are none
     head: Head = "vocabulary"
+
+    def kept(self, dtype: str | None) -> Kept:
+        """Tensors that go along with a policy; they stand where the tokenizer does."""
+        return kept_of(self.companions_from if self.head == "vocabulary" else None, self.hf_config, dtype)
 
 
 def open_model(directory: Path, strict: bool = False) -> Model:
@@ -75,8 +80,9 @@ def write_megatron(
     _check_space(
         out, sum(prod(r.megatron_shape) * DTYPE_BYTES[dtypes[r.megatron_name]] * copies[r.megatron_name] for r in table)
     )
-    digests: dict[str, str] = {}
-    with megatron_directory_writer(out, model.hf_config, tp, pp, dtypes, digests, model.companions_from) as write:
+    kept = model.kept(dtype)
+    digests = _kept_digests(model, kept)
+    with megatron_directory_writer(out, model.hf_config, tp, pp, dtypes, digests, model.companions_from, kept) as write:
         for rule in table:
             tensors = _read(model, rule, dtypes[rule.megatron_name])
             write(rule, tensors)
@@ -100,8 +106,10 @@ def write_hf(
     refuse_existing(Path(out))
     dtypes = {rule.megatron_name: rule.dtype or dtype or model.source.dtype_of(rule) for rule in table}
     specs = [TensorSpec(hf.name, dtypes[rule.megatron_name], hf.shape) for rule in table for hf in rule.hf]
+    kept = model.kept(dtype)
+    specs += kept.specs()
     _check_space(out, sum(spec.num_bytes for spec in specs))
-    digests: dict[str, str] = {}
+    digests = _kept_digests(model, kept)
     config = hf_config or model.hf_config
     with hf_directory_writer(out, specs, config, model.companions_from, max_shard_bytes) as writer:
         for rule in table:
@@ -111,6 +119,8 @@ def write_hf(
             digests |= _digests(rule, tensors)
             if on_rule is not None:
                 on_rule(rule)
+        for name, tensor in kept.tensors():
+            writer.write(name, tensor)
     return digests
 
 
@@ -121,13 +131,13 @@ def verify(source: Model, out: Path, digests: Mapping[str, str], on_rule: OnRule
     shards must be those made anew from the HF tensors of the other side. Raises ValueError naming the tensor.
     """
     written = open_model(out)
+    for name, tensor in written.kept(None).tensors():
+        _check_read_back(out, name, as_hex(digest(tensor)), digests)
     for rule in table_for(written.hf_config):
         tensors = written.source.hf_tensors(rule)
         found = _digests(rule, tensors)
         for name, value in found.items():
-            if value != digests.get(name):
-                wanted = digests.get(name)
-                raise ValueError(f"{out}: read-back digest {value} of {name} differs from {wanted}; check the disk.")
+            _check_read_back(out, name, value, digests)
         if isinstance(written.source, MegatronReader):
             other = tuple(tensor.to(tensors[0].dtype) for tensor in source.source.hf_tensors(rule))
             _compare_shards(written.source, rule, other)
@@ -135,6 +145,12 @@ def verify(source: Model, out: Path, digests: Mapping[str, str], on_rule: OnRule
             _compare_shards(source.source, rule, tensors)
         if on_rule is not None:
             on_rule(rule)
+
+
+def _check_read_back(out: Path, name: str, value: str, digests: Mapping[str, str]) -> None:
+    if value != digests.get(name):
+        wanted = digests.get(name)
+        raise ValueError(f"{out}: read-back digest {value} of {name} differs from {wanted}; check the disk.")
 
 
 def _compare_shards(reader: MegatronReader, rule: Rule, tensors: Sequence[Tensor]) -> None:
@@ -150,14 +166,23 @@ def _compare_shards(reader: MegatronReader, rule: Rule, tensors: Sequence[Tensor
 
 def _read(model: Model, rule: Rule, dtype: str) -> tuple[Tensor, ...]:
     tensors = model.source.hf_tensors(rule)
-    if model.digests:
-        for name, value in _digests(rule, tensors).items():
-            if model.digests.get(name) != value:
-                raise ValueError(
-                    f"{name} has digest {value}, its manifest says {model.digests.get(name)}: the file was changed or"
-                    " damaged. Convert the model again."
-                )
+    _check_digests(model, _digests(rule, tensors))
     return tuple(tensor.to(getattr(torch, dtype)) for tensor in tensors)
+
+
+def _check_digests(model: Model, found: Mapping[str, str]) -> None:
+    for name, value in found.items():
+        if model.digests and model.digests.get(name) != value:
+            raise ValueError(
+                f"{name} has digest {value}, its manifest says {model.digests.get(name)}: the file was changed or"
+                " damaged. Convert the model again."
+            )
+
+
+def _kept_digests(model: Model, kept: Kept) -> dict[str, str]:
+    """Of what will be written; what was read is checked."""
+    _check_digests(model, {name: as_hex(digest(tensor)) for name, tensor in replace(kept, dtype=None).tensors()})
+    return {name: as_hex(digest(tensor)) for name, tensor in kept.tensors()}
 
 
 def _digests(rule: Rule, tensors: Sequence[Tensor]) -> dict[str, str]:

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from rlhf_megatron.checkpoint.aside import fsync, refuse_existing
 from rlhf_megatron.checkpoint.hf_writer import SafetensorsWriter, TensorSpec, dtype_name, write_companions, write_index
+from rlhf_megatron.checkpoint.kept import KEPT_FILE, kept_of
 from rlhf_megatron.models.table import Rule
 from rlhf_megatron.resharding.buffers import Buffers, in_memory
 from rlhf_megatron.resharding.manifest import BucketManifest
@@ -127,6 +128,9 @@ def _complete(
         for name, tensors in json.loads(listing.read_text()).items():
             written[name] = [TensorSpec(tensor, own, tuple(shape)) for tensor, own, shape in tensors]
         listing.unlink()
+    kept = kept_of(companions_from, hf_config, dtype)
+    if kept.files:
+        written[KEPT_FILE] = kept.write(aside / KEPT_FILE)
     total = len(written)
     files = {}
     for number, (name, specs) in enumerate(written.items(), 1):

@@ -77,6 +77,14 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
     return -(-vocab_size // tp_size) * tp_size
 
 
+def kept_prefixes(hf_config: HFConfig) -> tuple[str, ...]:
+    """Of the names of tensors that predict further tokens: no model here has them, and they are kept as they are."""
+    first, num = hf_config.get("num_hidden_layers"), hf_config.get("num_nextn_predict_layers")
+    if type(first) is not int or type(num) is not int:
+        return ()
+    return tuple(f"model.layers.{layer}." for layer in range(first, first + num))
+
+
 def require_int(hf_config: HFConfig, key: str, default: int | None = None) -> int:
     """A positive integer of config.json; a missing or null key takes `default`. Raises ValueError."""
     value = hf_config.get(key)

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from table_samples import FAMILIES, LLAMA3_ROPE, SMALL_QWEN3, THREE_KV_HEADS, random_state, tied
 
+from benchmarks.parity.cases import EXPERT_FAMILIES, make_state
 from rlhf_megatron.checkpoint.hf_writer import TensorSpec, hf_directory_writer
 from rlhf_megatron.checkpoint.megatron_dir import MegatronReader
 from rlhf_megatron.cli.main import main
@@ -242,3 +243,35 @@ def test_module_of_tools_runs_the_command(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(SystemExit) as end:
         runpy.run_module("tools.checkpoint_convert", run_name="__main__")
     assert end.value.code == 0 and (tmp_path / "m" / "tp0_pp0.safetensors").exists()
+
+
+def test_layers_that_predict_further_tokens_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Through both conversions, under a cast as well, with digests; their router's bias stays float32."""
+    config = {**EXPERT_FAMILIES["deepseek_v3"], "num_nextn_predict_layers": 1}
+    ahead = {
+        "model.layers.4.eh_proj.weight": torch.randn(4, 8).bfloat16(),
+        "model.layers.4.mlp.gate.e_score_correction_bias": torch.randn(16),
+        "model.layers.4.mlp.experts.3.up_proj.weight": torch.randn(3, 4).bfloat16(),
+    }
+    (tmp_path / "hf").mkdir()
+    save_file({**make_state("deepseek_v3"), **ahead}, tmp_path / "hf" / "model.safetensors")
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    digests = write_megatron(open_model(tmp_path / "hf", strict=True), tmp_path / "megatron", 2, 2)
+    assert "model.layers.4.* are frozen: they are not trained" in caplog.text
+    manifest = json.loads((tmp_path / "megatron" / "manifest.json").read_text())
+    assert ahead.keys() <= manifest["digests"].keys()
+    verify(open_model(tmp_path / "hf"), tmp_path / "megatron", digests)
+    again = open_model(tmp_path / "megatron")
+    write_megatron(again, tmp_path / "again", 1, 1)
+    write_hf(open_model(tmp_path / "again"), tmp_path / "back", max_shard_bytes=20000)
+    assert same(read_all(tmp_path / "back"), read_all(tmp_path / "hf"))
+    write_hf(again, tmp_path / "half", "float16")
+    half = read_all(tmp_path / "half")
+    kinds = [half[name].dtype for name in ahead]
+    assert kinds == [torch.float16, torch.float32, torch.float16]
+
+    kept = load_file(tmp_path / "megatron" / "kept.safetensors")
+    kept["model.layers.4.eh_proj.weight"][0, 0] += 1
+    save_file(kept, tmp_path / "megatron" / "kept.safetensors")
+    with pytest.raises(ValueError, match=r"model\.layers\.4\.eh_proj\.weight has digest .* was changed or damaged"):
+        write_hf(open_model(tmp_path / "megatron"), tmp_path / "other")
