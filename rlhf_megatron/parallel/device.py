@@ -212,6 +212,47 @@ def pickle_shared(value: Any) -> bytes:
     return out.getvalue()
 
 
+@dataclass(frozen=True)
+class SharedMemory:
+    """A flat tensor of bytes on a device, as a reference that other processes of this machine can open. One reference
+    for one reader: each counts what it has open."""
+
+    device: str  # `device_id`
+    offset: int  # bytes in the storage
+    num_bytes: int
+    handle: bytes  # of the allocation
+    storage_bytes: int
+    storage_offset: int  # bytes in the allocation
+    counter_handle: bytes
+    counter_offset: int
+    event_handle: bytes
+    waits_for_event: bool
+
+
+def share(bucket: Tensor) -> SharedMemory:
+    """`bucket`: [bytes] uint8, contiguous, on a device that `can_share`. It must live until the reader closed it."""
+    assert bucket.dtype == torch.uint8 and bucket.is_contiguous(), f"{bucket.dtype} of strides {bucket.stride()}"
+    _, arguments = reductions.reduce_tensor(bucket)
+    place = (device_id(bucket.device), int(bucket.storage_offset()), bucket.numel())
+    return SharedMemory(*place, *arguments[7:10], *arguments[11:])
+
+
+def open_shared(memory: SharedMemory) -> Tensor:
+    """Returns what another process shares. Raises ValueError where this process does not see its device, or the memory
+    is gone."""
+    if memory.device not in device_ids():
+        raise ValueError(f"the memory lies on device {memory.device}; this process sees {device_ids() or 'none'}.")
+    shape, kind = ((memory.num_bytes,), (1,), memory.offset), (torch.storage.TypedStorage, torch.uint8)
+    where = (device_ids().index(memory.device), memory.handle, memory.storage_bytes, memory.storage_offset)
+    counted = (memory.counter_handle, memory.counter_offset, memory.event_handle, memory.waits_for_event)
+    try:
+        tensor: Tensor = reductions.rebuild_cuda_tensor(Tensor, *shape, *kind, *where, False, *counted)
+    except RuntimeError as error:
+        first = str(error).splitlines()[0].rstrip(".")
+        raise ValueError(f"memory that another process shares cannot be opened: {first}.") from error
+    return tensor
+
+
 def collect() -> None:
     """Free what was shared and other processes have closed."""
     if torch.cuda.is_available():

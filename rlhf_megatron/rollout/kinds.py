@@ -122,6 +122,16 @@ class LocalKind(EngineKind):
 
         return LocalEngine(address)
 
+    def transport(
+        self, address: EngineAddress, kind: WeightTransport, transfer_dir: Path, place: SenderPlace, groups: Groups
+    ) -> Transport:
+        from rlhf_megatron.rollout.local.client import LocalEngine
+        from rlhf_megatron.rollout.transports.tensor import LocalTensorTransport
+
+        if kind == "tensor":
+            return LocalTensorTransport(LocalEngine(address), place.device)
+        return super().transport(address, kind, transfer_dir, place, groups)
+
 
 @ENGINES.register("sglang")
 class SGLangKind(EngineKind):

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import msgspec
+
+from rlhf_megatron.parallel.device import SharedMemory
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.rollout.engine import (
     MEMORY_PARTS,
@@ -63,6 +66,11 @@ class LocalEngine:
 
     def update_weights(self, manifest: BucketManifest) -> None:
         self._http.post("/update_weights", manifest.to_json(), self._admin_timeout_s)
+
+    def open_weights(self, manifest: BucketManifest, memory: SharedMemory) -> None:
+        """As `update_weights`, from device memory that the engine opens."""
+        body = {"manifest": msgspec.Raw(manifest.to_json().encode()), "memory": memory}
+        self._http.post("/open_weights", msgspec.json.encode(body).decode(), self._admin_timeout_s)
 
     def commit_update(self, version: int) -> None:
         self._admin("/commit_weight_update", {"version": version})

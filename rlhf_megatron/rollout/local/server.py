@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from rlhf_megatron.parallel.device import memory, resident_bytes
+from rlhf_megatron.parallel.device import device_ids, memory, resident_bytes
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.rollout.engine import MEMORY_PARTS, PauseMode
 from rlhf_megatron.rollout.local import wire
@@ -127,6 +127,7 @@ class Handlers:
         verbs: dict[str, tuple[type[wire.Body], Callable[[Any], Any]]] = {
             "abort": (wire.Abort, lambda body: service.abort(body.names)),
             "begin_weight_update": (wire.Begin, lambda body: service.begin_update(body.version, body.full_resync)),
+            "open_weights": (wire.Bucket, lambda body: service.update_weights(body.read(), body.memory)),
             "commit_weight_update": (wire.Commit, lambda body: service.commit_update(body.version)),
             "pause": (wire.Pause, lambda body: service.pause(body.mode)),
             "resume": (wire.Body, lambda body: service.resume()),
@@ -257,6 +258,7 @@ def _build(args: argparse.Namespace) -> tuple[DecodeService, dict[str, Any]]:
         "dtype": args.dtype,
         "device": args.device,
         "deterministic": args.deterministic,
+        "devices": device_ids() if model.device.type != "cpu" else [],  # whose memory it can open
         "max_num_seqs": args.max_num_seqs,
         "max_positions": model.max_positions,
         "vocab_size": model.vocab_size,

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
+from rlhf_megatron.parallel.device import SharedMemory
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.rollout.engine import MEMORY_PARTS, GeneratedSample, GenerateRequest, MemoryPart, PauseMode
 from rlhf_megatron.rollout.local.generator import Generator
@@ -168,9 +169,10 @@ class DecodeService:
         self.weights.begin(version, full_resync)
         self._leave_cache()
 
-    def update_weights(self, manifest: BucketManifest) -> None:
+    def update_weights(self, manifest: BucketManifest, memory: SharedMemory | None = None) -> None:
+        """`memory`: where the bucket lies; None: in its file."""
         with self._fails_waiting():
-            self.weights.load(manifest)
+            self.weights.load(manifest, memory)
 
     def commit_update(self, version: int) -> None:
         is_first = self.weights.is_open  # not one whose answer was lost

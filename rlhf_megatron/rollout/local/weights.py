@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf_megatron.parallel.device import SharedMemory, open_shared, synchronize
 from rlhf_megatron.resharding.buffers import map_bucket
 from rlhf_megatron.resharding.digest import as_hex, digest
 from rlhf_megatron.resharding.manifest import DTYPE_BYTES, BucketManifest, TensorEntry
@@ -57,6 +58,12 @@ def named_parts(module: Any) -> Iterator[tuple[str, Part]]:
                 yield f"{found[1]}{block}.experts.{expert}.{matrix}.weight", Part(parameter, expert, start, stop)
 
 
+def _opened(manifest: BucketManifest, memory: SharedMemory) -> Tensor:
+    if memory.num_bytes < manifest.num_bytes:
+        raise ValueError(f"{manifest.place}: the memory has {memory.num_bytes} bytes, not {manifest.num_bytes}.")
+    return open_shared(memory)
+
+
 class WeightReceiver:
     """Parameters by Hugging Face tensor name (a tied head is the embedding's, once) and their version.
 
@@ -88,8 +95,8 @@ class WeightReceiver:
         self._received = {}
         self.stale_reason = f"a weight sync to version {version} is under way"
 
-    def load(self, manifest: BucketManifest) -> None:
-        """Check a bucket and copy it into the parameters.
+    def load(self, manifest: BucketManifest, memory: SharedMemory | None = None) -> None:
+        """Check a bucket, in its file or in `memory`, and copy it into the parameters. It may be overwritten then.
 
         Raises ValueError (nothing was written then). The sync has failed, but for a bucket of another sync, which
         changes nothing.
@@ -97,21 +104,25 @@ class WeightReceiver:
         if manifest.version != self._open_version:
             raise ValueError(f"bucket of version {manifest.version}, but the open sync is {self._open_version}.")
         try:
-            if self.transfer_dir is None:
-                raise ValueError("the engine was started without --transfer-dir and takes no buckets.")
-            try:
-                bucket = map_bucket(self.transfer_dir / manifest.file, manifest)
-            except OSError as error:
-                words = f"{error.strerror}; the sender must write a plain file there first."
-                raise ValueError(f"{manifest.place}, file {manifest.file!r}: {words}") from error
+            bucket = self._mapped(manifest) if memory is None else _opened(manifest, memory)
             tensors = [(entry, self._checked(manifest, entry, bucket)) for entry in manifest.tensors]
             with torch.no_grad():
                 for entry, tensor in tensors:
                     self._parts[entry.name].tensor.copy_(tensor)
                     self._received[entry.name] = entry.digest
+            synchronize(bucket.device)  # the copies are under way
         except Exception as error:
             self._fail(str(error))
             raise
+
+    def _mapped(self, manifest: BucketManifest) -> Tensor:
+        if self.transfer_dir is None:
+            raise ValueError("the engine was started without --transfer-dir and takes no buckets.")
+        try:
+            return map_bucket(self.transfer_dir / manifest.file, manifest)
+        except OSError as error:
+            words = f"{error.strerror}; the sender must write a plain file there first."
+            raise ValueError(f"{manifest.place}, file {manifest.file!r}: {words}") from error
 
     def _checked(self, manifest: BucketManifest, entry: TensorEntry, bucket: Tensor) -> Tensor:
         where = f"{manifest.place}, tensor {entry.name!r}"

@@ -9,6 +9,8 @@ from typing import Annotated, Any, TypeVar, cast, get_type_hints
 
 import msgspec
 
+from rlhf_megatron.parallel.device import SharedMemory
+from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.rollout.engine import (
     MEMORY_PARTS,
     GeneratedSample,
@@ -64,6 +66,17 @@ class Begin(Commit):
     """{"version": N, "full_resync": true or false}"""
 
     full_resync: bool = False
+
+
+class Bucket(Body):
+    """{"manifest": {...}, "memory": {"device": "...", "handle": "...", ...}}"""
+
+    manifest: msgspec.Raw
+    memory: SharedMemory
+
+    def read(self) -> BucketManifest:
+        """Raises ValueError as `BucketManifest.from_json` does."""
+        return BucketManifest.from_json(bytes(self.manifest).decode())
 
 
 class Pause(Body):

@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlhf_megatron.parallel.device import can_share, device_id
+from rlhf_megatron.parallel.device import can_share, device_id, share
 from rlhf_megatron.resharding.buffers import Buffers, Deliver, num_buffers
 from rlhf_megatron.resharding.manifest import BucketManifest
 from rlhf_megatron.rollout.engine import Engine, EngineAddress
+from rlhf_megatron.rollout.local.client import LocalEngine
 from rlhf_megatron.rollout.sglang.weights import SGLangVerbs
 from rlhf_megatron.rollout.transports.base import (
     BucketMemory,
@@ -64,6 +65,26 @@ class FileTransport(Transport):
 
     def deliver(self, manifest: BucketManifest, bucket: Tensor) -> Traffic:
         self._engine.update_weights(manifest)
+        return Traffic(manifest.tensor_bytes, manifest.tensor_bytes)
+
+
+class LocalTensorTransport(FileTransport):
+    """Gives the bundled server each bucket as device memory, where it sees the sender's device, or as a file."""
+
+    def __init__(self, engine: LocalEngine, device: torch.device) -> None:
+        """`device`: of the sender."""
+        super().__init__(engine, "shared_memory")
+        self._client = engine
+        self._device = device
+
+    def open(self) -> None:
+        if can_share(self._device) and device_id(self._device) in self._client.info()["devices"]:
+            self.memory = "device_memory"
+
+    def deliver(self, manifest: BucketManifest, bucket: Tensor) -> Traffic:
+        if bucket.device.type == "cpu":
+            return super().deliver(manifest, bucket)
+        self._client.open_weights(manifest, share(bucket))
         return Traffic(manifest.tensor_bytes, manifest.tensor_bytes)
 
 

@@ -12,7 +12,7 @@ import torch
 from rollout_tools import digests_of, tiny_qwen3, weights_of, with_entry, write_buckets
 from safetensors.torch import load_file, save_file
 
-from rlhf_megatron.parallel.device import resident_bytes
+from rlhf_megatron.parallel.device import SharedMemory, resident_bytes
 from rlhf_megatron.resharding.manifest import BucketManifest, TensorEntry
 from rlhf_megatron.rollout.local.model import give_back
 from rlhf_megatron.rollout.local.weights import WeightReceiver
@@ -110,6 +110,25 @@ def test_a_wrong_bucket_is_refused_and_nothing_is_written(
         receiver.load(manifest)
     receiver.commit(1)
     assert receiver.stale_reason is None and receiver.digests() == digests_of(SENT)
+
+
+@pytest.mark.parametrize(
+    ("num_missing", "words"),
+    [(0, "memory lies on device some-gpu; this process sees"), (1, r"the memory has \d+ bytes, not \d+")],
+    ids=["unseen device", "too short"],
+)
+def test_device_memory_that_cannot_be_opened(
+    receiver: WeightReceiver, tmp_path: Path, num_missing: int, words: str
+) -> None:
+    """What can be opened is for a device: tests/gpu/gpu_checks.py `check_sync`."""
+    manifest, *_ = write_buckets(SENT, tmp_path, 3, num_buckets=3)
+    sizes = (manifest.num_bytes - num_missing, b"h", manifest.num_bytes, 0)
+    memory = SharedMemory("some-gpu", 0, *sizes, b"c", 0, b"e", False)
+    receiver.begin(3, full_resync=False)
+    with pytest.raises(ValueError, match=words):
+        receiver.load(manifest, memory)
+    assert "to version 3 failed" in str(receiver.stale_reason)
+    assert receiver.digests() == digests_of(weights_of(tiny_qwen3(10)))
 
 
 def test_commit_needs_every_tensor(receiver: WeightReceiver, tmp_path: Path) -> None:
