@@ -22,7 +22,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help install engine-conformance test-sglang quickstart quickstart-sft quickstart-ppo quickstart-seeds smollm2 smollm2-ppo test check map format test-dist parity split-invariance replay-layouts test-long chaos soak bench bench-kernels gpu-check sglang-cpu sglang-smoke clean clean-runs
+.PHONY: help install engine-conformance test-sglang quickstart quickstart-sft quickstart-ppo quickstart-seeds smollm2 smollm2-ppo test check map format test-dist parity split-invariance replay-layouts test-long chaos soak bench bench-kernels gpu-check cuda-rehearsal sglang-cpu sglang-smoke clean clean-runs
 
 help:
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 20
@@ -121,6 +121,17 @@ bench-kernels: $(VENV)/.installed  ## the kernels on a CPU: ratios to naive and 
 
 gpu-check:  ## GPU tests and benchmarks with the system's Python and torch
 	$(PYTHON) -m benchmarks.gpu_check $(ARGS)
+
+# torch's CUDA build with its libraries, some 5 GB: the environment of a machine with GPUs, and of the rehearsal.
+.venv-cuda/.installed: setup.py constraints.txt constraints-cuda.txt
+	$(PYTHON) -m venv .venv-cuda
+	.venv-cuda/bin/python -m pip install --quiet --upgrade pip
+	.venv-cuda/bin/python -m pip install --quiet $(PIP_ARGS) -c constraints-cuda.txt -e .
+	@touch $@
+
+cuda-rehearsal: $(VENV)/.installed  ## the CUDA code path without a GPU: right numbers, mistakes that it catches
+	@if $(MAKE) --no-print-directory .venv-cuda/.installed; then $(BIN)/python -m pytest -v tests/end_to_end/test_cuda_rehearsal.py $(ARGS); \
+	else echo "SKIPPED: what constraints-cuda.txt lists cannot be installed here; pip says why above."; fi
 
 clean:  ## remove virtual environments and build outputs; never a run, weights or .cache
 	rm -rf $(VENV) .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,87 @@
+"""Mistakes on device cuda, made on purpose under the rehearsal: prints by name what each was answered with.
+
+cuda_mistakes.py numbers | checks | rank FILE 0 or 1"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class LeavesTheDevice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, device="cuda")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.cpu())
+
+
+def packed_attention(dtype: torch.dtype) -> Tensor:
+    q, k, v = torch.randn(3, 6, 2, 16, device="cuda", dtype=dtype)
+    starts = torch.tensor([0, 6], device="cuda", dtype=torch.int32)
+    return torch.ops.aten._flash_attention_forward(q, k, v, starts, starts, 6, 6, 0.0, True, False)[0]
+
+
+def half_by_float() -> Tensor:
+    return torch.ones(4, 4, device="cuda", dtype=torch.bfloat16) @ torch.ones(4, 4, device="cuda")
+
+
+def no_deterministic_form() -> Tensor:
+    torch.use_deterministic_algorithms(True)
+    return torch.histc(torch.ones(8, device="cuda"))
+
+
+def reads_a_number() -> float:
+    torch.cuda.set_sync_debug_mode("error")
+    return torch.ones(3, device="cuda").sum().item()
+
+
+NUMBERS: dict[str, Callable[[], object]] = {
+    "cpu in a forward pass": lambda: LeavesTheDevice()(torch.ones(2, 4, device="cuda")),
+    "another device": lambda: torch.ones(3, device="cuda:0") + torch.ones(3, device="cuda:1"),
+    "two types": half_by_float,
+    "a kernel that nobody computes": lambda: torch.cuda._sleep(10),
+    "a rank too many": lambda: torch.cuda.set_device(2),
+}
+CHECKS: dict[str, Callable[[], object]] = {
+    "attention in float32": lambda: packed_attention(torch.float32),
+    "no deterministic form": no_deterministic_form,
+    "the host waits": reads_a_number,
+}
+
+
+def answers(mistakes: dict[str, Callable[[], object]]) -> dict[str, str]:
+    found = {}
+    for name, make in mistakes.items():
+        try:
+            make()
+            found[name] = "nothing"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def differ(file: str, rank: int) -> None:
+    """Two ranks of a group: one adds up, the other sends to all."""
+    torch.cuda.set_device(rank)
+    store = dist.FileStore(file, 2)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    total = torch.full((10,), rank + 1.0, device="cuda")
+    dist.all_reduce(total)
+    print(json.dumps({"sum": total.tolist()[0]}), flush=True)
+    call = (lambda: dist.all_reduce(total)) if rank == 0 else (lambda: dist.broadcast(total, src=0))
+    print(json.dumps(answers({"differ": call})), flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "rank":
+        differ(sys.argv[2], int(sys.argv[3]))
+    else:
+        print(json.dumps(answers(NUMBERS if sys.argv[1] == "numbers" else CHECKS)), flush=True)

@@ -1,0 +1,109 @@
+"""Right numbers on device cuda under the rehearsal: prints what is compared.
+
+cuda_numbers.py model | send | receive"""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rlhf_megatron.parallel.device import device_ids
+from rlhf_megatron.resharding.digest import as_hex, digest
+from rlhf_megatron.resharding.manifest import BucketManifest, TensorEntry
+from rlhf_megatron.rollout.local import wire
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.RMSNorm(32), nn.LayerNorm(32)])
+        self.qkv, self.out, self.up, self.down = (
+            nn.Linear(*shape) for shape in ((32, 96), (32, 32), (32, 64), (64, 32))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.silu(self.up(self.norms[1](x))))
+
+
+def gradients(model: nn.Module, ids: Tensor) -> list[Tensor]:
+    """After three steps of AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def train() -> dict[str, Any]:
+    torch.manual_seed(1)
+    here = nn.Sequential(nn.Embedding(50, 32), Layer(), Layer(), nn.Linear(32, 50))
+    there = copy.deepcopy(here).cuda()
+    ids = torch.randint(0, 50, (3, 9))
+    pairs = zip(gradients(here, ids), gradients(there, ids.cuda()), strict=True)
+    worst = max(float((a - b).norm() / a.norm()) for a, b in pairs)
+    return {"device": str(next(there.parameters()).device), "worst gradient": worst, "attention": packed_attention()}
+
+
+def packed_attention() -> float:
+    """Relative error of torch's varlen flash attention, forward and backward, against each document in float32."""
+    q, k, v = (torch.randn(7, 4, 8).requires_grad_() for _ in range(3))
+    on_device = [t.detach().to("cuda", torch.bfloat16).requires_grad_() for t in (q, k, v)]
+    starts = torch.tensor([0, 2, 7], dtype=torch.int32, device="cuda")
+    found = torch.ops.aten._flash_attention_forward(*on_device, starts, starts, 5, 5, 0.0, True, False)[0]
+    parts = [[t[a:b].transpose(0, 1) for t in (q, k, v)] for a, b in ((0, 2), (2, 7))]
+    expected = torch.cat([F.scaled_dot_product_attention(*part, is_causal=True).transpose(0, 1) for part in parts])
+    found.float().pow(2).sum().backward()
+    expected.pow(2).sum().backward()
+    pairs = [(expected, found), *((a.grad, b.grad) for a, b in zip((q, k, v), on_device, strict=True))]
+    return max(
+        float((a - b.cpu().float()).detach().norm() / a.detach().norm())
+        for a, b in pairs
+        if a is not None and b is not None
+    )
+
+
+def send() -> dict[str, Any]:
+    """A weight in a bucket of this process's device memory, to a receiver in another process."""
+    from rlhf_megatron.rollout.engine import EngineAddress
+    from rlhf_megatron.rollout.local.client import LocalEngine
+    from rlhf_megatron.rollout.transports.tensor import LocalTensorTransport
+
+    weight, bucket = torch.randn(8, 16, device="cuda:1"), torch.zeros(4096, dtype=torch.uint8, device="cuda:1")
+    bucket[:512].copy_(weight.view(torch.uint8).flatten())
+    entry = TensorEntry("weight", "float32", (8, 16), 0, as_hex(digest(weight)))
+    engine, bodies = LocalEngine(EngineAddress("engine0", "local", "http://127.0.0.1:1", "key")), []
+    answers = SimpleNamespace(get=lambda *_: {"devices": device_ids()}, post=lambda _, body, __: bodies.append(body))
+    engine._http = answers  # type: ignore[assignment]
+    transport = LocalTensorTransport(engine, bucket.device)
+    transport.open()
+    transport.deliver(BucketManifest(1, "sender", 0, "none", 512, (entry,)), bucket)
+    command = [sys.executable, __file__, "receive"]
+    receiver = subprocess.run(command, input=bodies[0] + "\n", capture_output=True, text=True, check=True)
+    return {"memory": transport.memory, "sent": {"weight": entry.digest}, **json.loads(receiver.stdout)}
+
+
+def receive() -> dict[str, Any]:
+    from rlhf_megatron.rollout.local.weights import WeightReceiver
+
+    body = wire.read(sys.stdin.readline().encode(), wire.Bucket)
+    receiver = WeightReceiver(nn.Linear(16, 8, bias=False, device="cuda:0"), None, is_loaded=True)
+    receiver.begin(1, full_resync=False)
+    receiver.load(body.read(), body.memory)
+    receiver.commit(1)
+    return {"standing": receiver.digests(), "lay on": body.memory.device, "stale": receiver.stale_reason}
+
+
+if __name__ == "__main__":
+    print(json.dumps({"model": train, "send": send, "receive": receive}[sys.argv[1]]()), flush=True)

@@ -1,0 +1,30 @@
+"""The environment in which a process takes the CUDA code path without a GPU."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+HOST = Path(__file__).parent / "host"
+REPOSITORY = Path(__file__).parents[2]
+
+
+def on_cpu() -> dict[str, str]:
+    """The environment of a run that a rehearsal is compared with."""
+    own = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    return {**os.environ, **own, "PYTHONPATH": str(REPOSITORY)}
+
+
+def environment(built: Path, has_numbers: bool, num_devices: int) -> dict[str, str]:
+    """`built`: what build.py made. `has_numbers`: the host computes each kernel, and one that it does not is an error;
+    else kernels do nothing, and torch's own CUDA kernels check what they are given."""
+    return {
+        **on_cpu(),
+        "LD_PRELOAD": str(built / "libcuda.so.1"),
+        "LD_LIBRARY_PATH": f"{built}:{os.environ.get('LD_LIBRARY_PATH', '')}".rstrip(":"),
+        "TRITON_LIBCUDA_PATH": str(built),
+        "NULLCUDA_DEVICES": str(num_devices),
+        "NULLCUDA_KERNELS": "refuse" if has_numbers else "skip",
+        "TORCHDYNAMO_DISABLE": "1",  # what it compiles for CUDA, the host could not run
+        "PYTHONPATH": f"{HOST}:{built}:{REPOSITORY}" if has_numbers else str(REPOSITORY),
+    }
