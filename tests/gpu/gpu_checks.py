@@ -193,11 +193,13 @@ def check_offload(device: torch.device, dtype: torch.dtype, use_distributed_opti
 
 
 def check_sync(device: torch.device, dtype: torch.dtype) -> Figures:
-    """The actor's weights to a local engine on the same device: digests are equal, log-probs of what it samples too."""
+    """The actor's weights to a local engine on the same device, which opens their memory (on a CPU it reads files):
+    digests are equal, log-probs of what it samples too."""
     need("megatron", "transformers", "aiohttp")
-    from rlhf_megatron.resharding.sender import send_weights
     from rlhf_megatron.rollout.engine import GenerateRequest, SamplingParams
-    from rlhf_megatron.rollout.transports.tensor import SharedMemoryBuffers
+    from rlhf_megatron.rollout.transports.delivery import deliver_weights
+    from rlhf_megatron.rollout.transports.process_group import Groups
+    from rlhf_megatron.rollout.transports.tensor import LocalTensorTransport
 
     generator = torch.Generator().manual_seed(3)
     prompts = [tuple(torch.randint(0, CONFIG["vocab_size"], (n,), generator=generator).tolist()) for n in (1, 5, 9, 30)]
@@ -208,22 +210,27 @@ def check_sync(device: torch.device, dtype: torch.dtype) -> Figures:
         local_engine(Path(folder), device, dtype) as engine,
     ):
         engine.begin_update(1)
-        report = send_weights(
+        report = deliver_weights(
             actor.export(),
             world,
+            Groups(),
             version=1,
-            dtype=dtype,
+            engines=[engine.address],
+            transfer_dir=Path(folder),
             bucket_bytes=1 << 20,
-            open_buffers=lambda *sizes: SharedMemoryBuffers(
-                Path(folder), "s", *sizes, lambda manifest, _: engine.update_weights(manifest)
-            ),
+            dtype=str(dtype).removeprefix("torch."),
+            transport="tensor",
         )
+        transport = LocalTensorTransport(engine, device)
+        transport.open()
         standing = engine.weight_digests()
         engine.commit_update(1)
         groups = engine.generate(requests, 120.0)
         batch, reported = sampled_batch(prompts, groups)
         shard, plan = share(batch)
         found = restored(actor.log_probs(shard, plan, 1.0), plan).log_probs
+    assert not report.failures, report.failures
+    assert transport.memory == ("shared_memory" if device.type == "cpu" else "device_memory")
     assert report.digests and standing == report.digests, "what stands in the engine is not what was exported"
     assert report.num_bytes == sum(tensor.nbytes for tensor in rounded_weights(dtype, dtype).values())
     return {"num_bytes": report.num_bytes, **compare_log_probs(reported, found, batch.response_mask, BOUNDS[dtype])}
