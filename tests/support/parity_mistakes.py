@@ -162,16 +162,69 @@ def values_not_held(patch: pytest.MonkeyPatch) -> None:
 
 def experts_reduced_as_dense_layers(patch: pytest.MonkeyPatch) -> None:
     """As megatron-core 0.16 does at ep 1: over dense replicas, though etp is not tp and other ranks hold the same."""
+    _mark_experts(patch, "allreduce", True)
+
+
+def experts_summed_over_tp(patch: pytest.MonkeyPatch) -> None:
+    """As megatron-core does with their biases: the tp ranks have other experts, whose gradients are added up."""
+    _mark_experts(patch, "sequence_parallel", True)
+
+
+def experts_counted_on_the_first_tp_rank(patch: pytest.MonkeyPatch) -> None:
+    """As with Transformer Engine's layers at etp 1: the norm of all gradients lacks the experts of other tp ranks."""
+    _mark_experts(patch, "tensor_model_parallel", False)
+
+
+def _mark_experts(patch: pytest.MonkeyPatch, name: str, value: bool) -> None:
     from rlhf_megatron.models import build
+    from rlhf_megatron.parallel.mcore_fixes import is_of_expert
 
     mark = build.mark_experts
 
-    def without_allreduce(model: Any) -> None:
+    def wrong(model: Any) -> None:
         mark(model)
-        for parameter in model.parameters():
-            parameter.allreduce = True
+        for parameter_name, parameter in model.named_parameters():
+            if is_of_expert(parameter_name):
+                setattr(parameter, name, value)
 
-    patch.setattr(build, "mark_experts", without_allreduce)
+    patch.setattr(build, "mark_experts", wrong)
+
+
+def gate_and_up_swapped(patch: pytest.MonkeyPatch) -> None:
+    """An expert's first matrix has the rows of up before those of gate."""
+    from rlhf_megatron.models.families import experts
+
+    patch.setattr(experts, "concatenate", lambda gate, up: torch.cat([up, gate]))
+    patch.setattr(experts, "halves", lambda matrix: tuple(reversed(matrix.chunk(2))))
+
+
+def expert_bias_dropped(patch: pytest.MonkeyPatch) -> None:
+    """Routers pick by their scores alone."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    forward = TopKRouter.forward
+
+    def without(self: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        kept, self.expert_bias = self.expert_bias, torch.zeros_like(self.expert_bias)
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            self.expert_bias = kept
+
+    patch.setattr(TopKRouter, "forward", without)
+
+
+def experts_of_the_neighbour(patch: pytest.MonkeyPatch) -> None:
+    """On a context-parallel rank each token meets the experts of the token before it."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    forward = TopKRouter.forward
+
+    def rolled(self: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        probs, routing_map = forward(self, *args, **kwargs)
+        return probs.roll(1, 0), routing_map.roll(1, 0)
+
+    patch.setattr(TopKRouter, "forward", rolled)
 
 
 def experts_off_by_one(patch: pytest.MonkeyPatch) -> None:
@@ -200,7 +253,16 @@ def position_keys_not_summed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(multi_latent_attention, "gather_from_sequence_parallel_region", gather)
 
 
-WITH_EXPERTS = (experts_reduced_as_dense_layers, experts_off_by_one, position_keys_not_summed)
+WITH_EXPERTS = (
+    experts_reduced_as_dense_layers,
+    experts_summed_over_tp,
+    experts_counted_on_the_first_tp_rank,
+    gate_and_up_swapped,
+    expert_bias_dropped,
+    experts_of_the_neighbour,
+    experts_off_by_one,
+    position_keys_not_summed,
+)
 MISTAKES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     mistake.__name__: mistake
     for mistake in (
