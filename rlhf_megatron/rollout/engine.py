@@ -59,6 +59,7 @@ class GenerateRequest:
     prompt_ids: tuple[int, ...]
     seeds: tuple[int, ...]  # a group's samples need a seed each; in [0, 2^31), which every engine takes
     params: SamplingParams
+    num_given: int = 0  # the last tokens of `prompt_ids` are the response so far: seeds draw what would follow them
 
 
 @dataclass(frozen=True)

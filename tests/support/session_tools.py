@@ -19,8 +19,9 @@ from rlhf_megatron.rollout.engine import Engine, EngineAddress, EngineError, Gen
 from rlhf_megatron.rollout.fleet.balancer import Balancer
 from rlhf_megatron.rollout.fleet.fleet import EngineFleet
 from rlhf_megatron.rollout.fleet.process import EngineServers
+from rlhf_megatron.rollout.fleet.session import Session
 from rlhf_megatron.rollout.fleet.supervisor import Supervision
-from rlhf_megatron.rollout.fleet.work import Session, spans_of
+from rlhf_megatron.rollout.fleet.work import spans_of
 
 Groups = list[list[GeneratedSample]]
 Work = Mapping[int, Sequence[GenerateRequest]]

@@ -32,8 +32,9 @@ from rlhf_megatron.rollout.fleet.balancer import (
     without_known,
 )
 from rlhf_megatron.rollout.fleet.calls import EngineCall, EngineCalls, FairLock
+from rlhf_megatron.rollout.fleet.session import Session
 from rlhf_megatron.rollout.fleet.supervisor import Member, State, Supervision, Supervisor
-from rlhf_megatron.rollout.fleet.work import Generation, Means, Served, Session
+from rlhf_megatron.rollout.fleet.work import Generation, Means, Served
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -153,9 +154,9 @@ class EngineFleet:
         assert all(group is not None for group in results), "a group was lost"
         return [group for group in results if group is not None]
 
-    def open_session(self) -> Session:
+    def open_session(self, keeps_failures: bool = False) -> Session:
         """Opens generation that goes on over weight syncs. One at a time. From now on a sync is made
-        with `exclusive`. Asks the engines how much they decode at once."""
+        with `exclusive`. Asks the engines how much they decode at once. `keeps_failures`: see `Session`."""
         assert self._session is None, "a session is open"
         self._learn_version()
         found, _ = self._each(
@@ -167,7 +168,7 @@ class EngineFleet:
         def forget() -> None:
             self._session = None
 
-        self._session = Session(self._means, lambda: self._work.sent if self._work else [], forget)
+        self._session = Session(self._means, lambda: self._work.sent if self._work else [], forget, keeps_failures)
         return self._session
 
     @contextmanager
@@ -221,6 +222,13 @@ class EngineFleet:
         supervisor.unwatch()
         self._require_future(len(supervisor.of(State.SERVING)), failures.values())
         self._served.now(version)
+
+    def abandon_update(self, reason: str) -> None:
+        """Ends the sync that is under way: engines that take part are STALE, until they have the weights of before."""
+        self._assert_mine()
+        for member in self._supervisor.of(State.SYNCING):
+            self._supervisor.stale(member, reason)
+        self._supervisor.unwatch()
 
     def version(self) -> int | None:
         """The version that all engines serve; None: never synced or STALE. Raises EngineError when they differ."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -15,7 +16,6 @@ from rlhf_megatron.rollout.engine import (
     EngineRequestError,
     EngineStaleError,
     GeneratedSample,
-    GenerateRequest,
     Groups,
     VersionSpan,
 )
@@ -70,9 +70,18 @@ class Generation:
     """The thread that has the fleet's lock calls `take_back`, `dispatch`, `harvest`, again and again; `wait` and `add`
     need no lock."""
 
-    def __init__(self, means: Means, chunks: Iterable[Chunk], *, is_named: bool, is_open: bool = False) -> None:
+    def __init__(
+        self,
+        means: Means,
+        chunks: Iterable[Chunk],
+        *,
+        is_named: bool,
+        is_open: bool = False,
+        keeps_failures: bool = False,
+    ) -> None:
         """`is_named`: others work on the engines as well, so that calls are ended one by one. `is_open`: it goes on
-        over weight syncs, whose time does not count."""
+        over weight syncs, whose time does not count. `keeps_failures`: what no engine can do is added to `failed`,
+        where it would raise otherwise."""
         self._means = means
         self._supervisor = means.supervisor
         self._is_named = is_named
@@ -80,6 +89,9 @@ class Generation:
         self._clock = means.lock.clock if is_open else time.monotonic
         self._todo = list(chunks)
         self._running: dict[Future[Groups], Call] = {}
+        self._woken: Future[None] = Future()
+        self._keeps_failures = keeps_failures
+        self.failed: list[tuple[Chunk, EngineError]] = []
 
     @property
     def is_finished(self) -> bool:
@@ -122,10 +134,16 @@ class Generation:
 
     def wait(self) -> bool:
         """Wait a moment. True: something has come."""
-        if not self._running:
-            time.sleep(POLL_S)
-            return False
-        return bool(wait(list(self._running), timeout=POLL_S, return_when=FIRST_COMPLETED).done)
+        woken = self._woken
+        has_come = bool(wait([*self._running, woken], timeout=POLL_S, return_when=FIRST_COMPLETED).done)
+        if woken.done():
+            self._woken = Future()
+        return has_come
+
+    def wake(self) -> None:
+        """End a `wait` that is under way, or the next one. Any thread may call it."""
+        with suppress(InvalidStateError):
+            self._woken.set_result(None)
 
     def harvest(self, version: int | None) -> list[tuple[Chunk, Groups]]:
         """Chunks whose samples have come and are accepted; the others wait to be sent again. `version`: that engines
@@ -136,8 +154,9 @@ class Generation:
             sent = call.sent
             try:
                 groups = future.result(timeout=0)
-            except EngineRequestError:
-                raise
+            except EngineRequestError as error:
+                self._give_up(sent.chunk, error)
+                continue
             except EngineError as error:
                 if isinstance(error, EngineStaleError) and call.version != version:
                     self._todo.insert(0, sent.chunk)  # it came when the sync had begun, which is over
@@ -224,12 +243,17 @@ class Generation:
         chunk.num_failures += 1
         logger.warning("%s failed with %d samples: %s", sent.name, chunk.num_samples, words.splitlines()[0])
         if chunk.num_failures > self._means.request_retries:
-            raise EngineError(
-                f"{chunk.num_samples} samples failed {chunk.num_failures} times (rollout.request_retries is"
-                f" {self._means.request_retries}): {'; '.join(chunk.failures.values())}"
-            )
+            words = f"{chunk.num_samples} samples failed {chunk.num_failures} times (rollout.request_retries is"
+            words += f" {self._means.request_retries}): {'; '.join(chunk.failures.values())}"
+            self._give_up(chunk, EngineError(words))
+            return
         self._supervisor.counters["rollout/requests_reissued"] += len(chunk.requests)
         self._todo.insert(0, chunk)
+
+    def _give_up(self, chunk: Chunk, error: EngineError) -> None:
+        if not self._keeps_failures:
+            raise error
+        self.failed.append((chunk, error))
 
 
 def spans_of(sample: GeneratedSample) -> tuple[VersionSpan, ...]:
@@ -270,129 +294,3 @@ def open_problem(groups: Groups, sent_at: int | None, served: Served) -> str:
                 f" {current}"
             )
     return ""
-
-
-_PURPOSE = "session"
-
-
-class Session:
-    """Generation that goes on over weight syncs. Made by `EngineFleet.open_session`; a context manager that closes it.
-
-        session.submit(7, requests)             # a key and its requests, which travel together
-        for key, groups in session.poll(): ...  # again and again; each key once
-
-    One thread submits, polls and aborts. Another one may, meanwhile, sync weights (`with fleet.exclusive():`), call
-    `fleet.generate`, and must call `mend` where engines may have died: nothing else gives them weights between syncs.
-    """
-
-    def __init__(self, means: Means, others: Callable[[], Iterable[Sent]], on_close: Callable[[], None]) -> None:
-        """`others`: work of the fleet beside the session's."""
-        self._lock = means.lock
-        self._supervisor = means.supervisor
-        self._served = means.served
-        self._others = others
-        self._on_close = on_close
-        self._chunks: dict[int, Chunk] = {}  # by key, of what runs
-        self._dropped: list[Chunk] = []  # that engines are still to be told of
-        self._is_closed = False
-        self._work = Generation(means, (), is_named=True, is_open=True)
-        with self._lock.taken():
-            self._supervisor.watch(_PURPOSE)
-
-    @property
-    def num_running(self) -> int:
-        """Keys that were submitted and neither came back nor were aborted."""
-        return len(self._chunks)
-
-    @property
-    def sent(self) -> list[Sent]:
-        """Pieces on their way to engines. Only the thread that has the lock may read it."""
-        return self._work.sent
-
-    def submit(self, key: int, requests: Sequence[GenerateRequest]) -> None:
-        """A piece of work: all its requests go to one engine, as soon as one has room. Does not wait.
-
-        `key`: none that is running; one that came back or was aborted may be used again.
-        """
-        assert requests, f"key {key} has no request"
-        assert key not in self._chunks, f"key {key} is running"
-        assert not self._is_closed, "the session is closed"
-        self._chunks[key] = Chunk(key, tuple(requests), is_open=True)
-        self._work.add(self._chunks[key])
-
-    def poll(self) -> list[tuple[int, Groups]]:
-        """Keys that have finished since the last time, with one list of samples a request. Returns at once when there
-        are any, else after at most about 0.1 s; so too while another thread syncs weights.
-
-        Raises EngineError when retries or engines run out, EngineRequestError when a request itself is wrong: the
-        session is to be closed then. Work for engines of which all are STALE waits for a sync or for `mend`.
-        """
-        found = self._look()
-        if found == [] and self._work.wait():
-            found = self._look()
-        return found or []
-
-    def abort(self, keys: Collection[int]) -> None:
-        """They never come back; engines are told to end them, at the next `poll` where another thread syncs weights.
-        Waits for at most about 0.1 s. Keys that do not run are ignored."""
-        self._dropped += [self._chunks.pop(key) for key in keys if key in self._chunks]
-        with self._lock.tried(POLL_S) as is_mine:
-            if is_mine and not self._is_closed:
-                self._drop()
-
-    def mend(self) -> None:
-        """Bring engines that were started again, or are STALE, to the current weights. Called by the thread that syncs,
-        while the hosts are free. Returns at once where there are none, and after `close`: another thread may have
-        closed it because of an error, which is to be heard."""
-        with self._lock.taken():
-            if self._is_closed:
-                return
-            self._supervisor.advance(self._served.current)
-            self._work.take_back()
-            self._supervisor.mend(self._served.current)
-
-    def take_back(self) -> None:
-        """Sends pieces of engines that do not serve to others. Only the thread that has the lock may call it."""
-        self._work.take_back()
-
-    def close(self) -> None:
-        """Engines end what still runs; nothing of it comes back. Safe to call twice."""
-        with self._lock.taken():
-            if self._is_closed:
-                return
-            self._is_closed = True
-            self._supervisor.unwatch(_PURPOSE)
-            self._chunks.clear()
-            self._on_close()
-        self._work.abandon()
-
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _look(self) -> list[tuple[int, Groups]] | None:
-        """Sends work and returns what has come. None: another thread has the lock, or the session is closed."""
-        with self._lock.tried(POLL_S) as is_mine:
-            if not is_mine or self._is_closed:
-                return None
-            version = self._served.current
-            self._supervisor.advance(version)
-            self._work.take_back()
-            self._drop()
-            self._work.expire()
-            finished = [(chunk.start, groups) for chunk, groups in self._work.harvest(version)]
-            for key, _ in finished:
-                del self._chunks[key]
-            try:
-                self._work.dispatch(version, self._others())
-            except EngineError:
-                if not finished:  # else it is raised the next time
-                    raise
-            return finished
-
-    def _drop(self) -> None:
-        """Before anything is harvested, so that nothing that was aborted comes back."""
-        dropped, self._dropped = self._dropped, []
-        self._work.drop(dropped)

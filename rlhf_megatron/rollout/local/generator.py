@@ -47,6 +47,10 @@ class Generator:
             )
         if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= self.model.vocab_size:
             raise ValueError(f"prompt_ids must lie in [0, {self.model.vocab_size}), the model's vocabulary.")
+        if not 0 <= request.num_given < num_prompt:
+            raise ValueError(
+                f"num_given ({request.num_given}) must be below the number of prompt tokens, {num_prompt}."
+            )
         if min(request.seeds) < 0 or max(request.seeds) >= 1 << 63:
             raise ValueError("seeds must lie in [0, 2^63).")
         check_params(params, self.model.vocab_size)
@@ -54,7 +58,7 @@ class Generator:
     def add(self, request: GenerateRequest) -> list[Member]:
         """Queue a group. Each member is handed out by `step` when it has finished."""
         self.check(request)
-        members = [Member(request.prompt_ids, seed, request.params) for seed in request.seeds]
+        members = [Member(request.prompt_ids, seed, request.params, request.num_given) for seed in request.seeds]
         self._waiting.append(Group(list(request.prompt_ids), deque(members)))
         return members
 
@@ -208,7 +212,7 @@ class Generator:
             batch.keys_values,
             sources=[source for source, _ in picked],
             ages=[age - 1 for age in ages],  # `_record` counts the last context token in
-            prompt_lengths=[len(member.prompt_ids) for member in members],
+            prompt_lengths=[len(member.prompt_ids) - member.num_given for member in members],
             limits=[member.limit for member in members],
             seeds=[member.seed for member in members],
             stop_ids=[member.params.stop_token_ids for member in members],

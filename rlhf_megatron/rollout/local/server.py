@@ -34,7 +34,7 @@ from rlhf_megatron.rollout.local import wire
 from rlhf_megatron.rollout.local.service import DecodeService, ReleasedError, StaleError
 
 logger = logging.getLogger("rlhf_megatron.local_engine")
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+LOOPBACK_NAMES = ("127.0.0.1", "::1", "localhost")
 _MAX_BODY_BYTES = 256 << 20
 _OPEN_PATHS = ("/health",)
 _MAX_ERROR_CHARACTERS = 2000
@@ -78,21 +78,21 @@ class MalformedRequests(logging.Filter):
         return True
 
 
-def _is_from_page(request: web.Request, is_loopback: bool) -> bool:
+def is_from_page(request: web.Request, is_loopback: bool) -> bool:
     """Whether a browser may have sent it for a page of another site: one that it names as the origin, or one whose name
     was made to lead to the loopback address."""
     try:
         host = urlsplit(f"//{request.headers.get('Host', '')}").hostname
     except ValueError:
         host = None
-    return "Origin" in request.headers or (is_loopback and host not in _LOOPBACK)
+    return "Origin" in request.headers or (is_loopback and host not in LOOPBACK_NAMES)
 
 
 def _guard(token: str, is_loopback: bool) -> Any:
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         given, wanted = request.headers.get("Authorization", ""), f"Bearer {token}"
-        if _is_from_page(request, is_loopback):
+        if is_from_page(request, is_loopback):
             return _error(403, "web pages are not served; call this server by its loopback address.")
         if request.path not in _OPEN_PATHS and not hmac.compare_digest(given.encode(errors="replace"), wanted.encode()):
             return _error(401, "a bearer token is needed (the engine's token file has it).")
@@ -231,7 +231,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--parent-pid", type=int, help="exit when this process, our parent, is gone")
     args = parser.parse_args(argv)
-    if args.host not in _LOOPBACK and not args.allow_remote:
+    if args.host not in LOOPBACK_NAMES and not args.allow_remote:
         parser.error(f"--host {args.host} is reachable from other machines; add --allow-remote if that is meant.")
     return args
 
@@ -270,7 +270,7 @@ def _build(args: argparse.Namespace) -> tuple[DecodeService, dict[str, Any]]:
 
 
 async def _serve(args: argparse.Namespace, token: str, service: DecodeService, description: dict[str, Any]) -> None:
-    app = web.Application(middlewares=[_guard(token, args.host in _LOOPBACK)], client_max_size=_MAX_BODY_BYTES)
+    app = web.Application(middlewares=[_guard(token, args.host in LOOPBACK_NAMES)], client_max_size=_MAX_BODY_BYTES)
     app.add_routes(Handlers(service, description).routes())
     logging.getLogger("aiohttp.server").addFilter(MalformedRequests())
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.2)

@@ -114,6 +114,7 @@ class Member:
     prompt_ids: tuple[int, ...]
     seed: int
     params: SamplingParams
+    num_given: int = 0  # of `prompt_ids`: tokens of the response, for which seeds have drawn before
     token_ids: list[int] = field(default_factory=list)  # response; brought up to date when it leaves its row
     log_probs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None  # None: not finished

@@ -19,7 +19,7 @@ from rlhf_megatron.data.batch import AnnotatedBatch, ScoredBatch, concat, select
 from rlhf_megatron.observe.metrics.batch import lags
 from rlhf_megatron.recovery.journal import GroupJournal
 from rlhf_megatron.recovery.keeper import Stage
-from rlhf_megatron.rollout.fleet.work import Session
+from rlhf_megatron.rollout.fleet.session import Session
 from rlhf_megatron.scheduler.samples import FewGroups, alike, greedy_length_metrics
 from rlhf_megatron.scheduler.schedules.base import OnSync, Schedule
 from rlhf_megatron.scheduler.schedules.flow import Event, Flow

@@ -16,7 +16,7 @@ from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.recovery.journal import GroupJournal
 from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
 from rlhf_megatron.rewards.service.scorer import check_error_rate
-from rlhf_megatron.rollout.fleet.work import Session
+from rlhf_megatron.rollout.fleet.session import Session
 from rlhf_megatron.rollout.requests import collect
 from rlhf_megatron.scheduler.samples import reward_samples, teaches_nothing, to_scored
 from rlhf_megatron.scheduler.supply.ledger import Draw, Finished, Ledger, MakeRequests, Order, Score, Scored

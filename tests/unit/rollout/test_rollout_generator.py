@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.parity.cases import EXPERT_FAMILIES, make_state
 from benchmarks.parity.reference import make_model
-from rlhf_megatron.rollout.engine import VersionSpan
+from rlhf_megatron.rollout.engine import GenerateRequest, VersionSpan
 from rlhf_megatron.rollout.local.generator import Generator
 from rlhf_megatron.rollout.local.model import LocalModel, load_model
 from rlhf_megatron.rollout.local.slots import Member
@@ -65,6 +65,19 @@ def test_kimi_is_a_deepseek_whose_norms_are_as_its_file_says(tmp_path: Path) -> 
         assert len(norms) == 4 * 4 + 1 and {norm.variance_epsilon for norm in norms} == {1e-3}
     loaded = model.module.state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in STOCK["deepseek_v3"].state_dict().items())
+
+
+def test_a_response_in_parts_is_that_of_one_request() -> None:
+    """`num_given`: what was drawn before stands in the prompt, and seeds go on behind it."""
+    whole = generator().generate([request(PROMPTS[2], (5, 6), 12, 0.8)])[0]
+    for sample, seed in zip(whole, (5, 6), strict=True):
+        given = sample.token_ids[:7]
+        rest = GenerateRequest((*PROMPTS[2], *given), (seed,), request((), (), 5, 0.8).params, len(given))
+        ((got,),) = generator().generate([rest])
+        assert got.token_ids == sample.token_ids[7:]
+        assert torch.allclose(torch.tensor(got.log_probs), torch.tensor(sample.log_probs[7:]), atol=1e-5)
+    with pytest.raises(ValueError, match=r"num_given \(3\) must be below the number of prompt tokens, 3"):
+        generator().add(GenerateRequest(PROMPTS[0], (1,), request((), (), 5).params, 3))
 
 
 def test_temperatures_and_greedy_mix_in_one_batch() -> None:

@@ -217,3 +217,21 @@ def test_what_a_session_was_closed_for_is_not_hidden_by_who_mends_it() -> None:
     fleet.set_aside("engine0", "it is gone")
     session.mend()
     assert session.num_running == 0
+
+
+def test_a_session_that_keeps_failures_goes_on_without_what_no_engine_can_do() -> None:
+    """Key 0 is refused; 1 runs on, and ends when it is aborted. A wake ends a poll that waits."""
+    fleet = EngineFleet([Refusing()], 60.0, 0)  # type: ignore[list-item]
+    with fleet.open_session(keeps_failures=True) as session:
+        session.submit(1, [request((1,), (0,), 4)])
+        session.submit(0, [request((0,), (0,), 4)])
+        deadline, failures = time.monotonic() + 60, []
+        while not failures and time.monotonic() < deadline:
+            assert session.poll() == []
+            failures = session.take_failures()
+        assert [(key, type(error)) for key, error in failures] == [(0, EngineRequestError)]
+        assert session.num_running == 1 and session.take_failures() == []
+        session.wake()
+        start = time.monotonic()
+        session.poll()
+        assert time.monotonic() - start < 0.09, "it did not wait its tenth of a second"
