@@ -224,7 +224,8 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SOURCE", help="RUN.yaml, the directory of a run, or of a model")
+    text = "RUN.yaml, the directory of a run, or of a model; or the address of an OpenAI-compatible server"
+    parser.add_argument("source", metavar="SOURCE", help=text)
     _answers(parser)
 
 
@@ -236,12 +237,17 @@ def _evaluate(parser: argparse.ArgumentParser) -> None:
     text = "whose reward scores a file of answers; default: reward.name=exact_match and the settings given"
     parser.add_argument("--config", metavar="RUN.yaml", type=Path, help=text)
     parser.add_argument("--json", metavar="FILE", type=Path, help="all figures, and the score of each response")
+    parser.add_argument("--report", metavar="FILE.html", type=Path, help="the figures as a page")
+    text = "of a run: each of its checkpoints; answers go to the folder --out (SOURCE-answers)"
+    parser.add_argument("--every-step", action="store_true", help=text)
 
 
 def _answers(parser: argparse.ArgumentParser) -> None:
     text = "files of prompts (JSONL, parquet); settings over those of the file"
     parser.add_argument("words", metavar="PROMPTS|key=value", nargs="*", help=text)
-    parser.add_argument("--out", metavar="FILE.jsonl", type=Path, help="of the answers (<SOURCE>-answers.jsonl)")
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, help="of the answers, .jsonl or .parquet (SOURCE-answers.jsonl)"
+    )
     parser.add_argument("--split", choices=("val", "train", "all"), default="val", help="prompts of a run (val)")
     parser.add_argument("--step", metavar="N", type=int, help="the checkpoint of a run that has this step")
     parser.add_argument("--best", action="store_true", help="the checkpoint with the largest trainer.keep_best")
@@ -251,6 +257,12 @@ def _answers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", metavar="N", type=_count, help="of a response (data.max_response_length)")
     parser.add_argument("--tokens", action="store_true", help="also write token ids and log-probs")
     parser.add_argument("--overwrite", action="store_true", help="forget the answers that the file has")
+    group = parser.add_argument_group("of an address")
+    group.add_argument("--model", metavar="NAME", help="in requests (the first that the server names)")
+    text = "file with the server's key (environment: RLHF_MEGATRON_API_KEY)"
+    group.add_argument("--api-key-file", metavar="FILE", type=Path, help=text)
+    group.add_argument("--completions", action="store_true", help="/v1/completions in place of chats")
+    group.add_argument("--at-once", metavar="N", type=_count, default=64, help="prompts that are asked (%(default)s)")
     parser.set_defaults(overrides=[])
 
 

@@ -1,20 +1,25 @@
 """The file of answers: one JSON line a prompt, appended as answers come, so that a job that was killed goes on.
 
 Beside `answers.jsonl` stands the folder `answers.jsonl.job` with what the job was asked for (`job.json`) and the logs
-of its engines. When all prompts are answered the lines are put into the order of the prompts.
+of its engines. When all prompts are answered the lines are put into the order of the prompts. A file that is to be
+parquet is written then, from lines in that folder.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.data.rows import raw_rows
 from rlhf_megatron.observe.line_file import LineFile, write_whole
 
-JOB = "job.json"
+JOB, LINES = "job.json", "answers.jsonl"
+PARQUET = ".parquet"
 
 
 class AnswerFile:
@@ -22,11 +27,13 @@ class AnswerFile:
 
     def __init__(self, path: Path, asked: Mapping[str, Any], num_prompts: int, overwrite: bool = False) -> None:
         """`asked`: what answers depend on. Raises ValueError where the file holds answers of another job."""
+        if path.suffix == PARQUET:
+            _arrow()
         self.path, self.folder, self.num_prompts = path, path.with_name(path.name + ".job"), num_prompts
         job = self.folder / JOB
         text = json.dumps(asked, indent=1, sort_keys=True) + "\n"
         if overwrite:
-            for old in (job, path):
+            for old in (job, path, self.folder / LINES):
                 old.unlink(missing_ok=True)
         if path.exists() and not job.exists():
             raise ValueError(f"{path} exists and is not of this command; give --out another name, or --overwrite.")
@@ -36,8 +43,9 @@ class AnswerFile:
             )
         self.folder.mkdir(parents=True, exist_ok=True)
         write_whole(job, text.encode())
-        self._lines = LineFile(path)
-        self.done = {row["index"] for row in read_answers(path)}
+        self._rows = self.folder / LINES if path.suffix == PARQUET else path
+        self._lines = LineFile(self._rows)
+        self.done = {row["index"] for row in read_answers(self._rows)}
 
     @property
     def is_complete(self) -> bool:
@@ -51,8 +59,11 @@ class AnswerFile:
 
     def finish(self) -> None:
         """Put the rows into the order of the prompts; the file is replaced at once."""
-        rows = sorted(read_answers(self.path), key=lambda row: row["index"])
-        write_whole(self.path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+        rows = sorted(read_answers(self._rows), key=lambda row: row["index"])
+        if self.path.suffix == PARQUET:
+            write_whole(self.path, _as_parquet(rows))
+        else:
+            write_whole(self.path, "".join(json.dumps(row) + "\n" for row in rows).encode())
 
     def __enter__(self) -> AnswerFile:
         return self
@@ -62,17 +73,43 @@ class AnswerFile:
 
 
 def read_answers(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file of answers, in the order of the file. Raises ValueError naming file and line."""
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                row = json.loads(line)
-                if not isinstance(row["index"], int) or not isinstance(row["responses"], list):
-                    raise TypeError
-            except (ValueError, KeyError, TypeError) as error:
-                text = 'an object with "index" and "responses", as `rlhf-megatron generate` writes'
-                raise ValueError(f"{path}, line {number} must be {text}.") from error
-            yield row
+    """The rows of a file of answers, in the order of the file. Raises ValueError naming file and row."""
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist, or is no file.")
+    for number, row in raw_rows(path):
+        try:
+            if not isinstance(row["index"], int) or not isinstance(row["responses"], list):
+                raise TypeError
+        except (KeyError, TypeError) as error:
+            text = 'an object with "index" and "responses", as `rlhf-megatron generate` writes'
+            raise ValueError(f"{path}, line {number} must be {text}.") from error
+        yield row
+
+
+def asked_of(config: RunConfig) -> dict[str, Any]:
+    """What answers of every kind of job depend on."""
+    sampling = config.rollout.val_kwargs
+    return {
+        "sampling": asdict(sampling),
+        "max_response_length": config.data.max_response_length,
+        "seed": config.trainer.seed,
+    }
+
+
+def _arrow() -> Any:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ValueError("parquet needs pyarrow; install the extra (pip install '.[parquet]').") from error
+    return pyarrow
+
+
+def _as_parquet(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    arrow = _arrow()
+    out = arrow.BufferOutputStream()
+    arrow.parquet.write_table(arrow.Table.from_pylist(list(rows)), out)
+    return bytes(out.getvalue())
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

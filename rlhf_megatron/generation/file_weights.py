@@ -14,9 +14,11 @@ from rlhf_megatron.checkpoint.source import WeightSource
 from rlhf_megatron.models.families.base import HFConfig, table_for
 from rlhf_megatron.models.table import Rule
 from rlhf_megatron.parallel.layout import Coordinates, Layout
+from rlhf_megatron.resharding.convert import Model
 from rlhf_megatron.resharding.sender import SendReport
 from rlhf_megatron.rollout.transports.delivery import deliver_weights
 from rlhf_megatron.rollout.transports.process_group import Groups
+from rlhf_megatron.sync.weight_sync import WeightSync
 
 
 class _OneRank:
@@ -59,3 +61,19 @@ class FileWeights:
         for rule in self._table:
             full = rule.to_megatron(*self._source.hf_tensors(rule))
             yield rule, full if rule.dtype is not None else full.to(dtype)  # a buffer keeps its type
+
+
+def bring(sync: WeightSync, model: Model, version: int) -> float:
+    """Other weights to the engines of `sync`, under a version above that of theirs; returns the seconds.
+
+    Raises EngineError, ValueError and OSError: the engines are then brought back to what they served, by their fleet.
+    """
+    before = sync.host, sync.version
+    with sync.fleet.exclusive():
+        sync.host, sync.version = FileWeights(model.source, model.hf_config), version - 1
+        try:
+            return sync()["sync/seconds"]
+        except BaseException as error:
+            sync.host, sync.version = before
+            sync.fleet.abandon_update(str(error))
+            raise

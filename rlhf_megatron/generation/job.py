@@ -8,23 +8,22 @@ goes on where it was.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_megatron.config.schema import RunConfig, SamplingConfig
+from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.data.items import PromptItem, prompt_batch
 from rlhf_megatron.data.prompts import load_prompts
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
-from rlhf_megatron.generation.answer_file import AnswerFile, digest_of
-from rlhf_megatron.generation.file_weights import FileWeights
+from rlhf_megatron.generation.answer_file import AnswerFile, asked_of, digest_of
+from rlhf_megatron.generation.file_weights import FileWeights, bring
+from rlhf_megatron.generation.pace import Pace
 from rlhf_megatron.generation.source import Served
 from rlhf_megatron.resharding.transfer_dir import make_transfer_dir
 from rlhf_megatron.rollout.engine import GeneratedSample
-from rlhf_megatron.rollout.fleet.fleet import EngineFleet
 from rlhf_megatron.rollout.fleet.process import now_and_then
 from rlhf_megatron.rollout.fleet.start import MIB, EngineSetup
 from rlhf_megatron.rollout.requests import build_requests, sampling_params
@@ -33,8 +32,8 @@ from rlhf_megatron.sync.weight_sync import WeightSync
 
 WINDOW = 4096  # prompts that are asked at once, and whose answers are in memory
 STEP = -1  # of the seeds: those of an evaluation
-VERSION = 1  # of the weights: the first sync of a job is its only one
-_ANSWERED = GeneratedSample((), (), "stop", VERSION)  # stands for a sample that is in the file
+VERSION = 1  # of weights that are the only ones of a job
+Engines = Callable[[Path, StopRequest, Callable[[str], None]], AbstractContextManager[WeightSync]]
 
 
 @dataclass(frozen=True)
@@ -75,21 +74,19 @@ class GenerateJob:
 
     def asked(self) -> dict[str, Any]:
         """What the answers depend on, beside the weights' own bytes."""
-        config, sampling = self.config, self.config.rollout.val_kwargs
-        return {
+        config = self.config
+        return asked_of(config) | {
             "model": os.path.abspath(self.served.name),
             "weights": self.served.identity,
             "prompts": digest_of([item.prompt for item in self.items]),
-            "sampling": {name: getattr(sampling, name) for name in SamplingConfig.__dataclass_fields__},
-            "max_response_length": config.data.max_response_length,
             "stop": list(config.rollout.stop),
-            "seed": config.trainer.seed,
             "dtype": config.rollout.dtype or config.model.dtype,
             "with_tokens": self.with_tokens,
         }
 
-    def run(self, stop: StopRequest, report: Callable[[str], None]) -> dict[str, float]:
-        """Answer what has no answer yet; the file is in order when this returns.
+    def run(self, stop: StopRequest, report: Callable[[str], None], engines: Engines | None = None) -> dict[str, float]:
+        """Answer what has no answer yet; the file is in order when this returns. `engines`: that serve its weights;
+        None: it starts some.
 
         Returns figures: prompts, samples and tokens of this call, and its seconds. Raises EngineError when retries or
         engines run out, and RunStopped where `stop` asks for it: a call with the same arguments then goes on.
@@ -99,14 +96,18 @@ class GenerateJob:
                 report(f"{len(answers.done)} of {len(self.items)} prompts have an answer already")
             figures = {"prompts": 0.0, "samples": 0.0, "tokens": 0.0, "seconds": 0.0}
             if not answers.is_complete:
-                with serving(
-                    engine_setup(EngineSetup.of(self.config)), self.served, answers.folder, stop, report
-                ) as fleet:
-                    figures = self._ask(fleet, answers, report)
+                with (engines or self._engines)(answers.folder, stop, report) as sync:
+                    figures = self._ask(sync, answers, report)
             answers.finish()
         return figures
 
-    def _ask(self, fleet: EngineFleet, answers: AnswerFile, report: Callable[[str], None]) -> dict[str, float]:
+    def _engines(
+        self, folder: Path, stop: StopRequest, report: Callable[[str], None]
+    ) -> AbstractContextManager[WeightSync]:
+        return serving(engine_setup(EngineSetup.of(self.config)), self.served, folder, stop, report)
+
+    def _ask(self, sync: WeightSync, answers: AnswerFile, report: Callable[[str], None]) -> dict[str, float]:
+        there = GeneratedSample((), (), "stop", sync.version)  # stands for a sample that is in the file
         pace = Pace(len(self.items) - len(answers.done), report)
         sampling, seed = self.config.rollout.val_kwargs, self.config.trainer.seed
         stops = self.tokenizer.stop_ids(self.config.rollout.stop)
@@ -115,15 +116,15 @@ class GenerateJob:
         for start in range(0, len(self.items), WINDOW):
             window = prompt_batch(self.items[start : start + WINDOW], start)
             requests = build_requests(window, sampling.n, params, seed, STEP)
-            known = {i: [_ANSWERED] * sampling.n for i in range(len(window)) if start + i in answers.done}
+            known = {i: [there] * sampling.n for i in range(len(window)) if start + i in answers.done}
 
             def write(first: int, groups: Sequence[Sequence[GeneratedSample]], start: int = start) -> None:
                 for number, group in enumerate(groups, start + first):
                     answers.append(self._row(number, group))
-                    pace.add(group)
+                    pace.add([len(sample.token_ids) for sample in group])
 
             if len(known) < len(window):
-                fleet.generate(requests, write, known)
+                sync.fleet.generate(requests, write, known)
         return pace.figures()
 
     def _row(self, number: int, group: Sequence[GeneratedSample]) -> dict[str, Any]:
@@ -146,6 +147,28 @@ class GenerateJob:
         return row
 
 
+def answer_along(jobs: Sequence[GenerateJob], stop: StopRequest, report: Callable[[str], None]) -> None:
+    """Do the jobs of several checkpoints, in the order of their steps, with engines that are started once. Raises as
+    `GenerateJob.run`."""
+    with ExitStack() as stack:
+        started: list[WeightSync] = []
+        for job in sorted(jobs, key=lambda job: job.served.step or 0):
+            served, step = job.served, job.served.step or 0
+
+            @contextmanager
+            def engines(
+                folder: Path, *how: Any, served: Served = served, step: int = step, job: GenerateJob = job
+            ) -> Iterator[WeightSync]:
+                if started:
+                    bring(started[0], served.model, step)
+                else:
+                    setup = engine_setup(EngineSetup.of(job.config))
+                    started.append(stack.enter_context(serving(setup, served, folder, stop, report, step)))
+                yield started[0]
+
+            job.run(stop, report, engines)
+
+
 def engine_setup(setup: EngineSetup) -> EngineSetup:
     """The engines of a run as those of a job that trains nothing: all GPUs of the machine are theirs."""
     rollout, trainer = replace(setup.rollout, colocated=False), replace(setup.trainer, n_gpus_per_node=0)
@@ -154,9 +177,15 @@ def engine_setup(setup: EngineSetup) -> EngineSetup:
 
 @contextmanager
 def serving(
-    setup: EngineSetup, served: Served, folder: Path, stop: StopRequest, report: Callable[[str], None]
-) -> Iterator[EngineFleet]:
-    """Engines that serve those weights, verified; they end with the block. Logs are in `folder`/engines."""
+    setup: EngineSetup,
+    served: Served,
+    folder: Path,
+    stop: StopRequest,
+    report: Callable[[str], None],
+    version: int = VERSION,
+) -> Iterator[WeightSync]:
+    """Engines that serve those weights, verified, under that version; they end with the block. Logs are in
+    `folder`/engines."""
     with ExitStack() as stack:
         transfer = stack.enter_context(make_transfer_dir(setup.transfer_parent(folder), setup.transfer_bytes()))
         servers = setup.start(folder, transfer.path, now_and_then(report, stop.check))
@@ -169,6 +198,7 @@ def serving(
             transfer.path,
             setup.rollout.update_weights_bucket_megabytes * MIB,
             setup.dtype,
+            version - 1,
             transport=setup.rollout.weight_transport,
             model_path=Path(setup.model.path),
         )
@@ -177,40 +207,4 @@ def serving(
             f"{len(fleet.live)} engine(s) serve {served.name}: {sent['sync/num_bytes'] / 1e6:.1f} MB, verified, in"
             f" {sent['sync/seconds']:.1f} s"
         )
-        yield fleet
-
-
-class Pace:
-    """Tells every ten seconds how far the job is, how fast, and when it will be done."""
-
-    EVERY_S = 10.0
-
-    def __init__(self, num_prompts: int, report: Callable[[str], None]) -> None:
-        self._report, self._num_prompts = report, num_prompts
-        self._start = self._told = time.monotonic()
-        self._done = self._samples = self._tokens = 0
-
-    def add(self, group: Sequence[GeneratedSample]) -> None:
-        """Count one answered prompt."""
-        self._done += 1
-        self._samples += len(group)
-        self._tokens += sum(len(sample.token_ids) for sample in group)
-        now = time.monotonic()
-        if now - self._told >= self.EVERY_S or self._done == self._num_prompts:
-            self._told = now
-            seconds = max(now - self._start, 1e-9)
-            left = seconds / self._done * (self._num_prompts - self._done)
-            self._report(
-                f"{self._done} of {self._num_prompts} prompts, {self._tokens / seconds:.0f} tokens/s,"
-                f" {_clock(seconds)} gone, {_clock(left)} left"
-            )
-
-    def figures(self) -> dict[str, float]:
-        """Prompts, samples and tokens so far, and seconds."""
-        counts = {"prompts": self._done, "samples": self._samples, "tokens": self._tokens}
-        return {name: float(count) for name, count in counts.items()} | {"seconds": time.monotonic() - self._start}
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+        yield sync

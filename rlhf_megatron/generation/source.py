@@ -15,7 +15,7 @@ from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.secrets import revealed
 from rlhf_megatron.generation.answer_file import digest_of
 from rlhf_megatron.models.families.base import table_for
-from rlhf_megatron.parallel.device import has_accelerator
+from rlhf_megatron.parallel.device import has_accelerator, num_devices
 from rlhf_megatron.plugins import load_plugins
 from rlhf_megatron.recovery.export import HF, find_weights
 from rlhf_megatron.resharding.convert import Model
@@ -28,6 +28,7 @@ class Served:
     model: Model
     name: str  # a path, for messages
     identity: str  # changes where the files change
+    step: int | None = None  # of a checkpoint
 
 
 def weights_of(source: Path, model_path: Path, step: int | None = None, is_best: bool = False) -> Served:
@@ -43,7 +44,7 @@ def weights_of(source: Path, model_path: Path, step: int | None = None, is_best:
         raise ValueError(f"--step and --best need the directory of a run, with checkpoints; {source} is none.")
     if is_run and (step is not None or is_best or not _has_hf(source)):
         found = find_weights(source, step, is_best)
-        return Served(found.model, str(found.checkpoint), _identity(found.checkpoint))
+        return Served(found.model, str(found.checkpoint), _identity(found.checkpoint), found.step)
     path = source / HF if is_run else model_path
     hf_config, reader = read_hf_config(path), HFReader(path)
     reader.check(table_for(hf_config))
@@ -98,4 +99,9 @@ def _defaults(model: Path) -> list[str]:
     found = reader.dtype_of(table_for(read_hf_config(model))[0])
     dtype = found if found in ("float32", "bfloat16") else "bfloat16"
     engine = "sglang" if has_accelerator() else "local"
-    return [f"model.path={json.dumps(str(model))}", f"model.dtype={dtype}", f"rollout.engine={engine}"]
+    return [
+        f"model.path={json.dumps(str(model))}",
+        f"model.dtype={dtype}",
+        f"rollout.engine={engine}",
+        f"rollout.num_engines={max(1, num_devices())}",
+    ]

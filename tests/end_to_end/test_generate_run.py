@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
-import subprocess
-import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from end_to_end_tools import MARKER, ONE_RANK, processes_with, train, wait_for_the_end, write_config
+from end_to_end_tools import ONE_RANK, train, write_config
 from places import ROOT
+from program_jobs import Job, run
 
 from rlhf_megatron.evaluation.evaluation import best_of
 from rlhf_megatron.generation.answer_file import read_answers
@@ -31,53 +31,10 @@ SMALL = (
 SAMPLED = ("-n", "3", "--temperature", "1.0", "--max-tokens", "4", *SMALL)
 
 
-class Job:
-    """The program in a directory of its own."""
-
-    def __init__(self, directory: Path, *words: str) -> None:
-        self.marker = f"{MARKER}={os.urandom(16).hex()}"
-        name, _, value = self.marker.partition("=")
-        environment = {**os.environ, name: value, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        self.console = directory / "console"
-        with self.console.open("ab") as out:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "rlhf_megatron", *words],
-                cwd=directory,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def wait_for_answers(self, path: Path, count: int) -> None:
-        deadline = time.monotonic() + 120
-        while not path.exists() or path.read_bytes().count(b"\n") < count:
-            assert self.process.poll() is None and time.monotonic() < deadline, self.console.read_text()
-            time.sleep(0.01)
-
-    def engines(self) -> list[int]:
-        words = "rlhf_megatron.rollout.local.server"
-        return [pid for pid in processes_with(self.marker) if words in " ".join(psutil.Process(pid).cmdline())]
-
-    def end(self) -> int:
-        try:
-            return self.process.wait(180)
-        finally:
-            for pid in wait_for_the_end(self.marker, within_s=10):
-                os.kill(pid, signal.SIGKILL)
-
-
 def write_prompts(path: Path, count: int) -> Path:
     rows = [{"prompt": f"{i // 100:02d}+{i % 100:02d}=", "answer": f"{i // 100 + i % 100:03d}"} for i in range(count)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
-
-
-def run(directory: Path, *words: str, code: int = 0) -> str:
-    job = Job(directory, *words)
-    assert job.end() == code, job.console.read_text()
-    return job.console.read_text()
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +64,34 @@ def test_killed_engines_and_a_killed_job_lose_and_double_nothing(whole: Path, tm
     assert "of 300 prompts have an answer already" in console and "answers to 300 prompts" in console
     assert answers.read_bytes() == (whole / "answers.jsonl").read_bytes(), "bit for bit, in order"
     assert [row["index"] for row in read_answers(answers)] == list(range(300))
+
+
+@pytest.mark.long
+def test_random_kills_of_engines_and_job_over_two_thousand_prompts(tmp_path: Path) -> None:
+    """An engine every hundred answers or so, the job at about half of them: the file is that of a job left alone."""
+    write_prompts(tmp_path / "prompts.jsonl", 2000)
+    words = ("generate", str(MODEL), "prompts.jsonl", "--temperature", "1.0", "--max-tokens", "8", *SMALL)
+    words = (*words, "rollout.max_engine_restarts=100", "rollout.request_retries=10")
+    run(tmp_path, *words, "--out", "whole.jsonl")
+    draw, answers, num_kills = random.Random(7), tmp_path / "answers.jsonl", 0
+    for last in (1000, 2000):
+        job = Job(tmp_path, *words, "--out", "answers.jsonl")
+        try:
+            while job.process.poll() is None:
+                count = answers.read_bytes().count(b"\n") if answers.exists() else 0
+                if count >= last and last < 2000:
+                    job.process.kill()
+                engines = job.engines()
+                if engines and count > 20 and draw.random() < 0.5:
+                    with suppress(ProcessLookupError):
+                        os.kill(draw.choice(engines), signal.SIGKILL)
+                        num_kills += 1
+                time.sleep(1.0)
+        finally:
+            code = job.end()
+        assert code == (0 if last == 2000 else -signal.SIGKILL), job.console.read_text()
+    assert num_kills >= 3
+    assert answers.read_bytes() == (tmp_path / "whole.jsonl").read_bytes(), "each once, bit for bit"
 
 
 def test_a_stopped_job_says_how_it_goes_on(whole: Path, tmp_path: Path) -> None:
@@ -145,15 +130,26 @@ def test_two_files_are_compared_prompt_by_prompt(whole: Path) -> None:
     assert console.startswith(f"greedy.jsonl minus answers.jsonl: {difference:+.4f} [") and "over 300 items" in console
 
 
-def test_a_run_s_checkpoint_has_the_figure_of_its_own_evaluation(tmp_path: Path) -> None:
-    """Of the last step, from the state that a run keeps by default."""
-    trained = train(write_config(tmp_path), ONE_RANK | {"trainer.deterministic": True})
+def test_a_run_s_checkpoints_have_the_figures_of_its_own_evaluations(tmp_path: Path) -> None:
+    """Along its steps, to the last digit, with engines that are started once; and of one step alone."""
+    settings = {"trainer.deterministic": True, "trainer.save_freq": 1, "trainer.test_freq": 1}
+    trained = train(write_config(tmp_path), ONE_RANK | settings)
     assert trained.exit_code == 0 and not (trained.run_dir / "hf").exists(), trained.console
-    own = trained.rows("evaluation")[-1]
-    words = ("--out", "answers.jsonl", "--json", "figures.json")
-    run(tmp_path, "evaluate", str(trained.run_dir), "--step", str(own["step"]), *words)
-    found = json.loads((tmp_path / "figures.json").read_text())
-    assert found["sets"][0]["num_items"] == own["val/num_items"]
-    assert [found[name] for name in ("mean", "low", "high")] == [
-        own[f"val/accuracy{ending}"] for ending in ("", "_low", "_high")
-    ]
+    own = {row["step"]: row for row in trained.rows("evaluation")}
+    words = ("--every-step", "--out", "answers", "--json", "figures.json", "--report", "page.html")
+    console = run(tmp_path, "evaluate", str(trained.run_dir), *words)
+    found = json.loads((tmp_path / "figures.json").read_text())["steps"]
+    assert len(found) > 1 and {figures["step"] for figures in found} <= own.keys()
+    for figures in found:
+        row = own[figures["step"]]
+        assert figures["sets"][0]["num_items"] == row["val/num_items"]
+        assert [figures[name] for name in ("mean", "low", "high")] == [
+            row[f"val/accuracy{ending}"] for ending in ("", "_low", "_high")
+        ]
+    assert console.count("engine(s) serve") == 1
+    html = (tmp_path / "page.html").read_text()
+    assert html.count("<h2>step") == len(found) and "mean score over steps" in html
+    step = str(found[0]["step"])
+    run(tmp_path, "evaluate", str(trained.run_dir), "--step", step, "--out", "one.jsonl", "--json", "one.json")
+    assert (tmp_path / "one.jsonl").read_bytes() == (tmp_path / "answers" / f"step_{int(step):06d}.jsonl").read_bytes()
+    assert json.loads((tmp_path / "one.json").read_text())["mean"] == found[0]["mean"]

@@ -10,6 +10,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from rlhf_megatron.rollout.engine import (
     EngineError,
@@ -135,7 +136,8 @@ class Generation:
     def wait(self) -> bool:
         """Wait a moment. True: something has come."""
         woken = self._woken
-        has_come = bool(wait([*self._running, woken], timeout=POLL_S, return_when=FIRST_COMPLETED).done)
+        awaited: list[Future[Any]] = [*self._running, woken]
+        has_come = bool(wait(awaited, timeout=POLL_S, return_when=FIRST_COMPLETED).done)
         if woken.done():
             self._woken = Future()
         return has_come
