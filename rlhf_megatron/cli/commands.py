@@ -266,9 +266,45 @@ def _answers(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(overrides=[])
 
 
+def _serve(parser: argparse.ArgumentParser) -> None:
+    text = "RUN.yaml, the directory of a run (its newest checkpoint), or of a model; and settings"
+    parser.add_argument("words", metavar="SOURCE|key=value", nargs="*", help=text)
+    text = "serve each checkpoint of this run as soon as it is written; without SOURCE also its settings"
+    parser.add_argument("--follow", metavar="RUN_DIR", type=Path, help=text)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (%(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="0: any free one (%(default)s)")
+    text = "file with the key that clients must send (environment: RLHF_MEGATRON_API_KEY)"
+    parser.add_argument("--api-key-file", metavar="FILE", type=Path, help=text)
+    parser.add_argument("--name", metavar="NAME", help="of the model in requests (name of SOURCE)")
+    parser.add_argument("--out", metavar="DIR", type=Path, help="of logs and the served checkpoint (SOURCE-server)")
+    parser.set_defaults(overrides=[])
+
+
+def _load_test(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("url", metavar="URL", help="of an OpenAI-compatible server, such as http://127.0.0.1:8000")
+    text = "numbers of clients, one after another (%(default)s)"
+    parser.add_argument("--clients", metavar="N,N,...", type=_counts, default=(1, 2, 4, 8, 16, 32), help=text)
+    parser.add_argument("--requests", metavar="N", type=_count, help="for each number of clients (10 a client)")
+    parser.add_argument("--max-tokens", metavar="N", type=_count, default=128, help="of an answer (%(default)s)")
+    parser.add_argument("--prompt", metavar="TEXT", default="Tell me a short story.", help="(%(default)s)")
+    parser.add_argument("--prompts", metavar="FILE", type=Path, help="JSONL or parquet; its prompts are asked by turns")
+    parser.add_argument("--prompt-key", metavar="KEY", default="prompt", help="of a row (%(default)s)")
+    parser.add_argument("--completions", action="store_true", help="/v1/completions in place of chats")
+    parser.add_argument("--no-stream", action="store_true", help="whole answers: no times of first tokens")
+    parser.add_argument("--model", metavar="NAME", help="in requests (the first that the server names)")
+    text = "file with the server's key (environment: RLHF_MEGATRON_API_KEY)"
+    parser.add_argument("--api-key-file", metavar="FILE", type=Path, help=text)
+    parser.add_argument("--json", metavar="FILE", type=Path, help="all figures")
+    parser.add_argument("--plot", metavar="FILE.png", type=Path, help="a picture of them (needs matplotlib)")
+
+
 def _algorithms(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", nargs="?", help="print all that is known of this part")
     parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(map(_count, text.split(",")))
 
 
 def _count(text: str) -> int:
@@ -291,6 +327,8 @@ COMMANDS = (
     Command("doctor", "show which fast paths this machine has, and what is missing", _doctor, ".doctor.run:doctor"),
     Command("generate", "write a model's answers to prompts", _generate, ".generate:generate"),
     Command("evaluate", "score answers, a model or a run", _evaluate, ".evaluate:evaluate"),
+    Command("serve", "answer requests in OpenAI's format with a model or a run", _serve, ".serve:serve"),
+    Command("load-test", "measure a server under load", _load_test, ".load_test:load_test"),
     Command("engine", "start SGLang servers for runs to attach to", _engine, ".engine:engine"),
     Command("status", "say how far runs are, and when they will be done", _status, ".report:status"),
     Command("report", "write one HTML page about a run, or compare several", _report, ".report:report"),

@@ -10,7 +10,7 @@ import contextvars
 import json
 import resource
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -42,11 +42,14 @@ _COUNTED, _SIZED = "counted by the sandbox", "sized by the sandbox"
 _num_steps: contextvars.ContextVar[list[int]] = contextvars.ContextVar("num_steps")
 
 
-def render(template: jinja2.Template, **variables: Any) -> str:
-    """The text. Raises ValueError with the template's own words where it refuses, fails, or does too much."""
+def render(template: jinja2.Template, is_bounded: bool = True, **variables: Any) -> str:
+    """The text. Raises ValueError with the template's own words where it refuses, fails, or does too much.
+
+    `is_bounded`: its memory, by a limit that holds for the whole process meanwhile; other threads must not need any.
+    """
     token = _num_steps.set([0])
     try:
-        with _bounded_memory():
+        with _bounded_memory() if is_bounded else nullcontext():
             return template.render(**variables)
     except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
         raise ValueError(str(error)) from error
@@ -227,16 +230,23 @@ class ChatFormat:
                 )
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         try:
-            return render(
-                self.template,
-                messages=list(messages),
-                add_generation_prompt=with_prompt,
-                **{"tools": list(tools) if tools else None, "documents": None, **self.variables},
-            )
+            return self.chat(messages, with_prompt=with_prompt, **({"tools": list(tools)} if tools else {}))
         except ValueError as error:
             raise ValueError(
                 f"the chat template refuses the prompt ({error}); correct the prompt, data.system_prompt or {KWARGS}."
             ) from error
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        is_bounded: bool = True,
+        with_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The text of messages as they are, with further variables such as `tools`. `is_bounded`: see `render`. Raises
+        ValueError with the template's words."""
+        given = {"tools": None, "documents": None, **self.variables, **variables}
+        return render(self.template, is_bounded, messages=list(messages), add_generation_prompt=with_prompt, **given)
 
 
 def make_chat_format(tokenizer: Tokenizer, system_prompt: str | None, kwargs: Mapping[str, Any]) -> ChatFormat:

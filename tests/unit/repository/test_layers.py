@@ -15,7 +15,7 @@ LAYERS = [
     ("resharding",),
     ("rollout", "rewards/service"),
     ("runtime",),
-    ("sync", "scheduler", "recovery", "observe", "evaluation", "generation", "supervised"),
+    ("sync", "scheduler", "recovery", "observe", "evaluation", "generation", "serving", "supervised"),
     ("proof", "simulator", "verl", "cli"),
 ]
 """Rooms from the ground up. A folder below a room may have a layer of its own."""

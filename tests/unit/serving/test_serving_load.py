@@ -1,0 +1,113 @@
+"""`rlhf-megatron load-test` against a stub of known latency, on a clock that moves when nothing else can."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import selectors
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from rlhf_megatron.generation.endpoint import model_of
+from rlhf_megatron.serving.load_test import Level, Outcome, Plan, as_json, figures, plot, row_of, run
+
+
+class Jumping(selectors.DefaultSelector):
+    """Where a loop would sleep, its clock jumps: durations are those that were asked for, on any machine."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        for _ in range(3):
+            found = super().select(0)
+            if found or not timeout:
+                return found or super().select(timeout)
+        self.now += timeout or 0.0
+        return []
+
+
+class Loop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self.selector = Jumping()
+        super().__init__(self.selector)
+
+    def time(self) -> float:
+        return self.selector.now
+
+
+class Stub:
+    """Answers with five tokens, the first after half of the time that `latency_s` says; every eighth time with 503."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+        self.keys: set[str] = set()
+
+    @staticmethod
+    def latency_s(number: int) -> float:
+        return 0.2 + 0.6 * (number * 7 % 16) / 15
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        number = self.num_asked
+        self.num_asked += 1
+        self.keys.add(request.headers["Authorization"])
+        body = await request.json()
+        assert body["model"] == "stub" and body["stream_options"] == {"include_usage": True}
+        if number % 8 == 7:
+            raise web.HTTPServiceUnavailable
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await asyncio.sleep(self.latency_s(number) / 2)
+        await response.write(b'data: {"choices": [{"text": "a"}]}\n\n')
+        await asyncio.sleep(self.latency_s(number) / 2)
+        await response.write(b'data: {"choices": [], "usage": {"completion_tokens": 5}}\n\ndata: [DONE]\n\n')
+        await response.write_eof()
+        return response
+
+    async def models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "stub"}]})
+
+
+async def measure(stub: Stub, clients: tuple[int, ...]) -> tuple[Plan, list[Level], list[str]]:
+    app = web.Application()
+    app.add_routes([web.post("/v1/completions", stub.complete), web.get("/v1/models", stub.models)])
+    runner = web.AppRunner(app, handle_signals=False)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url, lines = "http://{}:{}/v1".format(*runner.addresses[0][:2]), []
+    plan = Plan(url, await model_of(url, None, 60.0), ("a", "b"), clients, 32, 8, True, False, "secret", 60.0)
+    levels = await run(plan, lines.append)
+    await runner.cleanup()
+    return plan, levels, lines
+
+
+def test_quantiles_are_those_of_the_stub(tmp_path: Path) -> None:
+    loop, stub = Loop(), Stub()
+    plan, levels, lines = loop.run_until_complete(measure(stub, (8, 1)))
+    loop.close()
+    latencies = np.array([stub.latency_s(number) for number in range(32) if number % 8 != 7])
+    for level in levels:
+        assert (level.requests, level.failed) == (32, 4) and level.reasons == ("503: 503: Service Unavailable",)
+        for quantile in (50, 90, 99):
+            expected = np.quantile(latencies, quantile / 100)
+            assert level.latency_s[f"p{quantile}"] == pytest.approx(expected, rel=0.03)
+            assert level.first_token_s[f"p{quantile}"] == pytest.approx(expected / 2, rel=0.03)
+        assert level.tokens_per_s == pytest.approx(28 * 5 / level.seconds)
+    assert levels[1].seconds == pytest.approx(latencies.sum(), rel=0.03), "one client asks one after another"
+    assert levels[0].seconds < 0.25 * levels[1].seconds
+    assert lines[2:] == [row_of(level) for level in levels] and lines[2].startswith("      8    28      4")
+    assert stub.keys == {"Bearer secret"} and "secret" not in json.dumps(as_json(plan, levels))
+    plot(levels, tmp_path / "load.png")
+    assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_figures_of_outcomes_by_hand() -> None:
+    outcomes = [Outcome(2.0, 1.0, 11), Outcome(4.0, 2.0, 5), Outcome(9.0, error="no")]
+    level = figures(2, outcomes, 8.0)
+    assert (level.failed, level.requests_per_s, level.tokens_per_s) == (1, 0.25, 2.0)
+    assert level.latency_s == pytest.approx({"p50": 3.0, "p90": 3.8, "p99": 3.98, "mean": 3.0})
+    assert level.token_s["mean"] == pytest.approx((0.1 + 0.5) / 2) and level.first_token_s["p50"] == 1.5
+    assert figures(1, [Outcome(1.0, None, 4)], 1.0).first_token_s == {}
