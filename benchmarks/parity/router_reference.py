@@ -20,6 +20,7 @@ class Routers:
     def __init__(self, model: nn.Module, hf_config: Mapping[str, Any]) -> None:
         self.top_k = hf_config.get("num_experts_per_tok", 0)
         self.is_sigmoid = "n_routed_experts" in hf_config
+        self.num_groups, self.topk_group = hf_config.get("n_group") or 1, hf_config.get("topk_group") or 1
         gates = {name: m for name, m in model.named_modules() if type(m).__name__.lower().endswith("topkrouter")}
         self.gates = list(gates.values())
         self.layers = [int(name.split("layers.")[1].split(".")[0]) for name in gates]
@@ -71,7 +72,13 @@ class Routers:
 
     def _picked(self, number: int, logits: Tensor) -> Tensor:
         bias = getattr(self.gates[number], "e_score_correction_bias", 0.0)
-        return (self._scores(logits) + bias).topk(self.top_k, -1).indices
+        scores = self._scores(logits) + bias
+        if self.num_groups > 1:  # DeepSeek-V3 (2412.19437): of the groups whose best two experts are best together
+            groups = scores.unflatten(-1, (self.num_groups, -1))
+            kept = groups.topk(2, -1).values.sum(-1).topk(self.topk_group, -1).indices
+            is_kept = torch.zeros(groups.shape[:-1], dtype=torch.bool).scatter(-1, kept, True)
+            scores = groups.masked_fill(~is_kept[..., None], float("-inf")).flatten(-2)
+        return scores.topk(self.top_k, -1).indices
 
     def _imbalance(self, logits: Tensor) -> Tensor:
         """E x sum over experts of (share of picks) x (mean probability); picks by the scores alone."""
