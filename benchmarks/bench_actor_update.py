@@ -34,7 +34,8 @@ from rlhf_megatron.data.batch import MiniBatch, offsets_from_lengths
 from rlhf_megatron.data.plan import ReplicaPlan, plan_replicas, take
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.parallel.world import World, create_world
-from rlhf_megatron.workers.actor import MegatronActor, Phase
+from rlhf_megatron.workers.actor import Actor, Phase
+from rlhf_megatron.workers.megatron import MegatronBackend
 
 LR, WEIGHT_DECAY, BETAS, EPS, CLIP_GRAD = 2e-4, 0.01, (0.9, 0.95), 1e-8, 1.0
 CLIP, DUAL_CLIP = 0.2, 3.0
@@ -89,14 +90,15 @@ def make_batch(shape: Shape, seed: int = 1) -> MiniBatch:
 
 
 class Ours:
-    """`MegatronActor.update` as the loop calls it: packing included."""
+    """`Actor.update` as the loop calls it: packing included."""
 
     def __init__(self, shape: Shape, batch: MiniBatch, world: World) -> None:
         optim = OptimConfig(lr=LR, weight_decay=WEIGHT_DECAY, betas=BETAS, eps=EPS, clip_grad=CLIP_GRAD)
         config = ActorConfig(optim=optim)
         weights = random_source(shape.hf_config, seed=1)
         phases = {"rl": Phase(optim, 1000)}
-        self.actor = MegatronActor(shape.hf_config, weights, world, torch.float32, config, phases)
+        backend = MegatronBackend(shape.hf_config, weights, world, torch.float32, config.megatron)
+        self.actor = Actor(backend, config, phases)
         self.plan: ReplicaPlan = plan_replicas(batch.lengths.tolist(), 1, shape.token_budget)[0]
         self.shard = take(batch, self.plan)
 

@@ -147,7 +147,7 @@ def _export(worker: Any) -> Weights:
     from rlhf_megatron.checkpoint.load_model import named_parameters
 
     exported = {rule.megatron_name: shard.clone() for rule, shard in worker.export() if shard is not None}
-    return {name: p.detach().clone() for name, p in named_parameters(worker.model.chunks).items()} | exported
+    return {name: p.detach().clone() for name, p in named_parameters(worker.backend.model.chunks).items()} | exported
 
 
 @dataclass(frozen=True)

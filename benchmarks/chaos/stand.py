@@ -76,7 +76,7 @@ class Shaker:
     @torch.no_grad()
     def shake(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        for chunk in self._actor.model.chunks:
+        for chunk in self._actor.backend.model.chunks:
             for parameter in chunk.parameters():
                 parameter.add_(SHAKE * torch.randn(parameter.shape, generator=generator))
 

@@ -1,4 +1,4 @@
-"""G10: an optimizer step of a small model through `MegatronActor` on one rank, beside a plain transformers loop.
+"""G10: an optimizer step of a small model through `Actor` on one rank, beside a plain transformers loop.
 
 Packed samples, the quickstart's loss, both from the same weights. Model FLOP utilisation is of the operations that the
 step cannot do without (`arithmetic.step_flop`), over the device's data-sheet peak and over the bare GEMM of this run.
@@ -36,7 +36,8 @@ from rlhf_megatron.data.plan import ReplicaPlan, plan_replicas, take
 from rlhf_megatron.parallel.device import memory, synchronize
 from rlhf_megatron.parallel.layout import Layout
 from rlhf_megatron.parallel.world import World, create_world, destroy_world
-from rlhf_megatron.workers.actor import MegatronActor
+from rlhf_megatron.workers.actor import Actor
+from rlhf_megatron.workers.megatron import MegatronBackend
 from rlhf_megatron.workers.trained_model import Phase
 
 NUM_TOKENS, LONGEST, PROMPT_SHARE = 32768, 2048, 0.25
@@ -131,12 +132,14 @@ def our_steps(recorder: Recorder, name: str, work: Work, weights: DeviceWeights,
     return steps
 
 
-def make_actor(hf_config: dict[str, Any], weights: DeviceWeights, world: World, dtype: torch.dtype) -> MegatronActor:
+def make_actor(hf_config: dict[str, Any], weights: DeviceWeights, world: World, dtype: torch.dtype) -> Actor:
     optim = OptimConfig(lr=LR, weight_decay=WEIGHT_DECAY, betas=BETAS, eps=EPS, clip_grad=CLIP_GRAD)
-    return MegatronActor(hf_config, weights, world, dtype, ActorConfig(optim=optim), {"rl": Phase(optim, 1000)})
+    config = ActorConfig(optim=optim)
+    backend = MegatronBackend(hf_config, weights, world, dtype, config.megatron)
+    return Actor(backend, config, {"rl": Phase(optim, 1000)})
 
 
-def our_step(actor: MegatronActor, shard: MiniBatch, plan: ReplicaPlan) -> tuple[float, float]:
+def our_step(actor: Actor, shard: MiniBatch, plan: ReplicaPlan) -> tuple[float, float]:
     result = actor.update(shard, plan, temperature=1.0)
     assert result is not None and not result.is_skipped, result
     return result.sums["actor/loss"], result.grad_norm

@@ -93,12 +93,12 @@ def _run_cut(
 
     worker = make_worker()
     if subject.megatron.overlap_grad_reduce and world.is_first_stage:  # Megatron has one bucket on the others
-        (buffer,) = worker.model.chunks[0].buffers
+        (buffer,) = worker.backend.model.chunks[0].buffers
         assert len(buffer.buckets) > 1, "overlap needs several buckets"
     gradients = _watch_gradients(worker, world)
     budget = subject.cut.token_budget
     plan = _plan(world, batch, budget)
-    with watched(worker.model.chunks, world, take(batch, plan), plan) as routes:
+    with watched(worker.backend.model.chunks, world, take(batch, plan), plan) as routes:
         before = subject.columns(worker, take(batch, plan), plan)
     norms = []
     for step, (start, stop) in enumerate(subject.cut.mini_batches):
@@ -113,23 +113,23 @@ def _run_cut(
     # What a weight sync would send now; then the last stage's copy of a tied embedding.
     weights = {rule.megatron_name: shard.clone() for rule, shard in worker.export() if shard is not None}
     after = subject.columns(worker, take(batch, plan), plan)
-    weights = {name: p.detach().clone() for name, p in named_weights(worker.model.chunks).items()} | weights
+    weights = {name: p.detach().clone() for name, p in named_weights(worker.backend.model.chunks).items()} | weights
     return RankResult(before, after, plan, gradients, weights, norms, routes)
 
 
 def _watch_gradients(worker: Any, world: World) -> dict[str, Tensor]:
     """Filled when the first optimizer step starts, on the ranks of the first copy of the model."""
     seen: dict[str, Tensor] = {}
-    step = worker.optimizer.step
+    step = worker.backend.optimizer.step
 
     def watched(*args: Any) -> Any:
-        worker.optimizer.step = step
-        gradients = _reduced_gradients(worker.model.chunks, world)
+        worker.backend.optimizer.step = step
+        gradients = _reduced_gradients(worker.backend.model.chunks, world)
         if world.is_first_copy:
             seen.update(gradients)
         return step(*args)
 
-    worker.optimizer.step = watched
+    worker.backend.optimizer.step = watched
     return seen
 
 

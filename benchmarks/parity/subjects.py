@@ -67,14 +67,16 @@ class ActorSubject:
     megatron: MegatronConfig
 
     def make(self, hf_config: dict[str, Any], state: dict[str, Tensor], world: World) -> Any:
-        from rlhf_megatron.workers.actor import MegatronActor
+        from rlhf_megatron.workers.actor import Actor
+        from rlhf_megatron.workers.megatron import MegatronBackend
         from rlhf_megatron.workers.trained_model import Phase
 
         config = actor_config(self.recipe, self.cut, self.megatron)
         phases = {"rl": Phase(config.optim, len(self.cut.mini_batches))}
         moving = None if self.cut.correction is None else moving_correction(self.cut.correction)
         source = StateSource(state)
-        return MegatronActor(hf_config, source, world, torch.float32, config, phases, correction=moving)
+        backend = MegatronBackend(hf_config, source, world, torch.float32, self.megatron)
+        return Actor(backend, config, phases, correction=moving)
 
     def columns(self, worker: Any, batch: TokenBatch, plan: ReplicaPlan) -> LogProbs | None:
         found: LogProbs | None = worker.log_probs(batch, plan, self.recipe.temperature, with_entropy=True)
@@ -101,13 +103,17 @@ class CriticSubject:
     megatron: MegatronConfig
 
     def make(self, hf_config: dict[str, Any], state: dict[str, Tensor], world: World) -> Any:
-        from rlhf_megatron.workers.critic import MegatronCritic
+        from rlhf_megatron.checkpoint.value_model import with_value_head
+        from rlhf_megatron.workers.critic import Critic
+        from rlhf_megatron.workers.megatron import MegatronBackend
         from rlhf_megatron.workers.trained_model import Phase
 
         config = critic_config(self.recipe, self.cut)
         phases = {"rl": Phase(config.optim, len(self.cut.mini_batches))}
         source = StateSource(state)
-        return MegatronCritic(hf_config, source, world, torch.float32, config, self.megatron, phases, seed=0)
+        first = with_value_head(source, config.value_head_init_std, 0)
+        backend = MegatronBackend(hf_config, first, world, torch.float32, self.megatron, "value")
+        return Critic(backend, config, phases, seed=0)
 
     def columns(self, worker: Any, batch: TokenBatch, plan: ReplicaPlan) -> Values | None:
         found: Values | None = worker.values(batch, plan)

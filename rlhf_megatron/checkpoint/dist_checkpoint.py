@@ -10,7 +10,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +30,23 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+    load,
+)
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 
 from rlhf_megatron import faults
 from rlhf_megatron.checkpoint import safe_pickle as safe_reads
 from rlhf_megatron.checkpoint.aside import fsync
 from rlhf_megatron.checkpoint.manifest import FileRecord, SaveResult, record_of
-from rlhf_megatron.checkpoint.safe_pickle import read_bytes, read_plain
+from rlhf_megatron.checkpoint.safe_pickle import read_bytes, read_metadata, read_plain
 
 METADATA, COMMON = ".metadata", "common.pt"
 SAVE_TIMEOUT_S = 3600.0  # of a save that is waited for
@@ -108,16 +117,43 @@ class _StagedPlanner(DefaultSavePlanner):
 def stage_sharded(state: dict[str, Any]) -> StagedState:
     """Plan with all ranks who writes what of `state` (sharded tensors, and plain values, the latter alike on all ranks)
     and copy this rank's share to host memory. All ranks; touches no file."""
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
     sharded, plain = save_preprocess(state)
     by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-    planner.set_up_planner(mcore_to_pyt_state_dict(by_key, False), is_coordinator=rank == 0)
+    planner.set_up_planner(mcore_to_pyt_state_dict(by_key, False), is_coordinator=dist.get_rank() == 0)
+    return _staged(planner, plain)
+
+
+def stage_tensors(tensors: Mapping[str, Tensor], plain: dict[str, Any]) -> StagedState:
+    """As `stage_sharded`, of DTensors; what is none is alike on all ranks, and the first one writes it."""
+    is_first = dist.get_rank() == 0
+    planner = _TensorPlanner(flatten_state_dict=False)
+    mine: dict[str, Any] = {k: v for k, v in tensors.items() if is_first or isinstance(v, DTensor)}
+    planner.set_up_planner(mine, is_coordinator=is_first)
+    return _staged(planner, plain)
+
+
+class _TensorPlanner(DefaultSavePlanner):
+    """Leaves out the empty parts of a tensor that has fewer rows than there are ranks."""
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        self.plan = replace(plan, items=[item for item in plan.items if _num_elements(item)])
+        return self.plan
+
+
+def _num_elements(item: WriteItem) -> int:
+    assert item.tensor_data is not None, "tensors only"
+    return prod(item.tensor_data.chunk.sizes)
+
+
+def _staged(planner: DefaultSavePlanner, plain: dict[str, Any]) -> StagedState:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
     own = planner.create_local_plan()
     plans: list[Any] | None = [None] * num_ranks if rank == 0 else None
     dist.gather_object(own, plans, dst=0)
     metadata = planner.create_global_plan(plans)[1] if plans is not None else None
-    plan = planner.finish_plan(planner.create_decentralized_global_plan(own))
+    plan = planner.finish_plan(own)  # no tensor is on two ranks: the global plan changes nothing
     data = [_own_copy(planner.resolve_data(item)) for item in plan.items]
     numbered = _Writer(".").prepare_global_plan([plan] * (rank + 1))[rank]  # names this rank's files
     return StagedState(numbered, data, metadata, plain)
@@ -227,8 +263,13 @@ def save_sharded(directory: Path, state: dict[str, Any]) -> None:
 
     Raises OSError on all of them when one cannot write.
     """
+    save_staged(directory, stage_sharded(state))
+
+
+def save_staged(directory: Path, staged: StagedState) -> None:
+    """Write what was staged. All ranks; errors as of `save_sharded`."""
     directory.parent.mkdir(parents=True, exist_ok=True)
-    save = BackgroundSave(stage_sharded(state), directory, f"rank {dist.get_rank()}")
+    save = BackgroundSave(staged, directory, f"rank {dist.get_rank()}")
     error = save.finish(SAVE_TIMEOUT_S).error
     if error is not None:
         raise OSError(error)
@@ -256,13 +297,34 @@ def load_sharded(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
     except (CheckpointingException, OSError) as error:
         raise ValueError(f"{directory} is not a checkpoint: {error}") from error
     problems = [problem for tensor in _sharded_tensors(state) for problem in _mismatch(tensor, stored)]
+    _raise(directory, problems)
+    return dist_checkpointing.load(state, str(directory))
+
+
+def load_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Fill DTensors, and tensors that are whole on each rank, with what `directory` holds; errors as of
+    `load_sharded`. Every rank reads for itself."""
+    safe_reads.apply()
+    safe_reads.check_directory(directory)
+    stored = read_metadata(directory / METADATA).state_dict_metadata
+    problems = []
+    for name, tensor in tensors.items():
+        size = getattr(stored.get(name), "size", None)
+        if size != tensor.shape:
+            has = "is missing" if size is None else f"has shape {tuple(size)}, the model needs {tuple(tensor.shape)}"
+            problems.append(f"{name} {has}")
+    _raise(directory, problems)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    load(dict(tensors), storage_reader=FileSystemReader(directory), planner=planner, no_dist=True)
+
+
+def _raise(directory: Path, problems: list[str]) -> None:
     if problems:
         shown = "\n  ".join(sorted(set(problems))[:20])
         raise ValueError(
             f"checkpoint {directory} does not fit this model ({len(set(problems))} tensors); load it with the"
             f" model configuration that it was written with:\n  {shown}"
         )
-    return dist_checkpointing.load(state, str(directory))
 
 
 def _sharded_tensors(state: dict[str, Any]) -> Iterator[ShardedTensor]:

@@ -6,6 +6,7 @@ any causal language model, whose output layer is left out and which gets a fresh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from rlhf_megatron.checkpoint.hf_reader import HFReader
 from rlhf_megatron.checkpoint.source import RandomSource, WeightSource
-from rlhf_megatron.models.families.base import VALUE_HEAD, HFConfig, table_for
+from rlhf_megatron.models.families.base import VALUE_HEAD, HFConfig
 from rlhf_megatron.models.table import Rule
 
 WEIGHT, BIAS = f"{VALUE_HEAD}.weight", f"{VALUE_HEAD}.bias"
@@ -49,8 +50,8 @@ def with_value_head(body: WeightSource, std: float, seed: int) -> ValueSource:
     return ValueSource(body, frozenset(names) & {WEIGHT, BIAS}, RandomSource(seed, std))
 
 
-def read_value_model(directory: Path, hf_config: HFConfig) -> HFReader:
-    """The weights of a directory with or without a value head, checked against a critic of `hf_config`.
+def read_value_model(directory: Path, table: Sequence[Rule]) -> HFReader:
+    """The weights of a directory with or without a value head, checked against a critic's table.
 
     Raises ValueError for missing and mis-shaped tensors, and for a head of more than one label.
     """
@@ -62,8 +63,7 @@ def read_value_model(directory: Path, hf_config: HFConfig) -> HFReader:
             " with num_labels 1, or one without a head."
         )
     lacking = {WEIGHT, BIAS} - own
-    table = [rule for rule in table_for(hf_config, head="value") if rule.hf[0].name not in lacking]
-    reader.check(table, ignored=_NOT_OF_A_CRITIC)
+    reader.check([rule for rule in table if rule.hf[0].name not in lacking], ignored=_NOT_OF_A_CRITIC)
     return reader
 
 

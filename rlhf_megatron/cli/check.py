@@ -63,6 +63,12 @@ def _models(loaded: Loaded) -> Models:
     from rlhf_megatron.proof.check.proof import Models
 
     config = loaded.config
+    if config.actor.backend == "fsdp":
+        raise ValueError(
+            "check proves layouts of Megatron, and actor.backend fsdp has one only: each rank is a replica. What it"
+            " relies on (packed documents do not see each other, the head is a product) is measured whenever its models"
+            " are made; rlhf-megatron config check looks at the rest."
+        )
     policy = read_hf_config(Path(config.model.path))
     has_other = has_critic(config) and config.critic.path is not None
     critic = read_hf_config(Path(config.critic.path)) if has_other and config.critic.path else policy

@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rlhf_megatron.checkpoint import smollm2
-from rlhf_megatron.models.families.base import table_for
 from rlhf_megatron.recovery.export import find_weights
 from rlhf_megatron.resharding import convert
 from rlhf_megatron.resharding.convert import OnRule
@@ -20,7 +19,7 @@ def export(args: argparse.Namespace) -> None:
     """Write the weights of a run's checkpoint, and say what was written and how it is used."""
     role: Literal["actor", "critic"] = "critic" if args.critic else "actor"
     found = find_weights(args.run_dir, args.step, args.best, args.model, role)
-    with _Bar(len(table_for(found.model.hf_config, head=found.model.head))) as bar:
+    with _Bar(len(found.model.table)) as bar:
         num_tensors = found.write(args.out, args.dtype, bar.step("write"))
     print(f"{args.out}: {num_tensors} tensors of step {found.step}, from {found.checkpoint}.")
     if found.model.companions_from is None:

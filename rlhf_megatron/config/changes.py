@@ -15,6 +15,7 @@ from rlhf_megatron.config.show import as_text
 NOT_USED = "not in use"
 
 FIXED = {
+    "actor.backend": "the state was made by the former one",
     "model.dtype": "the state was made in the former type",
     "algorithm.adv_estimator": "it decides which models are trained and what their state is",
 }

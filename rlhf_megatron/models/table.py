@@ -13,9 +13,9 @@ from typing import Literal
 from rlhf_megatron.lazy import Tensor, torch
 from rlhf_megatron.parallel.layout import Layout, stage_depths
 
-Split = Literal["replicated", "rows", "columns", "gated_rows"]
+Split = Literal["replicated", "rows", "columns", "gated_rows", "pieces"]
 """How tp (of an expert: etp) shards a full Megatron tensor: not at all; dim 0; dim 1; dim 0 of each half (gate, up)
-apart."""
+apart. "pieces" is FSDP2's: dim 0 in pieces of one size, of which the last may be smaller, and further ones empty."""
 
 Owner = Literal["embedding", "layer", "head"]
 """Which pipeline stage has the tensor: the first, the one of its layer, the last."""
@@ -116,7 +116,7 @@ def check_tensor_parallel(table: Sequence[Rule], tp_size: int, etp_size: int | N
     `etp_size` (None: as many)."""
     bad = []
     for rule in table:
-        if rule.split == "replicated":
+        if rule.split in ("replicated", "pieces"):
             continue
         size = rule.megatron_shape[1 if rule.split == "columns" else 0]
         blocks = rule.num_blocks or (size // 2 if rule.split == "gated_rows" else size)
@@ -140,10 +140,19 @@ def holders(rule: Rule, layout: Layout) -> range:
     return range(first, first + (1 if rule.split == "replicated" else ways))
 
 
-def shard_shape(rule: Rule, num_shards: int) -> tuple[int, ...]:
-    """The shape of each of so many shards."""
+def piece(size: int, number: int, num_pieces: int) -> slice:
+    """The rows of a dimension of that size that one of its "pieces" has."""
+    each = -(-size // num_pieces)
+    return slice(min(number * each, size), min((number + 1) * each, size))
+
+
+def shard_shape(rule: Rule, num_shards: int, number: int = 0) -> tuple[int, ...]:
+    """The shape of shard `number` of so many; all have one shape but "pieces"."""
     shape = list(rule.megatron_shape)
-    if rule.split != "replicated":
+    if rule.split == "pieces":
+        rows = piece(shape[0], number, num_shards)
+        shape[0] = rows.stop - rows.start
+    elif rule.split != "replicated":
         shape[1 if rule.split == "columns" else 0] //= num_shards
     return tuple(shape)
 
@@ -165,6 +174,8 @@ def split(rule_split: Split, full: Tensor, num_shards: int) -> list[Tensor]:
     """The tp shards of a full Megatron tensor, in rank order. Raises ValueError when a dimension does not divide."""
     if rule_split == "replicated" or num_shards == 1:
         return [full] * num_shards
+    if rule_split == "pieces":
+        return [full[piece(len(full), number, num_shards)] for number in range(num_shards)]
     dim = 1 if rule_split == "columns" else 0
     parts = 2 if rule_split == "gated_rows" else 1
     if full.shape[dim] % (num_shards * parts) != 0:

@@ -94,7 +94,7 @@ def _check_data(
 
 def _check_critic(path: str | None) -> None:
     if path is not None:
-        read_value_model(Path(path), read_hf_config(Path(path)))
+        read_value_model(Path(path), table_for(read_hf_config(Path(path)), head="value"))
 
 
 def _check_devices(trainer: TrainerConfig) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_megatron.checkpoint.dist_source import DistSource
-from rlhf_megatron.checkpoint.hf_reader import read_hf_config
+from rlhf_megatron.checkpoint.hf_reader import read_hf_config, read_json
 from rlhf_megatron.checkpoint.manifest import MANIFEST
 from rlhf_megatron.checkpoint.run_checkpoint import CheckpointStore, Found
 from rlhf_megatron.checkpoint.value_model import value_model_config
@@ -21,6 +21,7 @@ from rlhf_megatron.observe.line_file import read_rows
 from rlhf_megatron.observe.metrics.names import find
 from rlhf_megatron.plugins import load_plugins
 from rlhf_megatron.recovery.resume import CHECKPOINTS, CONFIG, check_architecture, read_state
+from rlhf_megatron.registry import parts_of
 from rlhf_megatron.resharding.convert import Model, OnRule, write_hf
 
 HF, HF_CRITIC = "hf", "hf_critic"  # of a run that writes weights itself
@@ -82,18 +83,15 @@ def find_weights(
         companions if companions.is_dir() else None,
         digests={},
         head="value" if is_critic else "vocabulary",
+        is_of_fsdp=config.actor.backend == "fsdp",
     )
     return Weights(weights, value_model_config(hf_config) if is_critic else hf_config, found.path, state.step)
 
 
 def _hf_config(directory: Path, plugins: Sequence[str]) -> dict[str, Any]:
     """Plugins are run only where one must bring the model's family: others may not be on this machine."""
-    try:
-        return read_hf_config(directory)
-    except ValueError:
-        if not plugins:
-            raise
-    load_plugins(plugins)
+    if plugins and read_json(directory / "config.json").get("model_type") not in parts_of("model family"):
+        load_plugins(plugins)
     return read_hf_config(directory)
 
 

@@ -21,6 +21,7 @@ from rlhf_megatron.checkpoint.hf_writer import MAX_SHARD_BYTES, TensorSpec, hf_d
 from rlhf_megatron.checkpoint.kept import Kept, kept_of
 from rlhf_megatron.checkpoint.megatron_dir import MANIFEST, MegatronReader, megatron_directory_writer
 from rlhf_megatron.checkpoint.source import WeightSource
+from rlhf_megatron.models.causal_lm import table_of_files
 from rlhf_megatron.models.families.base import HFConfig, table_for
 from rlhf_megatron.models.table import Head, Rule, check_tensor_parallel, rules_of_stage, split
 from rlhf_megatron.resharding.digest import as_hex, digest
@@ -39,6 +40,14 @@ class Model:
     companions_from: Path | None  # directory with the tokenizer's files
     digests: Mapping[str, str]  # as recorded by an earlier conversion; empty where there are none
     head: Head = "vocabulary"
+    is_of_fsdp: bool = False  # the source knows transformers' names
+
+    @property
+    def table(self) -> tuple[Rule, ...]:
+        """As its source has the tensors, where that is whole ones."""
+        if self.is_of_fsdp:
+            return table_of_files(self.hf_config, self.head)
+        return table_for(self.hf_config, head=self.head)
 
     def kept(self, dtype: str | None) -> Kept:
         """Tensors that go along with a policy; they stand where the tokenizer does."""
@@ -102,7 +111,7 @@ def write_hf(
 ) -> dict[str, str]:
     """A Hugging Face directory; arguments and errors as of `write_megatron`. `hf_config`: written in place of the
     model's own. Returns the digests written."""
-    table = table_for(model.hf_config, head=model.head)
+    table = model.table
     refuse_existing(Path(out))
     dtypes = {rule.megatron_name: rule.dtype or dtype or model.source.dtype_of(rule) for rule in table}
     specs = [TensorSpec(hf.name, dtypes[rule.megatron_name], hf.shape) for rule in table for hf in rule.hf]

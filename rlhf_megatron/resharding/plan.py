@@ -139,10 +139,9 @@ def sent_by(rules: Sequence[Rule], layout: Layout) -> list[list[tuple[Rule, tupl
     sent: list[list[tuple[Rule, tuple[int, ...]]]] = [[] for _ in range(layout.copy_size)]
     for rule in rules:
         places = holders(rule, layout)
-        shape = shard_shape(rule, len(places))
-        for place in places:
+        for number, place in enumerate(places):
             if place:
-                sent[place].append((rule, shape))
+                sent[place].append((rule, shard_shape(rule, len(places), number)))
     return sent
 
 

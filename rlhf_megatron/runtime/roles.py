@@ -15,11 +15,12 @@ from rlhf_megatron.checkpoint.hf_reader import HFReader, read_hf_config
 from rlhf_megatron.checkpoint.manifest import FileRecord, SaveResult, record_of, records_below
 from rlhf_megatron.checkpoint.rng_state import load_rng, save_rng
 from rlhf_megatron.checkpoint.source import WeightSource, random_source
-from rlhf_megatron.checkpoint.value_model import read_value_model
+from rlhf_megatron.checkpoint.value_model import read_value_model, with_value_head
 from rlhf_megatron.config.rules.run import actor_ranks, critic_ranks, has_critic, needs_reference
-from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.schema import MegatronConfig, RunConfig
 from rlhf_megatron.data.seeds import seed_process
 from rlhf_megatron.models.families.base import HFConfig, table_for
+from rlhf_megatron.models.table import Head
 from rlhf_megatron.parallel.device import device_for, local_rank
 from rlhf_megatron.parallel.world import World, create_world, destroy_world, smallest_device
 from rlhf_megatron.resharding.export_hf import export_hf
@@ -30,20 +31,20 @@ from rlhf_megatron.rollout.transports.process_group import Groups
 from rlhf_megatron.runtime.pool import ACTOR, CRITIC, Pool, pool_of_role, pools_of
 from rlhf_megatron.runtime.proxies import CriticWorker, HostWorker
 from rlhf_megatron.workers.activations import Trained, settled
-from rlhf_megatron.workers.actor import MegatronActor
+from rlhf_megatron.workers.actor import Actor
+from rlhf_megatron.workers.backend import TrainedBackend
 from rlhf_megatron.workers.contract import ForwardWorker, TrainWorker
-from rlhf_megatron.workers.critic import MegatronCritic
+from rlhf_megatron.workers.critic import Critic
 from rlhf_megatron.workers.losses import moving_correction
-from rlhf_megatron.workers.reference import MegatronReference
+from rlhf_megatron.workers.megatron import MegatronBackend
+from rlhf_megatron.workers.reference import Reference
 from rlhf_megatron.workers.trained_model import Phase
 
 
 class HostRole:
     """Methods that are about the rank and not about one model."""
 
-    def __init__(
-        self, world: World, actor: MegatronActor, reference: MegatronReference | None, model_path: Path
-    ) -> None:
+    def __init__(self, world: World, actor: Actor, reference: Reference | None, model_path: Path) -> None:
         self.world = world
         self.model_path = model_path
         self.actor = actor
@@ -69,7 +70,7 @@ class HostRole:
         """
         return deliver_weights(
             self.actor.export(),
-            self.world,
+            self.actor.backend.exporting,
             self._groups,
             version=version,
             engines=engines,
@@ -83,9 +84,9 @@ class HostRole:
         """The actor's weights in Hugging Face layout, with configuration and tokenizer of the model that it was."""
         export_hf(
             self.actor.export(),
-            self.world,
+            self.actor.backend.exporting,
             directory=directory,
-            hf_config=self.actor.model.hf_config,
+            hf_config=self.actor.backend.hf_config,
             dtype=self.actor.dtype,
             companions_from=self.model_path,
         )
@@ -93,7 +94,9 @@ class HostRole:
     def refresh_reference(self) -> None:
         """The reference becomes the actor as it is now (after a warm-up)."""
         if self.reference is not None:
-            self.reference.copy_weights(self.actor.synced_chunks())
+            self.actor.memory.require("parameters")
+            self.actor.backend.sync()
+            self.reference.copy_weights(self.actor.backend)
 
     def save_reference(self, directory: Path) -> SaveResult:
         """The reference in Hugging Face layout, as a part of a checkpoint. What goes wrong is in the result."""
@@ -101,8 +104,10 @@ class HostRole:
         assert reference is not None, "there is no reference here"
 
         def write() -> tuple[FileRecord, ...]:
-            hf_config, dtype = self.actor.model.hf_config, self.actor.dtype
-            export_hf(reference.export(), world, directory=directory, hf_config=hf_config, dtype=dtype)
+            hf_config, dtype = self.actor.backend.hf_config, self.actor.dtype
+            export_hf(
+                reference.export(), reference.backend.exporting, directory=directory, hf_config=hf_config, dtype=dtype
+            )
             return records_below(directory) if world.rank == 0 else ()
 
         if reference.is_offloaded:
@@ -126,7 +131,7 @@ class HostRole:
         load_rng(directory / f"rank{self.world.rank}.safetensors", self.world.device)
 
 
-class CriticRole(MegatronCritic):
+class CriticRole(Critic):
     """The critic, and how it is written."""
 
     tokenizer_path: Path  # set by its maker: the directory whose tokenizer is written with it
@@ -135,7 +140,7 @@ class CriticRole(MegatronCritic):
         """Its weights in Hugging Face layout, as a token classifier of one label. critic.path can name it."""
         export_hf(
             self.export(),
-            self.world,
+            self.backend.exporting,
             directory=directory,
             hf_config=self.exported_config,
             dtype=self.dtype,
@@ -178,6 +183,8 @@ def weight_source(path: Path, init_seed: int | None, hf_config: HFConfig, tp: in
 
 def settled_config(config: RunConfig, device_bytes: int) -> RunConfig:
     """`config` with both layouts `settled`, by the models that stand on their ranks. `device_bytes`: see there."""
+    if config.actor.backend == "fsdp":
+        return config  # which layouts of Megatron mean nothing to
     dtype, actor, critic = getattr(torch, config.model.dtype), config.actor, config.critic
     policy = read_hf_config(Path(config.model.path))
     of_actor = [Trained(policy, dtype, actor.ppo_max_token_len_per_gpu)]
@@ -241,17 +248,34 @@ class RoleBuilder:
 
     def _actor_roles(self, world: World) -> dict[str, object]:
         config = self.config
-        path, dtype = Path(config.model.path), getattr(torch, config.model.dtype)
+        path = Path(config.model.path)
         hf_config = read_hf_config(path)
         weights = weight_source(path, config.model.init_seed, hf_config, world.layout.tp)
         correction = moving_correction(config.algorithm.rollout_correction)
-        actor = MegatronActor(hf_config, weights, world, dtype, config.actor, self.actor_phases, correction)
-        reference = self._reference(hf_config, weights, world, dtype) if needs_reference(config) else None
+        backend = self._backend(hf_config, weights, world, config.actor.megatron)
+        actor = Actor(backend, config.actor, self.actor_phases, correction)
+        reference = self._reference(hf_config, weights, world) if needs_reference(config) else None
         trains: TrainWorker = actor  # mypy compares what stands here with what the proxies call
         host: HostWorker = HostRole(world, actor, reference, path)
         scores: ForwardWorker | None = reference
         roles: dict[str, object] = {"actor": trains, "host": host}
         return roles if scores is None else {**roles, "reference": scores}
+
+    def _backend(
+        self,
+        hf_config: HFConfig,
+        weights: WeightSource,
+        world: World,
+        megatron: MegatronConfig,
+        head: Head = "vocabulary",
+        is_frozen: bool = False,
+    ) -> TrainedBackend:
+        dtype = getattr(torch, self.config.model.dtype)
+        if self.config.actor.backend == "fsdp":
+            from rlhf_megatron.workers.fsdp import FSDPBackend  # imports transformers
+
+            return FSDPBackend(hf_config, weights, world, dtype, self.config.actor.fsdp, head, is_frozen)
+        return MegatronBackend(hf_config, weights, world, dtype, megatron, head, is_frozen)
 
     def _critic(self, pool: Pool, world: World) -> CriticWorker:
         """From critic.path, else as the policy starts: the same weights, loaded or random."""
@@ -262,29 +286,19 @@ class RoleBuilder:
         if critic.path is None and seed is not None:
             source = random_source(hf_config, seed)
         else:
-            source = read_value_model(path, hf_config)
-        role = CriticRole(
-            hf_config,
-            source,
-            world,
-            getattr(torch, config.model.dtype),
-            critic,
-            critic.megatron if pool.name == CRITIC else config.actor.megatron,
-            self.critic_phases,
-            config.trainer.seed,
-        )
+            source = read_value_model(path, table_for(hf_config, head="value"))
+        first = with_value_head(source, critic.value_head_init_std, config.trainer.seed)
+        megatron = critic.megatron if pool.name == CRITIC else config.actor.megatron
+        backend = self._backend(hf_config, first, world, megatron, head="value")
+        role = CriticRole(backend, critic, self.critic_phases, config.trainer.seed)
         role.tokenizer_path = Path(config.model.path)
         return role
 
-    def _reference(
-        self, hf_config: HFConfig, weights: WeightSource, world: World, dtype: torch.dtype
-    ) -> MegatronReference:
+    def _reference(self, hf_config: HFConfig, weights: WeightSource, world: World) -> Reference:
         actor, reference = self.config.actor, self.config.reference
         if reference.path is not None:
             path = Path(reference.path)
             hf_config = read_hf_config(path)
             weights = weight_source(path, None, hf_config, world.layout.tp)
-        head = (actor.log_prob_chunk_size, actor.kernels)
-        return MegatronReference(
-            hf_config, weights, world, dtype, *head, actor.megatron, is_offloaded=reference.param_offload
-        )
+        backend = self._backend(hf_config, weights, world, actor.megatron, is_frozen=True)
+        return Reference(backend, actor.log_prob_chunk_size, actor.kernels, is_offloaded=reference.param_offload)

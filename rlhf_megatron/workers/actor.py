@@ -1,4 +1,4 @@
-"""The policy on one rank: log-probs, updates, export, checkpoints. A `TrainWorker` on Megatron-Core."""
+"""The policy on one rank: log-probs, updates, export, checkpoints. A `TrainWorker` on any trainer backend."""
 
 from __future__ import annotations
 
@@ -6,54 +6,48 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from rlhf_megatron import faults
 from rlhf_megatron.algorithms.rollout_correction.params import CorrectionParams
 from rlhf_megatron.algorithms.sequences import Sequences
-from rlhf_megatron.checkpoint.source import WeightSource
 from rlhf_megatron.config.schema import ActorConfig
 from rlhf_megatron.data.batch import LogProbs, MiniBatch, TokenBatch
 from rlhf_megatron.data.plan import ReplicaPlan
-from rlhf_megatron.models.families.base import HFConfig
-from rlhf_megatron.parallel.world import World
+from rlhf_megatron.workers.backend import TrainedBackend
 from rlhf_megatron.workers.contract import UpdateResult
 from rlhf_megatron.workers.findings import HeadReport
-from rlhf_megatron.workers.log_prob_head import LogProbHead
+from rlhf_megatron.workers.forward import RowLogProbs, forward_log_probs
 from rlhf_megatron.workers.losses import CorrectedRowLoss, RowLoss, make_row_losses, policy_row_loss
 from rlhf_megatron.workers.pack import MicroBatch, Packed, pack, token_columns
-from rlhf_megatron.workers.pipeline import forward_log_probs, sum_over_cp
+from rlhf_megatron.workers.pipeline import sum_over_cp
 from rlhf_megatron.workers.trained_model import Phase, RowLossFunction, TrainedModel
 
 COLUMNS = token_columns(MiniBatch)
 
 
-class MegatronActor(TrainedModel):
-    """Made on all ranks of the pool at once, each with the same arguments but `world`.
+class Actor(TrainedModel):
+    """Made on all ranks of the pool at once, each with the same arguments but `backend`.
 
     `phases`: name -> optimizer and length ("warmup", "rl"); the first one is entered at once. `correction`: what the
     policy loss makes from the policy as it moves.
 
-    Raises ValueError for an architecture, layout, loss or schedule that is not supported.
+    Raises ValueError for a loss, kernel or schedule that is not supported.
     """
 
     def __init__(
         self,
-        hf_config: HFConfig,
-        weights: WeightSource,
-        world: World,
-        dtype: torch.dtype,
+        backend: TrainedBackend,
         config: ActorConfig,
         phases: Mapping[str, Phase],
         correction: CorrectionParams | None = None,
     ) -> None:
-        super().__init__(hf_config, weights, world, dtype, config.megatron, phases)
+        super().__init__(backend, phases, "actor")
         self.config = config
         self.losses: dict[str, RowLoss | CorrectedRowLoss] = {**make_row_losses(config)}
         if correction is not None:
             self.losses["policy"] = CorrectedRowLoss(policy_row_loss(config), correction)
-        self.head = LogProbHead("actor", self.model, world, dtype, config.log_prob_chunk_size, config.kernels)
+        self.head = backend.make_head("actor", config.log_prob_chunk_size, config.kernels)
 
     def log_probs(
         self,
@@ -66,8 +60,8 @@ class MegatronActor(TrainedModel):
         """Log-probs of the current policy, as `TrainWorker.log_probs`."""
         faults.reach("actor.before_log_probs")
         self.memory.require("parameters")
-        rows = self.head.rows(temperature, with_entropy, with_sum_squares)
-        return forward_log_probs(self.chunks, rows, self.world, batch, plan)
+        rows = RowLogProbs(self.head, temperature, with_entropy, with_sum_squares)
+        return forward_log_probs(self.backend, rows, batch, plan)
 
     def update(
         self, batch: MiniBatch, plan: ReplicaPlan, temperature: float, loss: str = "policy", capsule: Path | None = None
@@ -93,8 +87,10 @@ class MegatronActor(TrainedModel):
             raise ValueError(f"unknown loss {loss!r}; known: {', '.join(self.losses)}.")
         row_loss = self.losses[loss]
         world = self.world
-        packed = pack(batch, plan, world.layout, world.coordinates.cp, COLUMNS, world.device, self.has_router_terms)
-        rows = self.head.rows(temperature, row_loss.needs_entropy)
+        packed = pack(
+            batch, plan, world.layout, world.coordinates.cp, COLUMNS, world.device, self.backend.has_router_terms
+        )
+        rows = RowLogProbs(self.head, temperature, row_loss.needs_entropy)
 
         def of_rows(hidden_SH: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor], Tensor]:
             log_probs_R, entropies_R = rows(hidden_SH, micro)

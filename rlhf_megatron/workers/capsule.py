@@ -5,20 +5,20 @@ Beside them the random states of every rank. Written at once, before a later upd
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed import ReduceOp, all_reduce
 
-from rlhf_megatron.checkpoint.dist_checkpoint import save_sharded
+from rlhf_megatron.checkpoint.dist_checkpoint import StagedState, save_staged
 from rlhf_megatron.checkpoint.rng_state import save_rng
 from rlhf_megatron.parallel.world import World
 from rlhf_megatron.workers.findings import RNG, WEIGHTS
 
 
-def save_weights(directory: Path, model_state: dict[str, Any], world: World) -> str:
-    """Write `model_state` to the directory `directory`/weights, which appears here. "" or why it could not be written.
+def save_weights(directory: Path, stage: Callable[[], StagedState], world: World) -> str:
+    """Write what `stage` copies to `directory`/weights, which appears here. "" or why it could not be written.
 
     All ranks of the pool. What a disk does is no exception here: it does not end a run.
     """
@@ -29,7 +29,7 @@ def save_weights(directory: Path, model_state: dict[str, Any], world: World) -> 
     if is_refused.item():
         return error or "another rank could not write"
     try:
-        save_sharded(directory / WEIGHTS, model_state)
+        save_staged(directory / WEIGHTS, stage())
     except OSError as problem:  # of any rank: all raise it
         return str(problem)
     return ""

@@ -1,5 +1,5 @@
 """The methods that every trainer backend offers on one rank. The controller's proxies (`runtime.proxies`) are made
-from these signatures, and mypy compares the Megatron classes with them.
+from these signatures, and mypy compares the classes with them.
 
 All methods are called on every rank of the pool at once (plain SPMD). Batches arrive already broadcast to all ranks of
 a replica; results are returned on the leader (last pipeline stage, cp 0, tp 0) and are None elsewhere.

@@ -1,4 +1,4 @@
-"""The value model on one rank: values, updates, export, checkpoints. A `ValueWorker` on Megatron-Core."""
+"""The value model on one rank: values, updates, export, checkpoints. A `ValueWorker` on any trainer backend."""
 
 from __future__ import annotations
 
@@ -6,65 +6,49 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from rlhf_megatron.checkpoint.source import WeightSource
 from rlhf_megatron.checkpoint.value_model import read_value_model, value_model_config, with_value_head
-from rlhf_megatron.config.schema import CriticConfig, MegatronConfig
+from rlhf_megatron.config.schema import CriticConfig
 from rlhf_megatron.data.batch import TokenBatch, ValueMiniBatch, Values
 from rlhf_megatron.data.plan import ReplicaPlan
 from rlhf_megatron.kernels.row_loss import value_sums
-from rlhf_megatron.models.families.base import HFConfig
-from rlhf_megatron.models.head import value_head
-from rlhf_megatron.parallel.world import World
+from rlhf_megatron.workers.backend import TrainedBackend
 from rlhf_megatron.workers.contract import UpdateResult
+from rlhf_megatron.workers.forward import forward_columns
 from rlhf_megatron.workers.pack import MicroBatch, Packed, pack, token_columns
-from rlhf_megatron.workers.pipeline import forward_columns
 from rlhf_megatron.workers.trained_model import Phase, RowLossFunction, TrainedModel
 
 COLUMNS = token_columns(ValueMiniBatch)
 
 
-class MegatronCritic(TrainedModel):
-    """Made on all ranks of the pool at once, each with the same arguments but `world`.
+class Critic(TrainedModel):
+    """Made on all ranks of the pool at once, each with the same arguments but `backend`, whose model has a value head.
 
-    `weights`: with or without a value head (see `checkpoint.value_model`). `megatron`: the layout of the pool that it
-    is in, which may be the actor's. `phases`: name -> optimizer and length ("rl"); the first one is entered at once.
-    `seed`: of the value head's first weights.
+    `phases`: name -> optimizer and length ("rl"); the first one is entered at once. `seed`: of the value head's first
+    weights, where a model that is loaded has none.
 
-    Raises ValueError for an architecture, layout or schedule that is not supported.
+    Raises ValueError for a schedule that is not supported.
     """
 
-    def __init__(
-        self,
-        hf_config: HFConfig,
-        weights: WeightSource,
-        world: World,
-        dtype: torch.dtype,
-        config: CriticConfig,
-        megatron: MegatronConfig,
-        phases: Mapping[str, Phase],
-        seed: int,
-    ) -> None:
-        weights = with_value_head(weights, config.value_head_init_std, seed)
-        super().__init__(hf_config, weights, world, dtype, megatron, phases, head="value")
+    def __init__(self, backend: TrainedBackend, config: CriticConfig, phases: Mapping[str, Phase], seed: int) -> None:
+        super().__init__(backend, phases, "critic")
         self.config = config
         self.seed = seed
 
     @property
     def exported_config(self) -> dict[str, Any]:
         """config.json of what `export` gives, which is a ...ForTokenClassification."""
-        return value_model_config(self.model.hf_config)
+        return value_model_config(self.backend.hf_config)
 
     def values(self, batch: TokenBatch, plan: ReplicaPlan) -> Values | None:
         """Values of the current model, as `ValueWorker.values`."""
         self.memory.require("parameters")
 
         def of_rows(hidden_SH: Tensor, micro: MicroBatch) -> Tensor:
-            return self._row_values(hidden_SH, micro)[None]
+            return self.backend.values(hidden_SH, micro.rows)[None]
 
-        columns = forward_columns(self.chunks, self.world, batch, plan, of_rows)
+        columns = forward_columns(self.backend, batch, plan, of_rows)
         if columns is None:
             return None
         return Values(batch.offsets, batch.token_ids, batch.response_mask, values=columns[0])
@@ -80,19 +64,17 @@ class MegatronCritic(TrainedModel):
 
     def _work(self, batch: ValueMiniBatch, plan: ReplicaPlan) -> tuple[Packed, RowLossFunction]:
         world = self.world
-        packed = pack(batch, plan, world.layout, world.coordinates.cp, COLUMNS, world.device, self.has_router_terms)
+        packed = pack(
+            batch, plan, world.layout, world.coordinates.cp, COLUMNS, world.device, self.backend.has_router_terms
+        )
 
         def of_rows(hidden_SH: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-            values_R = self._row_values(hidden_SH, micro)
+            values_R = self.backend.values(hidden_SH, micro.rows)
             return *value_sums(values_R, micro.columns, self.config.cliprange_value), values_R
 
         return packed, of_rows
 
     def load_hf(self, directory: Path) -> None:
         """Become the model of a Hugging Face directory, with a fresh optimizer. Raises ValueError."""
-        body = read_value_model(directory, self.model.hf_config)
+        body = read_value_model(directory, self.backend.table)
         self.start_again(with_value_head(body, self.config.value_head_init_std, self.seed))
-
-    def _row_values(self, hidden_SH: Tensor, micro: MicroBatch) -> Tensor:
-        """[R] float32. Last stage, all tp ranks."""
-        return value_head(self.model.chunks[-1]).values(hidden_SH, micro.rows)

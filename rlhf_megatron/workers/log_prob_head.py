@@ -7,6 +7,7 @@ Also: The head's gradient goes straight into megatron's float32 main_grad: no te
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,8 +16,6 @@ from torch import Tensor, nn
 from rlhf_megatron.config.schema import KernelsConfig
 from rlhf_megatron.kernels.log_prob import Backend, HeadOutputs, linear_log_prob
 from rlhf_megatron.kernels.self_check import SelfCheck, check_backend
-from rlhf_megatron.models.build import MegatronModel
-from rlhf_megatron.models.head import head_weight
 from rlhf_megatron.parallel.world import World
 from rlhf_megatron.workers.findings import HeadReport
 from rlhf_megatron.workers.head_backend import CheckedBackend, choose_backend
@@ -56,19 +55,24 @@ logger = logging.getLogger(__name__)
 class LogProbHead:
     """One a role, for the whole run. Made on all ranks; used on the last stage.
 
+    `weight`: gives this rank's rows of the head, the first of which stands for the token `vocab_start`.
+
     Raises ValueError for a backend that cannot run.
     """
 
     def __init__(
         self,
         role: str,
-        model: MegatronModel,
+        weight: Callable[[], nn.Parameter],
+        vocab_start: int,
+        vocab_size: int,
         world: World,
         dtype: torch.dtype,
         chunk_size: int,
         kernels: KernelsConfig,
     ) -> None:
-        self.model = model
+        self._weight = weight
+        self._vocab = (vocab_start, vocab_size)
         self.world = world
         self.chunk_size = chunk_size
         choice = choose_backend(kernels, world.device, dtype)
@@ -76,63 +80,45 @@ class LogProbHead:
         if world.is_leader and world.coordinates.dp == 0:
             logger.info("head of the %s: %s", role, choice)
 
-    def rows(self, temperature: float, with_entropy: bool, with_sum_squares: bool = False) -> RowLogProbs:
-        """What a pass asks of its rows."""
-        return RowLogProbs(self, temperature, with_entropy, with_sum_squares)
-
     def report(self) -> HeadReport | None:
         """None off the last stage."""
         return self.checked.report() if self.world.is_last_stage else None
 
-
-class RowLogProbs:
-    """(hidden_SH, micro-batch) -> log-probs and entropies of the target tokens. Last stage, all tp ranks.
-
-    `outputs` gives all that was asked for.
-    """
-
-    def __init__(self, head: LogProbHead, temperature: float, with_entropy: bool, with_sum_squares: bool) -> None:
-        self.head = head
-        self.temperature = temperature
-        self.with_entropy = with_entropy
-        self.with_sum_squares = with_sum_squares
-
-    def __call__(self, hidden_SH: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor | None]:
-        found = self.outputs(hidden_SH, micro)
-        return found.log_probs_R, found.entropies_R
-
-    def outputs(self, hidden_SH: Tensor, micro: MicroBatch) -> HeadOutputs:
-        head, model, world = self.head, self.head.model, self.head.world
-        weight_VH = head_weight(model.chunks[-1])
-        sink, stash_bytes = sink_of(weight_VH), head.checked.choice.stash_bytes
+    def outputs(
+        self, hidden_SH: Tensor, micro: MicroBatch, temperature: float, with_entropy: bool, with_sum_squares: bool
+    ) -> HeadOutputs:
+        """Statistics of the target tokens. Last stage, all tp ranks."""
+        world, weight_VH = self.world, self._weight()
+        vocab_start, vocab_size = self._vocab
+        sink, stash_bytes = sink_of(weight_VH), self.checked.choice.stash_bytes
 
         def check(backend: Backend) -> SelfCheck:
             return check_backend(
                 backend,
                 hidden_SH,
                 weight_VH,
-                temperature=self.temperature,
-                num_columns=min(max(model.vocab_size - model.vocab_start, 0), weight_VH.shape[0]),
-                chunk_size=head.chunk_size,
+                temperature=temperature,
+                num_columns=min(max(vocab_size - vocab_start, 0), weight_VH.shape[0]),
+                chunk_size=self.chunk_size,
                 has_sink=sink is not None,
                 stash_bytes=stash_bytes,
             )
 
-        head.checked.examine(check)
+        self.checked.examine(check)
         return linear_log_prob(
             hidden_SH,
             weight_VH,
             micro.targets,
-            temperature=self.temperature,
-            vocab_start=model.vocab_start,
-            vocab_size=model.vocab_size,
+            temperature=temperature,
+            vocab_start=vocab_start,
+            vocab_size=vocab_size,
             tp_group=world.tp_group,
-            chunk_size=head.chunk_size,
-            with_entropy=self.with_entropy,
-            with_sum_squares=self.with_sum_squares,
+            chunk_size=self.chunk_size,
+            with_entropy=with_entropy,
+            with_sum_squares=with_sum_squares,
             rows_R=micro.rows,
             is_sequence_split=world.layout.sequence_parallel,
             sink=sink if torch.is_grad_enabled() else None,
             stash_bytes=stash_bytes if torch.is_grad_enabled() else 0,
-            backend=head.checked.backend,
+            backend=self.checked.backend,
         )

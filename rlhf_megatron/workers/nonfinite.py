@@ -30,7 +30,12 @@ def local_verdict(chunks: Sequence[DistributedDataParallel], grad_norm: float, l
     A sum is finite where all its terms are: terms whose sum overflows have a norm that is not finite either.
     """
     buffers = [buffer for chunk in chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
-    sums = [buffer.grad_data.sum(dtype=torch.float32) for buffer in buffers]
+    return verdict_of([buffer.grad_data for buffer in buffers], grad_norm, losses)
+
+
+def verdict_of(gradients: Sequence[Tensor], grad_norm: float, losses: Tensor | None) -> Tensor:
+    """As `local_verdict`, of any tensors."""
+    sums = [gradient.sum(dtype=torch.float32) for gradient in gradients]
     if losses is not None and losses.numel():
         sums.append(losses.float().sum())
     device = sums[0].device

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,17 +15,9 @@ from rlhf_megatron.config.schema import OptimConfig
 from rlhf_megatron.models.fused import Adam
 from rlhf_megatron.parallel.packages import APEX, INSTALL, TRANSFORMER_ENGINE, Package, find_apex
 from rlhf_megatron.parallel.world import World
+from rlhf_megatron.workers.backend import StepResult
 from rlhf_megatron.workers.nonfinite import FINITE, agreed_verdict, local_verdict, norm_of
 from rlhf_megatron.workers.optimizer_state import MOMENTS, load_state, sharded_state
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Of one optimizer step; the same on all ranks of a replica, and of all replicas."""
-
-    grad_norm: float  # global, before clipping; nan or inf in a step that is skipped
-    lr: float
-    is_skipped: bool
 
 
 class Optimizer:
@@ -50,7 +41,7 @@ class Optimizer:
         self.world = world
         refuse_broken_adam(adam_of_megatron(), find_apex())
         self.megatron = _build(chunks, optim, dtype, world)
-        self.scheduler = _schedules(self.megatron, optim, num_steps)
+        self.scheduler = make_schedules(self.megatron, optim, num_steps)
         for part in self.megatron.chained_optimizers:
             _prepare(part.optimizer)
 
@@ -154,7 +145,8 @@ def _build(chunks: list[DistributedDataParallel], optim: OptimConfig, dtype: tor
     )
 
 
-def _schedules(optimizer: Any, optim: OptimConfig, num_steps: int) -> OptimizerParamScheduler:
+def make_schedules(optimizer: Any, optim: OptimConfig, num_steps: int) -> OptimizerParamScheduler:
+    """The schedules of learning rate and weight decay over the groups of any optimizer. Raises ValueError."""
     decay_steps = optim.lr_decay_steps if optim.lr_decay_steps is not None else num_steps
     if optim.lr_decay_style != "constant" and decay_steps <= optim.lr_warmup_steps:
         raise ValueError(

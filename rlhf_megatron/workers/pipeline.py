@@ -1,4 +1,4 @@
-"""Micro-batches through Megatron's schedules, one stage or many: with a backward pass, or forward only for columns."""
+"""Micro-batches through Megatron's schedules, one stage or many: with a backward pass, or forward only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -15,19 +14,11 @@ from torch import Tensor, nn
 from torch.distributed import all_reduce
 
 from rlhf_megatron.checkpoint.load_model import unwrap
-from rlhf_megatron.data.batch import LogProbs, TokenBatch
-from rlhf_megatron.data.plan import ReplicaPlan
 from rlhf_megatron.models.attention import packed_documents
 from rlhf_megatron.models.router import RoutedTokens, RouterTerms
 from rlhf_megatron.parallel.world import World
-from rlhf_megatron.workers.log_prob_head import RowLogProbs
-from rlhf_megatron.workers.pack import MicroBatch, Packed, pack
-
-RowsResult = tuple[Tensor, int, Tensor]
-"""(scalar loss; 0, the token count, by which nothing divides; what to collect)."""
-RowsFunction = Callable[[MicroBatch, Tensor], RowsResult]
-"""(micro-batch, hidden [1, S, H]) -> its result. On the last chunk of the last stage, all tp and cp ranks: S are the
-tokens of this cp rank, of which each tp rank has its part where sequence parallelism splits them."""
+from rlhf_megatron.workers.backend import RowsFunction
+from rlhf_megatron.workers.pack import MicroBatch, Packed
 
 
 def run_micro_batches(
@@ -89,58 +80,6 @@ def _no_sync(chunks: Sequence[nn.Module]) -> Any:
     if len(managers) > 1:
         return managers
     return managers[0] if managers else None
-
-
-def forward_log_probs(
-    chunks: Sequence[nn.Module],
-    rows_log_probs: RowLogProbs,
-    world: World,
-    batch: TokenBatch,
-    plan: ReplicaPlan,
-) -> LogProbs | None:
-    """Log-probs, and what else the rows are asked for, on the leader; None elsewhere. All ranks of a replica."""
-
-    def of_rows(hidden_SH: Tensor, micro: MicroBatch) -> Tensor:
-        return torch.stack([column_R for column_R in rows_log_probs.outputs(hidden_SH, micro) if column_R is not None])
-
-    columns = forward_columns(chunks, world, batch, plan, of_rows)
-    if columns is None:
-        return None
-    others = iter(columns[1:])
-    return LogProbs(
-        offsets=batch.offsets,
-        token_ids=batch.token_ids,
-        response_mask=batch.response_mask,
-        log_probs=columns[0],
-        entropies=next(others) if rows_log_probs.with_entropy else None,
-        sum_squares=next(others) if rows_log_probs.with_sum_squares else None,
-    )
-
-
-def forward_columns(
-    chunks: Sequence[nn.Module],
-    world: World,
-    batch: TokenBatch,
-    plan: ReplicaPlan,
-    of_rows: Callable[[Tensor, MicroBatch], Tensor],
-) -> Tensor | None:
-    """Token columns [C, T] float32 on the CPU, on the leader; None elsewhere. All ranks of a replica.
-
-    `of_rows`: (hidden_SH, micro-batch) -> [C, R], on the last stage. Zero outside of the batch's response mask.
-    """
-    packed = pack(batch, plan, world.layout, world.coordinates.cp, device=world.device)
-
-    def on_rows(micro: MicroBatch, hidden: Tensor) -> RowsResult:
-        columns_CR = of_rows(hidden[0], micro)
-        return columns_CR[0], 0, columns_CR
-
-    with torch.no_grad():
-        rows = run_micro_batches(chunks, world, packed, on_rows, forward_only=True)
-    if not world.is_last_stage or world.coordinates.tp != 0:
-        return None
-    columns = [packed.unpack(column) for column in zip(*rows, strict=True)]
-    totals = sum_over_cp(torch.stack(columns), world)
-    return totals if world.is_leader else None
 
 
 def sum_over_cp(values: Tensor, world: World) -> Tensor:

@@ -127,7 +127,9 @@ def started(world: World, directory: Path, batch: TokenBatch, exported: Path | N
 
     hf_config, dtype = read_hf_config(directory), next(iter(load_file(directory / FILE).values())).dtype
     name = NAME if hf_config["tie_word_embeddings"] else "llama"
-    critic = make_critic(world, name, read_value_model(directory, hf_config), dtype, hf_config=hf_config)
+    critic = make_critic(
+        world, name, read_value_model(directory, table_for(hf_config, head="value")), dtype, hf_config=hf_config
+    )
     shard, plan = share(world, batch, 40)
     values = critic.values(shard, plan)
     if exported is not None:
@@ -255,25 +257,25 @@ class TestRefusals:
     def test_a_head_of_several_labels(self, tmp_path: Path) -> None:
         write_directory(tmp_path, "llama", "TokenClassification", num_labels=3)
         with pytest.raises(ValueError, match=r"has a head of 3 labels \(score.weight\); a critic needs one value"):
-            read_value_model(tmp_path, read_hf_config(tmp_path))
+            read_value_model(tmp_path, table_for(read_hf_config(tmp_path), head="value"))
 
     def test_a_body_with_a_tensor_missing_or_of_another_shape(self, tmp_path: Path) -> None:
         stored = write_directory(tmp_path, "llama", "TokenClassification")
         wide = {**reference.HF_CONFIGS["llama"], "intermediate_size": 128}
         with pytest.raises(ValueError, match=r"mlp.gate_proj.weight in model.safetensors has shape \(96, 64\)"):
-            read_value_model(tmp_path, wide)
+            read_value_model(tmp_path, table_for(wide, head="value"))
         stored.pop("model.norm.weight")
         save_file(stored, tmp_path / FILE)
         with pytest.raises(ValueError, match=r"tensor model.norm.weight \(64,\) is missing"):
-            read_value_model(tmp_path, read_hf_config(tmp_path))
+            read_value_model(tmp_path, table_for(read_hf_config(tmp_path), head="value"))
 
     def test_a_policy_is_read_without_a_warning(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         """Its output layer is expected, and left out; what nobody knows is named."""
         stored = write_directory(tmp_path, "llama", "CausalLM")
-        read_value_model(tmp_path, read_hf_config(tmp_path))
+        read_value_model(tmp_path, table_for(read_hf_config(tmp_path), head="value"))
         assert not caplog.records
         save_file({**stored, "v_head.weight": torch.zeros(1)}, tmp_path / FILE)
-        read_value_model(tmp_path, read_hf_config(tmp_path))
+        read_value_model(tmp_path, table_for(read_hf_config(tmp_path), head="value"))
         assert "ignored: v_head.weight" in caplog.text
 
 
@@ -281,7 +283,7 @@ def test_the_type_of_each_tensor_is_known(tmp_path: Path) -> None:
     stored = write_directory(tmp_path, "llama", "SequenceClassification")
     save_file({key: tensor.bfloat16() for key, tensor in stored.items()}, tmp_path / FILE)
     config = read_hf_config(tmp_path)
-    source = with_value_head(read_value_model(tmp_path, config), 0.0, 1)
+    source = with_value_head(read_value_model(tmp_path, table_for(config, head="value")), 0.0, 1)
     types = {rule.megatron_name: source.dtype_of(rule) for rule in table_for(config, head="value")}
     assert types.pop("output_layer.bias") == "float32"
     assert set(types.values()) == {"bfloat16"}

@@ -137,11 +137,11 @@ def before_and_after_a_step(world: World, state: dict[str, Tensor]) -> tuple[int
     optimizer.USING_PYTORCH_OPTIMIZER, optimizer.Adam = False, FusedAdam
     try:
         actor = make_actor(world, NAME, state)
-        before = len(actor.optimizer.state_tensors())
+        before = len(actor.backend.optimizer.state_tensors())
         shard, plan = share(world, reference.make_batch(), 40)
         actor.update(shard, plan, reference.TEMPERATURE, "sft")
-        groups = actor.optimizer.megatron.param_groups
-        return before, len(actor.optimizer.state_tensors()), [group["step"] for group in groups]
+        groups = actor.backend.optimizer.megatron.param_groups
+        return before, len(actor.backend.optimizer.state_tensors()), [group["step"] for group in groups]
     finally:
         optimizer.USING_PYTORCH_OPTIMIZER, optimizer.Adam = found
 

@@ -34,9 +34,9 @@ def snapshot(worker: Any) -> dict[str, Tensor]:
     """All that a step changes on this rank: parameters, moments, main parameters, step counts, the schedule."""
     from rlhf_megatron.checkpoint.load_model import named_parameters
 
-    worker.synced_chunks()
-    optimizer = worker.optimizer
-    found = {name: parameter.detach().clone() for name, parameter in named_parameters(worker.chunks).items()}
+    worker.backend.sync()
+    optimizer = worker.backend.optimizer
+    found = {name: parameter.detach().clone() for name, parameter in named_parameters(worker.backend.chunks).items()}
     for number, part in enumerate(optimizer.megatron.chained_optimizers):
         for index, entry in enumerate(part.optimizer.state.values()):
             found |= {f"{number} {index} {key}": value.clone() for key, value in entry.items()}
@@ -77,12 +77,12 @@ def planted(
     shard, plan = share(world, reference.make_batch(), 40)
     actor.update(shard, plan, reference.TEMPERATURE, "sft")
     before = snapshot(actor)
-    optimizer = actor.optimizer
+    optimizer = actor.backend.optimizer
     step = optimizer.step
 
     def damaged(losses: Tensor | None) -> Any:
         if world.rank == rank:
-            named_parameters(actor.chunks)[name].main_grad.view(-1)[1] = value
+            named_parameters(actor.backend.chunks)[name].main_grad.view(-1)[1] = value
         return step(losses)
 
     optimizer.step = damaged
@@ -208,7 +208,7 @@ def export_of(world: World, state: dict[str, Tensor], rank: int) -> None:
     actor = make_actor(world, NAME, state)
     list(actor.export())
     if world.rank == rank:
-        named_parameters(actor.chunks)[NORM].data[3] = math.inf
+        named_parameters(actor.backend.chunks)[NORM].data[3] = math.inf
     list(actor.export())
 
 

@@ -127,9 +127,9 @@ def test_a_part_that_grows_gets_more_room() -> None:
 
 def parts_of(worker: Any) -> dict[str, list[Tensor]]:
     """By walking through Megatron's objects, without what the worker says of itself."""
-    chunks = worker.chunks
+    chunks = worker.backend.chunks
     parameters = [parameter for chunk in chunks for parameter in chunk.module.parameters()]
-    adams = [part.optimizer for part in worker.optimizer.megatron.chained_optimizers]
+    adams = [part.optimizer for part in worker.backend.optimizer.megatron.chained_optimizers]
     mains = [main for adam in adams for group in adam.param_groups for main in group["params"]]
     held = storages_of(parameters)
     states = [value for adam in adams for state in adam.state.values() for value in state.values()]
@@ -173,7 +173,7 @@ def away_and_back(
     found: dict[str, Any] = {"full": full, "reported": worker.memory_report().held_bytes, "steps": []}
     kept = {part: [tensor.detach().clone() for tensor in held[part]] for part in ("parameters", "optimizer")}
     # With overlap_param_gather the others' shards arrive with the next pass, or when the parameters are dropped.
-    worker.synced_chunks()
+    worker.backend.sync()
     kept["parameters"] = [tensor.detach().clone() for tensor in held["parameters"]]
     offsets = {part: [tensor.storage_offset() for tensor in held[part]] for part in held}
     for part in ("gradients", "optimizer", "parameters"):

@@ -51,11 +51,11 @@ def _tensor(actor: Any, name: str) -> Tensor:
     from rlhf_megatron.checkpoint.load_model import named_parameters
     from rlhf_megatron.workers.optimizer_state import held_parameters
 
-    parameters = named_parameters(actor.chunks)
+    parameters = named_parameters(actor.backend.chunks)
     name, _, moment = name.partition(" ")
     if not moment:
         return parameters[name]
-    (held,) = [h for h in held_parameters(actor.optimizer.megatron) if h.model is parameters[name]]
+    (held,) = [h for h in held_parameters(actor.backend.optimizer.megatron) if h.model is parameters[name]]
     return held.tensors()[moment]
 
 

@@ -226,12 +226,17 @@ def test_loss_and_gradient_do_not_depend_on_the_token_budget(dist_pool: DistPool
 def schedules(world: World, state: dict[str, Tensor], batch: MiniBatch) -> list[tuple[float, float, float]]:
     """(lr, weight decay of matrices, weight decay of norms) at each step of a warm-up phase, then of a fresh one."""
 
-    from rlhf_megatron.workers.actor import MegatronActor
+    from rlhf_megatron.workers.actor import Actor
+    from rlhf_megatron.workers.megatron import MegatronBackend
     from rlhf_megatron.workers.trained_model import Phase
 
     warm = OptimConfig(lr=1e-3, lr_warmup_steps=2, lr_decay_style="linear", weight_decay=0.1, weight_decay_end=0.3)
     phases = {"warmup": Phase(warm, 4), "rl": Phase(OptimConfig(lr=5e-4, weight_decay=0.2), 10)}
-    actor = MegatronActor(reference.HF_CONFIGS[NAME], StateSource(state), world, torch.float32, CONFIG, phases)
+    actor = Actor(
+        MegatronBackend(reference.HF_CONFIGS[NAME], StateSource(state), world, torch.float32, CONFIG.megatron),
+        CONFIG,
+        phases,
+    )
     shard, plan = share(world, batch, 1000)
     seen = []
     for phase, count in (("warmup", 4), ("rl", 1)):
@@ -239,10 +244,12 @@ def schedules(world: World, state: dict[str, Tensor], batch: MiniBatch) -> list[
             actor.reset_optimizer("rl")
         for _ in range(count):
             result = actor.update(shard, plan, 1.0, "sft")
-            groups = actor.optimizer.megatron.param_groups
+            groups = actor.backend.optimizer.megatron.param_groups
             decay = {p.dim() > 1: group["weight_decay"] for group in groups for p in group["params"]}
             seen.append((result.lr, decay[True], decay[False]))
-    moments = [s["step"].item() for s in actor.optimizer.megatron.chained_optimizers[0].optimizer.state.values()]
+    moments = [
+        s["step"].item() for s in actor.backend.optimizer.megatron.chained_optimizers[0].optimizer.state.values()
+    ]
     assert set(moments) == {1.0}, "the fresh optimizer has counted the warm-up's steps"
     return seen
 
@@ -259,13 +266,15 @@ def two_references(
     world: World, state: dict[str, Tensor], batch: MiniBatch, megatron: dict[str, Any]
 ) -> tuple[Any, ...]:
     """Log-probs of actor and reference, alike at first, after an update, and after the reference became the actor."""
-    from rlhf_megatron.workers.reference import MegatronReference
+    from rlhf_megatron.workers.megatron import MegatronBackend
+    from rlhf_megatron.workers.reference import Reference
 
     actor = make_actor(world, NAME, state, megatron=megatron)
     config = reference.HF_CONFIGS[NAME]
     settings = actor.config.megatron
     head = (50, KernelsConfig())
-    frozen = MegatronReference(config, StateSource(state), world, torch.float32, *head, settings, is_offloaded=True)
+    backend = MegatronBackend(config, StateSource(state), world, torch.float32, settings, is_frozen=True)
+    frozen = Reference(backend, *head, is_offloaded=True)
     shard, plan = share(world, batch, 40)
 
     def both() -> tuple[Any, Any]:
@@ -275,7 +284,8 @@ def two_references(
     actor.update(shard, plan, reference.TEMPERATURE, "sft")
     trained = both()
     actor.update(shard, plan, reference.TEMPERATURE, "sft")
-    frozen.copy_weights(actor.synced_chunks())
+    actor.backend.sync()
+    frozen.copy_weights(actor.backend)
     return before, trained, both()
 
 
@@ -316,10 +326,10 @@ def masters_and_exports(
     actor = make_actor(world, NAME, state, dtype=torch.bfloat16, megatron=megatron, bucket_size=20_000)
     shard, plan = share(world, batch, 40)
     actor.update(shard, plan, reference.TEMPERATURE, "sft")
-    parameters = named_parameters(actor.model.chunks)
+    parameters = named_parameters(actor.backend.model.chunks)
     after_step = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     exported = {rule.megatron_name: tensor for rule, tensor in actor.export() if tensor is not None}
-    held = [entry for entry in held_parameters(actor.optimizer.megatron) if entry.main is not None]
+    held = [entry for entry in held_parameters(actor.backend.optimizer.megatron) if entry.main is not None]
     names = {id(parameter): name for name, parameter in parameters.items()}
 
     def flat(entry: Any) -> Tensor:
@@ -334,7 +344,7 @@ def masters_and_exports(
         "exported": {name: tensor.clone() for name, tensor in exported.items()},
     }
     actor.reset_optimizer("rl")
-    fresh = [entry for entry in held_parameters(actor.optimizer.megatron) if entry.main is not None]
+    fresh = [entry for entry in held_parameters(actor.backend.optimizer.megatron) if entry.main is not None]
     result["is_kept"] = all(torch.equal(e.main, m) for e, m in zip(fresh, masters, strict=True))
     result["is_fresh"] = all(not value.any() for entry in fresh for value in entry.state.values())
     return result

@@ -172,7 +172,7 @@ def check_offload(device: torch.device, dtype: torch.dtype, use_distributed_opti
         shard, plan = share(batch)
         actor.update(shard, plan, 1.0, "sft")  # moments that are not zero
         log_probs = actor.log_probs(shard, plan, 1.0).log_probs
-        tensors = [tensor for _, tensor in actor.export()] + actor.optimizer.state_tensors()
+        tensors = [tensor for _, tensor in actor.export()] + actor.backend.optimizer.state_tensors()
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         kept = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
         before = memory(device).allocated
@@ -255,7 +255,8 @@ def one_rank_actor(
     from rlhf_megatron.config.schema import ActorConfig, MegatronConfig, OptimConfig
     from rlhf_megatron.parallel.layout import Layout
     from rlhf_megatron.parallel.world import create_world, destroy_world
-    from rlhf_megatron.workers.actor import MegatronActor
+    from rlhf_megatron.workers.actor import Actor
+    from rlhf_megatron.workers.megatron import MegatronBackend
     from rlhf_megatron.workers.trained_model import Phase
 
     world = create_world(Layout(1), device)
@@ -263,7 +264,8 @@ def one_rank_actor(
         optim = OptimConfig(lr=LR)
         config = ActorConfig(megatron=MegatronConfig(**megatron), optim=optim, log_prob_chunk_size=256)
         source, phases = random_source(hf_config, 1), {"rl": Phase(optim, 100)}
-        yield MegatronActor(hf_config, source, world, dtype, config, phases), world
+        backend = MegatronBackend(hf_config, source, world, dtype, config.megatron)
+        yield Actor(backend, config, phases), world
     finally:
         destroy_world()
 
@@ -272,10 +274,12 @@ def one_rank_actor(
 def one_rank_critic(device: torch.device, dtype: torch.dtype) -> Iterator[Any]:
     """A critic with seeded weights; its world ends with the block."""
     from rlhf_megatron.checkpoint.source import random_source
+    from rlhf_megatron.checkpoint.value_model import with_value_head
     from rlhf_megatron.config.schema import CriticConfig, MegatronConfig, OptimConfig
     from rlhf_megatron.parallel.layout import Layout
     from rlhf_megatron.parallel.world import create_world, destroy_world
-    from rlhf_megatron.workers.critic import MegatronCritic
+    from rlhf_megatron.workers.critic import Critic
+    from rlhf_megatron.workers.megatron import MegatronBackend
     from rlhf_megatron.workers.trained_model import Phase
 
     world = create_world(Layout(1), device)
@@ -283,7 +287,9 @@ def one_rank_critic(device: torch.device, dtype: torch.dtype) -> Iterator[Any]:
         optim, std = OptimConfig(lr=LR), CONFIG["initializer_range"]
         config = CriticConfig(optim=optim, cliprange_value=VALUE_CLIP, value_head_init_std=std)
         source, phases = random_source(CONFIG, 1), {"rl": Phase(optim, 100)}
-        yield MegatronCritic(CONFIG, source, world, dtype, config, MegatronConfig(), phases, seed=1)
+        first = with_value_head(source, std, 1)
+        backend = MegatronBackend(CONFIG, first, world, dtype, MegatronConfig(), "value")
+        yield Critic(backend, config, phases, seed=1)
     finally:
         destroy_world()
 

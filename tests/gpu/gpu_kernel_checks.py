@@ -260,7 +260,7 @@ def check_main_grad(device: torch.device, dtype: torch.dtype, is_tied: bool = Tr
         shard, plan = share(batch)  # several micro-batches add up
         assert len(plan.micro_batches) > 1
         actor.look_again(shard, plan, 1.0, "sft")
-        weight: Any = head_weight(actor.model.chunks[-1])
+        weight: Any = head_weight(actor.backend.model.chunks[-1])
         assert weight.main_grad.dtype == torch.float32
         assert weight.grad is None or weight.grad.data_ptr() == weight.main_grad.data_ptr(), "a second gradient"
         found = weight.main_grad.detach().clone()

@@ -87,16 +87,18 @@ def held(world: World, case: Case) -> dict[str, int]:
 
 def make_worker(world: World, case: Case) -> Any:
     from rlhf_megatron.checkpoint.source import random_source
-    from rlhf_megatron.workers.actor import MegatronActor
-    from rlhf_megatron.workers.critic import MegatronCritic
+    from rlhf_megatron.workers.actor import Actor
+    from rlhf_megatron.workers.critic import Critic
+    from rlhf_megatron.workers.megatron import MegatronBackend
     from rlhf_megatron.workers.trained_model import Phase
 
     hf_config, optim, megatron = HF_CONFIGS[case.model], OptimConfig(), case.axes.megatron
     common = (hf_config, random_source(hf_config, 1), world, getattr(torch, case.dtype))
     phases = {"rl": Phase(optim, 10)}
+    backend = MegatronBackend(*common, megatron, case.head)
     if case.head == "value":
-        return MegatronCritic(*common, CriticConfig(optim=optim), megatron, phases, seed=1)
-    return MegatronActor(*common, ActorConfig(megatron=megatron, optim=optim), phases)
+        return Critic(backend, CriticConfig(optim=optim), phases, seed=1)
+    return Actor(backend, ActorConfig(megatron=megatron, optim=optim), phases)
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -39,7 +39,7 @@ def overtaken_save(
     try:
         actor.begin_save(directory / "actor")
         _, at_save = shards(actor)
-        moments_at_save = [tensor.clone() for tensor in actor.optimizer.state_tensors()]
+        moments_at_save = [tensor.clone() for tensor in actor.backend.optimizer.state_tensors()]
         for _ in range(2):
             update(actor)
         was_done = actor.is_save_done()
@@ -49,7 +49,7 @@ def overtaken_save(
     other = make_actor(world, name, state, **settings)
     other.load(directory / "actor")
     _, loaded = shards(other)
-    moments = [tensor.clone() for tensor in other.optimizer.state_tensors()]
+    moments = [tensor.clone() for tensor in other.backend.optimizer.state_tensors()]
     for _ in range(2):
         update(other)
     _, through = shards(actor)

@@ -77,7 +77,7 @@ def weights(role: Any) -> dict[str, Tensor]:
 
 
 def moments(role: Any) -> list[Tensor]:
-    return [tensor.clone() for tensor in role.optimizer.state_tensors()]
+    return [tensor.clone() for tensor in role.backend.optimizer.state_tensors()]
 
 
 def draws() -> list[Any]:

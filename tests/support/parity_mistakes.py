@@ -49,21 +49,20 @@ def _mark(patch: pytest.MonkeyPatch, kind: Any, parameter: str, is_summed_over_t
 
 def each_replica_its_own_count(patch: pytest.MonkeyPatch) -> None:
     """Every replica divides by the tokens that it has itself, and the mean is taken over replicas."""
-    from rlhf_megatron.workers.actor import MegatronActor
+    from rlhf_megatron.workers.actor import Actor
 
-    update = MegatronActor.update
+    update = Actor.update
 
     def with_local_count(self: Any, batch: Any, *args: Any) -> Any:
         total = batch.loss_weights.sum() * self.world.layout.dp
         return update(self, replace(batch, loss_weights=batch.loss_weights / total.clamp(min=1e-12)), *args)
 
-    patch.setattr(MegatronActor, "update", with_local_count)
+    patch.setattr(Actor, "update", with_local_count)
 
 
 def labels_shifted_after_the_cut(patch: pytest.MonkeyPatch) -> None:
     """At the end of a chunk the label is the next token that this cp rank has, not the next one of the document."""
-    from rlhf_megatron.workers import actor, pack
-    from rlhf_megatron.workers import pipeline as forward
+    from rlhf_megatron.workers import actor, forward, pack
 
     def shifted(*args: Any, **kwargs: Any) -> pack.Packed:
         packed = pack.pack(*args, **kwargs)
@@ -113,8 +112,7 @@ def head_bias_counted_by_every_tp_rank(patch: pytest.MonkeyPatch) -> None:
 
 def values_of_the_next_row(patch: pytest.MonkeyPatch) -> None:
     """The value of the tokens up to and with t in place of those before t."""
-    from rlhf_megatron.workers import critic, pack
-    from rlhf_megatron.workers import pipeline as forward
+    from rlhf_megatron.workers import critic, forward, pack
 
     def shifted(*args: Any, **kwargs: Any) -> pack.Packed:
         packed = pack.pack(*args, **kwargs)
@@ -130,14 +128,14 @@ def _with_next_rows(micro: Any) -> Any:
 
 def value_weights_divided_again(patch: pytest.MonkeyPatch) -> None:
     """The weights are over the global count already, and the sum over replicas is taken for a mean."""
-    from rlhf_megatron.workers.critic import MegatronCritic
+    from rlhf_megatron.workers.critic import Critic
 
-    update = MegatronCritic.update
+    update = Critic.update
 
     def with_mean(self: Any, batch: Any, plan: Any) -> Any:
         return update(self, replace(batch, loss_weights=batch.loss_weights / self.world.layout.dp), plan)
 
-    patch.setattr(MegatronCritic, "update", with_mean)
+    patch.setattr(Critic, "update", with_mean)
 
 
 def head_gathers_with_summed_gradient(patch: pytest.MonkeyPatch) -> None:

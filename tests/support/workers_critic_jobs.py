@@ -47,16 +47,18 @@ def make_critic(
 
     `bucket_size`: parameters of a gradient bucket, for small models to have several.
     """
+    from rlhf_megatron.checkpoint.value_model import with_value_head
     from rlhf_megatron.workers import data_parallel
-    from rlhf_megatron.workers.critic import MegatronCritic
+    from rlhf_megatron.workers.critic import Critic
+    from rlhf_megatron.workers.megatron import MegatronBackend
     from rlhf_megatron.workers.trained_model import Phase
 
     phases, settings = {"rl": Phase(config.optim, 100)}, megatron_of(world, megatron or {})
     data_parallel.BUCKET_SIZE = bucket_size
     try:
-        return MegatronCritic(
-            hf_config or reference.HF_CONFIGS[name], source, world, dtype, config, settings, phases, SEED
-        )
+        first = with_value_head(source, config.value_head_init_std, SEED)
+        backend = MegatronBackend(hf_config or reference.HF_CONFIGS[name], first, world, dtype, settings, "value")
+        return Critic(backend, config, phases, SEED)
     finally:
         data_parallel.BUCKET_SIZE = None
 

@@ -143,8 +143,8 @@ def _pass(actor: Any, batch: MiniBatch, token_budget: int, kind: str, num_passes
     world = actor.world
     shard, plan = share(world, batch, token_budget)
     packed = pack(shard, plan, world.layout, world.coordinates.cp)
-    parameters = named_parameters(actor.model.chunks)
-    weight = head_weight(actor.model.chunks[-1]) if world.is_last_stage else None
+    parameters = named_parameters(actor.backend.model.chunks)
+    weight = head_weight(actor.backend.model.chunks[-1]) if world.is_last_stage else None
     known = [tensor for p in parameters.values() for tensor in (p.data, p.main_grad)]
     before = {key: p.detach().clone() for key, p in parameters.items()}
     hooks: list[int] = []
@@ -209,7 +209,7 @@ def run_checked(
         shard, plan = share(world, batch, 40)
         log_probs = actor.log_probs(shard, plan, reference.TEMPERATURE, with_entropy=True)
         actor.look_again(shard, plan, reference.TEMPERATURE)
-    grads = {key: p.main_grad.clone() for key, p in named_parameters(actor.model.chunks).items()}
+    grads = {key: p.main_grad.clone() for key, p in named_parameters(actor.backend.model.chunks).items()}
     return CheckedRun(log_probs, grads, actor.head_report(), records.messages)
 
 

@@ -98,14 +98,21 @@ def make_actor(
 ) -> Any:
     """`bucket_size`: parameters of a gradient bucket, for small models to have several."""
     from rlhf_megatron.workers import data_parallel
-    from rlhf_megatron.workers.actor import MegatronActor
+    from rlhf_megatron.workers.actor import Actor
+    from rlhf_megatron.workers.megatron import MegatronBackend
     from rlhf_megatron.workers.trained_model import Phase
 
     phases = {"rl": Phase(config.optim, num_steps)}
     config = replace(config, megatron=megatron_of(world, megatron or {}))
     data_parallel.BUCKET_SIZE = bucket_size
     try:
-        return MegatronActor(reference.HF_CONFIGS[name], StateSource(state), world, dtype, config, phases)
+        source = StateSource(state)
+        if config.backend == "fsdp":
+            from rlhf_megatron.workers.fsdp import FSDPBackend
+
+            return Actor(FSDPBackend(reference.HF_CONFIGS[name], source, world, dtype, config.fsdp), config, phases)
+        backend = MegatronBackend(reference.HF_CONFIGS[name], source, world, dtype, config.megatron)
+        return Actor(backend, config, phases)
     finally:
         data_parallel.BUCKET_SIZE = None
 
@@ -128,12 +135,15 @@ def shards(worker: Any, head: Head = "vocabulary") -> tuple[dict[str, Tensor], d
     from rlhf_megatron.checkpoint.load_model import named_parameters
     from rlhf_megatron.workers.optimizer_state import held_parameters
 
-    table = table_for(worker.model.hf_config, worker.world.layout.tp, head=head)  # as the local layers call them
-    names = {own.megatron_name: rule.megatron_name for own, rule in zip(worker.table, table, strict=True)}
+    if not hasattr(worker.backend, "chunks"):  # fsdp
+        weights = {rule.megatron_name: piece.clone() for rule, piece in worker.export() if piece is not None}
+        return {name: grad.clone() for name, grad in worker.backend.named_gradients().items()}, weights
+    table = table_for(worker.backend.hf_config, worker.world.layout.tp, head=head)  # as the local layers call them
+    names = {own.megatron_name: rule.megatron_name for own, rule in zip(worker.backend.table, table, strict=True)}
     weights = {rule.megatron_name: shard.clone() for rule, shard in worker.export() if shard is not None}
-    parameters = named_parameters(worker.model.chunks)
+    parameters = named_parameters(worker.backend.model.chunks)
     grads = {id(parameter): parameter.main_grad.clone() for parameter in parameters.values()}
-    for held in held_parameters(worker.optimizer.megatron):
+    for held in held_parameters(worker.backend.optimizer.megatron):
         if held.span is not None:
             whole = torch.zeros_like(grads[id(held.model)]).flatten()
             if held.main is not None and held.main.grad is not None:

@@ -147,10 +147,13 @@ def _problems(
 ) -> Findings:
     families, name = parts_of("model family"), str(hf_config.get("model_type"))
     family = families.find(name)
+    if family is None and config.actor.backend == "fsdp":
+        yield from _of_transformers(config, hf_config)
+        return
     if family is None:
         if not not_loaded(config.plugins):
             names, kind = ", ".join(families), hf_config.get("model_type")
-            yield _problem(f"model_type ({kind!r}) must be one of {names}; choose such a model.")
+            yield _problem(f"model_type ({kind!r}) must be one of {names}; choose such a model, or actor.backend fsdp.")
         return
     found = [*told(_of_family(config, hf_config, pools, family.build.unsupported(hf_config)))]
     yield from found
@@ -159,6 +162,20 @@ def _problems(
             family.build.transformer_arguments(hf_config)
     except ValueError as error:
         yield _problem(str(error))
+
+
+def _of_transformers(config: RunConfig, hf_config: Mapping[str, Any]) -> Findings:
+    """A family that only transformers has; that it has it is seen when its tensors are looked for."""
+    sizes = _sizes(hf_config)
+    for key, value in sizes.items():
+        yield wrong(value is None, f"{key} ({hf_config.get(key)!r}) must be a positive integer.", ("model.path",))
+    yield wrong(
+        num_experts(hf_config),
+        f"model_type ({hf_config.get('model_type')!r}) has experts, whose tensors have other names in files than in"
+        " transformers; experts are trained of the families that Megatron has here.",
+        ("model.path",),
+    )
+    yield from _shape(config, {key: value for key, value in sizes.items() if value is not None})
 
 
 def _of_family(

@@ -19,6 +19,7 @@ from rlhf_megatron.config.rules import (
     algorithm,
     data,
     engines,
+    fsdp,
     model,
     run,
     schedule,
@@ -35,13 +36,15 @@ from rlhf_megatron.config.source import DEFAULT, Loaded
 _REGISTERED = (
     run,
     model,
+    fsdp,
     algorithm,
     engines,
     correction,
     data,
     schedule,
     sft,
-)  # rules register as their file is imported
+)
+"""Rules register as their file is imported."""
 
 
 def ignored(loaded: Loaded) -> Iterator[Problem]:

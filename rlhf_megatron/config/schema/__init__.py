@@ -25,6 +25,7 @@ from rlhf_megatron.config.schema.samples import (
 from rlhf_megatron.config.schema.training import (
     ActorConfig,
     CriticConfig,
+    FSDPConfig,
     KernelsConfig,
     MegatronConfig,
     ModelConfig,

@@ -96,6 +96,18 @@ class MegatronConfig:
 
 
 @dataclass(frozen=True)
+class FSDPConfig:
+    """Of a pool under the backend fsdp: every rank is a replica and holds a piece of each parameter."""
+
+    attn_implementation: str = doc("attention of transformers: sdpa, eager, flash_attention_2, ...", "sdpa")
+    reshard_after_forward: bool = doc("let gathered layers go between forward and backward pass", True)
+    activation_checkpointing: bool = doc("keep only layer inputs for the backward pass", False)
+    cpu_offload: bool = doc(
+        "keep parameters, gradients and optimizer in host memory, a layer at a time on the GPU", False
+    )
+
+
+@dataclass(frozen=True)
 class OptimConfig:
     optimizer: Literal["adam"] = doc("AdamW", "adam")
     lr: float = doc("peak learning rate", 1e-6, BELOW_ONE)
@@ -141,7 +153,11 @@ class KernelsConfig:
 
 @dataclass(frozen=True)
 class ActorConfig:
-    megatron: MegatronConfig = doc("parallel layout of the actor's pool", factory=MegatronConfig)
+    backend: Literal["megatron", "fsdp"] = doc(
+        "trainer of actor, critic and reference: Megatron-Core, or transformers' models under FSDP2", "megatron"
+    )
+    megatron: MegatronConfig = doc("parallel layout of the actor's pool (backend megatron)", factory=MegatronConfig)
+    fsdp: FSDPConfig = doc("how models are sharded (backend fsdp)", factory=FSDPConfig)
     optim: OptimConfig = doc("optimizer and schedules", factory=OptimConfig)
     policy_loss: PolicyLossConfig = doc("policy loss", factory=PolicyLossConfig)
     mini_batch_size: int = doc("samples (prompts x rollout.n) an optimizer step, over all ranks", 1024, SAMPLES)

@@ -44,10 +44,19 @@ FAMILIES: Registry[Family] = Registry("model family")
 
 
 def family_for(hf_config: HFConfig) -> Family:
-    """The family of a config.json. Raises ValueError when model_type is missing or unknown."""
+    """The family of a config.json: one of ours or, for the trainer backend fsdp, one that transformers has.
+
+    Raises ValueError when model_type is missing or unknown.
+    """
     if not hf_config.get("model_type"):
         raise ValueError("config.json has no model_type; is this a model in Hugging Face layout?")
-    return FAMILIES.get(str(hf_config["model_type"])).build
+    name = str(hf_config["model_type"])
+    if FAMILIES.find(name) is None:
+        from rlhf_megatron.models.causal_lm import family_of_transformers
+
+        if (other := family_of_transformers(name)) is not None:
+            return other
+    return FAMILIES.get(name).build
 
 
 def table_for(

@@ -1,0 +1,51 @@
+"""Rules of the trainer backend fsdp: settings of the other backend, and what it does not do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields
+
+from rlhf_megatron.config.rules import Findings, Idle, idle, rule, wrong
+from rlhf_megatron.config.rules.run import megatron_sections, model_parallel_size
+from rlhf_megatron.config.schema import MegatronConfig, RunConfig
+from rlhf_megatron.config.source import Loaded
+
+BACKEND = "actor.backend"
+
+
+@idle
+def idle_backend_settings(config: RunConfig) -> Iterable[Idle]:
+    is_fsdp = config.actor.backend == "fsdp"
+    return (
+        (not is_fsdp, ("actor.fsdp",), BACKEND, "set it to fsdp"),
+        (is_fsdp, _chosen("actor.megatron", config.actor.megatron), BACKEND, "set it to megatron"),
+        (is_fsdp, _chosen("critic.megatron", config.critic.megatron), BACKEND, "set it to megatron"),
+    )
+
+
+def _chosen(section: str, megatron: MegatronConfig) -> tuple[str, ...]:
+    """Settings that are not as without a word."""
+    plain = MegatronConfig()
+    names = [field.name for field in fields(MegatronConfig)]
+    return tuple(f"{section}.{name}" for name in names if getattr(megatron, name) != getattr(plain, name))
+
+
+@rule
+def fsdp(loaded: Loaded) -> Findings:
+    """What only Megatron's workers do."""
+    config = loaded.config
+    is_fsdp = config.actor.backend == "fsdp"
+    for section, megatron, _ in megatron_sections(config):
+        size = model_parallel_size(megatron)
+        yield wrong(
+            is_fsdp and size > 1,
+            f"{section} cuts a model over {size} ranks, but under {BACKEND} fsdp each rank is a replica; set"
+            " its tensor_model_parallel_size, pipeline_model_parallel_size and context_parallel_size to 1.",
+            (BACKEND, section),
+        )
+    yield wrong(
+        is_fsdp and config.rollout.colocated,
+        f"rollout.colocated (true) is not for {BACKEND} fsdp: its memory is not given to engines; set it to false, or"
+        " use megatron.",
+        (BACKEND, "rollout.colocated"),
+    )

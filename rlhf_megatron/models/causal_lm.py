@@ -1,0 +1,234 @@
+"""Causal language models of transformers for the trainer backend `fsdp`: built without memory, their tensors by name,
+and a head that hands out hidden states. The one file of the trainer that imports transformers.
+"""
+# S packed tokens, R rows, H hidden, V vocabulary
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_megatron.models.families.base import OUTPUT_LAYER, Family, HFConfig, table_for
+from rlhf_megatron.models.table import Head, HFTensor, Rule
+from rlhf_megatron.registry import parts_of
+
+_FUSED_EXPERTS = re.compile(r"(.*\.)mlp\.experts\.(gate_up_proj|down_proj)")
+_MATRICES = ("mlp", "gate_proj", "up_proj", "down_proj")
+_ON_DISK = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2")}
+"""Families whose files call a layer's experts otherwise than transformers' modules: block, gate, up, down."""
+
+
+class PackedModel(nn.Module):
+    """A causal language model over packed documents, or with head "value" its decoder and a value head.
+
+    What is done with the hidden states is done inside of `forward`: only there are sharded weights whole.
+    """
+
+    def __init__(self, causal: Any, head: Head) -> None:
+        super().__init__()
+        self.hf_config = causal.config
+        self.decoder: Any = causal
+        self._body = ""
+        self.is_plain = False  # `forward` hands out logits of rows, by the model's own head
+        if head == "value":
+            self.decoder = nn.Module()
+            setattr(self.decoder, causal.base_model_prefix, causal.base_model)
+            self._body = str(causal.base_model_prefix)
+            self.score = nn.Linear(causal.config.get_text_config().hidden_size, 1, dtype=torch.float32)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        with_hidden: Callable[[Tensor], Any],
+        rows: Tensor,
+        **lengths: Any,
+    ) -> Any:
+        """What `with_hidden` returns for hidden states [1, S, H], by which the head's weight is multiplied; for logits
+        [1, R, V] of the rows where `is_plain`. Both arguments are [1, S]; positions restart with each document.
+
+        `lengths`: the documents' borders, for attention kernels that ask for them.
+        """
+        # No mask and no cache: only then does transformers tell documents apart by their positions.
+        inputs = {"input_ids": token_ids, "position_ids": position_ids, "attention_mask": None, "use_cache": False}
+        if self._body:
+            return with_hidden(getattr(self.decoder, self._body)(**inputs, **lengths).last_hidden_state)
+        if self.is_plain:
+            return with_hidden(self.decoder(**inputs, **lengths, logits_to_keep=rows).logits)
+        with self._identity_head():
+            hidden = self.decoder(**inputs, **lengths).logits
+        return with_hidden(hidden)
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers: what is gathered, and recomputed, at once."""
+        causal = self.decoder
+        num_layers = self.hf_config.get_text_config().num_hidden_layers
+        lists = [module for module in causal.modules() if isinstance(module, nn.ModuleList)]
+        return [layer for found in lists if len(found) == num_layers for layer in found]
+
+    @property
+    def head(self) -> Any:
+        """The output layer of a policy."""
+        return self.decoder.get_output_embeddings()
+
+    def values(self, hidden_SH: Tensor, rows_R: Tensor) -> Tensor:
+        """[R] float32; inside of `forward`."""
+        weight, bias = self.score.weight.float(), self.score.bias.float()
+        return nn.functional.linear(hidden_SH.index_select(0, rows_R).float(), weight, bias)[:, 0]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters, and buffers that files hold, by the names that transformers has for them."""
+        named = {_own(name): parameter for name, parameter in self.named_parameters()}
+        stored = self.state_dict(keep_vars=True)
+        buffers = {_own(name): buffer for name, buffer in self.named_buffers() if name in stored}
+        return {**named, **buffers}
+
+    @contextmanager
+    def _identity_head(self) -> Iterator[None]:
+        """The owner of the weight multiplies nothing: scales of hidden states or logits still happen."""
+        head = self.head
+        head.forward = lambda hidden: hidden
+        try:
+            yield
+        finally:
+            del head.forward
+
+
+def _own(name: str) -> str:
+    return name.removeprefix("decoder.")
+
+
+def build_causal_lm(hf_config: HFConfig, attn_implementation: str, head: Head, dtype: torch.dtype) -> PackedModel:
+    """A model whose parameters have no memory yet ("meta"); what its modules compute at their making stands.
+
+    Raises ValueError for a config.json that transformers has no causal language model for.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind = str(hf_config.get("model_type"))
+    settings = {key: value for key, value in hf_config.items() if key not in ("model_type", "dtype", "torch_dtype")}
+    try:
+        config = AutoConfig.for_model(kind, **settings)
+        with _parameters_without_memory():
+            causal = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation, dtype=dtype)
+    except (ValueError, ImportError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"transformers cannot build a causal language model of type {kind!r} with attn_implementation"
+            f" {attn_implementation!r}: {error}"
+        ) from error
+    causal.eval()
+    for module in causal.modules():
+        if getattr(module, "padding_idx", None) is not None:
+            module.padding_idx = None  # the row of that token would never get a gradient
+    model = PackedModel(causal, head)
+    if head == "value":
+        model.score.to("meta")
+    return model
+
+
+@contextmanager
+def _parameters_without_memory() -> Iterator[None]:
+    register = nn.Module.register_parameter
+
+    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:  # one that is there already stays itself: it may be tied
+            param = nn.Parameter(param.to("meta"), param.requires_grad)
+        register(self, name, param)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def causal_lm_table(model: PackedModel, hf_config: HFConfig, head: Head) -> tuple[Rule, ...]:
+    """The weight table of a model of transformers: its own names, cut along dimension 0 over all ranks.
+
+    Where the family is one of ours, Hugging Face tensors have the names and travel in the groups that our table has.
+    Raises ValueError where the two disagree.
+    """
+    kind = str(hf_config.get("model_type"))
+    groups = {}
+    if kind in parts_of("model family"):
+        groups = {hf.name: rule.fusion_group for rule in table_for(hf_config, head=head) for hf in rule.hf}
+    parameters = {_own(name) for name, _ in model.named_parameters()}
+    rules = []
+    for name, tensor in model.tensors().items():
+        hf, to_megatron, to_hf = _conversion(name, tuple(tensor.shape), kind)
+        layer = re.search(r"\.(\d+)\.", name)
+        is_parameter = name in parameters
+        rules.append(
+            Rule(
+                megatron_name=name,
+                megatron_shape=tuple(tensor.shape),
+                hf=hf,
+                to_megatron=to_megatron,
+                to_hf=to_hf,
+                split="pieces" if is_parameter else "replicated",
+                owner="head" if layer is None else "layer",
+                layer=None if layer is None else int(layer[1]),
+                fusion_group=groups.get(hf[0].name, name.rpartition(".")[0].rpartition(".")[0]),
+                dtype=None if is_parameter else str(tensor.dtype).removeprefix("torch."),
+            )
+        )
+    own = {hf.name for rule in rules for hf in rule.hf}
+    if groups and own != set(groups):
+        raise ValueError(
+            f"transformers' model of type {kind!r} and our weight table have other tensors:"
+            f" {', '.join(sorted(own ^ set(groups))[:8])}; use actor.backend megatron."
+        )
+    return tuple(rules)
+
+
+def _conversion(
+    name: str, shape: tuple[int, ...], kind: str
+) -> tuple[tuple[HFTensor, ...], Callable[..., Tensor], Callable[[Tensor], tuple[Tensor, ...]]]:
+    """Of one tensor: as files name it, and how the two become each other. A layer's experts are one tensor in
+    transformers, of which files have one or two matrices an expert."""
+    block, gate, up, down = _ON_DISK.get(kind, _MATRICES)
+    found = _FUSED_EXPERTS.fullmatch(name)
+    if found is None or len(shape) != 3:
+        disk = name.replace(".mlp.gate.", f".{block}.gate.")
+        return (HFTensor(disk, shape),), lambda tensor: tensor, lambda tensor: (tensor,)
+    matrices = (gate, up) if found[2] == "gate_up_proj" else (down,)
+    num_experts, rows, columns = shape
+    hf = tuple(
+        HFTensor(f"{found[1]}{block}.experts.{expert}.{matrix}.weight", (rows // len(matrices), columns))
+        for expert in range(num_experts)
+        for matrix in matrices
+    )
+    return (
+        hf,
+        lambda *tensors: torch.cat(tensors).view(num_experts, rows, columns),
+        lambda tensor: tensor.reshape(num_experts * rows, columns).chunk(len(hf)),
+    )
+
+
+def family_of_transformers(name: str) -> Family | None:
+    """A family that only transformers has: Megatron cannot build it, but its tensors have names. None: unknown."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return None
+
+    def not_of_megatron(hf_config: HFConfig) -> dict[str, Any]:
+        raise ValueError(f"Megatron's models have no family {name!r} here; use actor.backend fsdp.")
+
+    def table(hf_config: HFConfig, padded_vocab_size: int) -> tuple[Rule, ...]:
+        rules = table_of_files(hf_config, "vocabulary")
+        return tuple(replace(rule, megatron_name=rule.megatron_name.replace("lm_head", OUTPUT_LAYER)) for rule in rules)
+
+    return Family(name, lambda hf_config: iter(()), not_of_megatron, not_of_megatron, table)
+
+
+def table_of_files(hf_config: HFConfig, head: Head) -> tuple[Rule, ...]:
+    """The weight table of a config.json, made without memory. Raises ValueError as `build_causal_lm`."""
+    return causal_lm_table(build_causal_lm(hf_config, "eager", head, torch.float32), hf_config, head)
