@@ -90,7 +90,7 @@ def find_weights(
 
 def _hf_config(directory: Path, plugins: Sequence[str]) -> dict[str, Any]:
     """Plugins are run only where one must bring the model's family: others may not be on this machine."""
-    if plugins and read_json(directory / "config.json").get("model_type") not in parts_of("model family"):
+    if plugins and str(read_json(directory / "config.json").get("model_type")) not in parts_of("model family"):
         load_plugins(plugins)
     return read_hf_config(directory)
 
