@@ -175,7 +175,8 @@ def _of_transformers(config: RunConfig, hf_config: Mapping[str, Any]) -> Finding
         " transformers; experts are trained of the families that Megatron has here.",
         ("model.path",),
     )
-    yield from _shape(config, {key: value for key, value in sizes.items() if value is not None})
+    known = {key: value for key, value in sizes.items() if value is not None}
+    yield from _shape(config, known, is_latent=bool(hf_config.get("kv_lora_rank")))
 
 
 def _of_family(
