@@ -229,8 +229,9 @@ class ChatFormat:
                     " data.system_prompt."
                 )
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        variables: dict[str, Any] = {"tools": list(tools)} if tools else {}
         try:
-            return self.chat(messages, with_prompt=with_prompt, **({"tools": list(tools)} if tools else {}))
+            return self.chat(messages, with_prompt=with_prompt, **variables)
         except ValueError as error:
             raise ValueError(
                 f"the chat template refuses the prompt ({error}); correct the prompt, data.system_prompt or {KWARGS}."
