@@ -46,6 +46,8 @@ _DTYPES = (
 )
 _METADATA_GLOBALS = frozenset(
     [
+        # how Python 3.11.0 to 3.11.3 write a member of an enum; nothing is looked up for it, either
+        *("builtins.getattr", "__builtin__.getattr"),
         "pathlib.PosixPath",  # where the checkpoint was written
         "pathlib._local.PosixPath",  # the same, from Python 3.13 on
         "torch.Size",

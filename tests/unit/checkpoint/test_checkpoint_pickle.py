@@ -7,6 +7,7 @@ import os
 import pickle
 import zipfile
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -70,17 +71,37 @@ def test_metadata_is_read_as_torch_reads_it(checkpoint: Path) -> None:
     assert found.storage_data == expected.storage_data and len(found.storage_data) == len(STATE)
 
 
+class EarlyPython311(pickle.Pickler):
+    """Writes members of enums as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, value: object) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+def test_metadata_of_an_early_python_3_11_is_read(checkpoint: Path) -> None:
+    expected, path = read_metadata(checkpoint / ".metadata"), checkpoint / ".metadata"
+    metadata = honest(checkpoint)
+    with path.open("wb") as file:
+        EarlyPython311(file).dump(metadata)
+    assert b"getattr" in path.read_bytes()
+    assert read_metadata(path) == expected
+
+
 EVIL: dict[str, Callable[[Metadata, Path], Any]] = {
     "instead of metadata": lambda metadata, marker: touch(marker),
     "in a field of it": lambda metadata, marker: changed(metadata, planner_data=touch(marker)),
     "in a new field of it": lambda metadata, marker: changed(metadata, mcore_data={"x": touch(marker)}),
     "as an entry": lambda metadata, marker: changed(metadata, state_dict_metadata={"weight": touch(marker)}),
     "eval": lambda metadata, marker: Evil(eval, f"open({str(marker)!r}, 'w').close()"),
+    "an attribute of a module": lambda metadata, marker: changed(
+        metadata, storage_meta=Evil(getattr, Evil(__import__, "os"), "system")
+    ),
     "a loader of pickles": lambda metadata, marker: Evil(pickle.loads, pickle.dumps(touch(marker))),
     "a module of torch's": lambda metadata, marker: Evil(torch.hub.load_state_dict_from_url, "file:///x"),
 }
 FORBIDDEN = {
     "eval": r"__builtin__\.eval|builtins\.eval",
+    "an attribute of a module": r"(__builtin__|builtins)\.__import__",
     "a loader of pickles": r"_?c?[pP]ickle\.loads",
     "a module of torch's": r"torch\.hub",
 }
