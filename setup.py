@@ -37,6 +37,7 @@ EXTRAS = {
     "math": ["math-verify>=0.9,<1"],
     "reasoning-gym": ["reasoning-gym>=0.1.25,<0.2"],  # needs a C compiler (pycosat has no wheels), so not part of dev
     "wandb": ["wandb>=0.19"],
+    "mlflow": ["mlflow-skinny>=2.20"],
     "ray": ["ray>=2.54"],  # the first in which a stranger cannot delete jobs through the dashboard
     "demo": ["matplotlib>=3.8", "gguf>=0.10"],
     "dev": [

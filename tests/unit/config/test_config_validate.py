@@ -78,7 +78,7 @@ def test_the_base_of_these_tests_is_valid(run_file: Path) -> None:
         (["actor.optim.weight_decay_end=0.001"], "actor.optim.weight_decay_end (0.001) must be at least actor.optim.weight_decay (0.01)"),
         (["trainer.experiment_name=../x"], "trainer.experiment_name ('../x') must be one plain directory name"),
         (["trainer.logger=[jsonl,jsonl]"], "trainer.logger (['jsonl', 'jsonl']) must differ"),
-        (["trainer.logger=[jsonl,mlflow]"], "trainer.logger: unknown logger 'mlflow'. Known: console, jsonl, tensorboard, wandb."),
+        (["trainer.logger=[jsonl,nosuch]"], "trainer.logger: unknown logger 'nosuch'. Known: console, jsonl, mlflow, tensorboard, wandb."),
         (["actor.optim.lr=-1"], "actor.optim.lr (-1.0) must be at least 0 and below 1; the default is 1e-06."),
         (["actor.optim.betas=[0.9,1]"], "actor.optim.betas (1.0) must be at least 0 and below 1; the default is [0.9, 0.95]."),
         (["actor.optim.eps=0"], "actor.optim.eps (0.0) must be at least 1e-30: it is 0 in float32"),
