@@ -66,7 +66,7 @@ def held(world: World, case: Case) -> dict[str, int]:
 
     data_parallel.BUCKET_SIZE = case.bucket_size
     try:
-        trained = make_worker(world, case)
+        trained = make_worker(world, case).backend
     finally:
         data_parallel.BUCKET_SIZE = None
     parameters = [parameter for chunk in trained.chunks for parameter in chunk.parameters()]
