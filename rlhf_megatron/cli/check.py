@@ -63,6 +63,11 @@ def _models(loaded: Loaded) -> Models:
     from rlhf_megatron.proof.check.proof import Models
 
     config = loaded.config
+    if config.job != "train":
+        raise ValueError(
+            f"check proves the layout of an RL run by steps of it, and this file has job: {config.job}. Its layout is"
+            " trained by the same workers: check a copy with job: train, or try `config check` and a few steps."
+        )
     if config.actor.backend == "fsdp":
         raise ValueError(
             "check proves layouts of Megatron, and actor.backend fsdp has one only: each rank is a replica. What it"

@@ -57,6 +57,10 @@ LONG = (  # near to others: left out of make test
 )
 
 
+# Not an RL run; not Megatron; and one whose bytes alone are told, below.
+OTHERS = ("quickstart_sft", "quickstart_fsdp", "qwen3_235b_512_ranks")
+
+
 def passed(result: Checked, layouts: list[str]) -> None:
     assert result.exit_code == 0, result.console
     found = result.certificate
@@ -79,7 +83,15 @@ def marks_of(name: str) -> list[pytest.MarkDecorator]:
 
 
 def test_every_shipped_configuration_is_listed_here() -> None:
-    assert {path.stem for path in (ROOT / "configs").rglob("*.yaml")} == CONFIGS.keys()
+    assert {path.stem for path in (ROOT / "configs").rglob("*.yaml")} == {*CONFIGS, *OTHERS}
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("quickstart_sft", "this file has job: sft"), ("quickstart_fsdp", "actor.backend fsdp")]
+)
+def test_what_is_not_proven_is_refused(name: str, reason: str, tmp_path: Path) -> None:
+    result = check(tmp_path / "out", f"configs/{name}.yaml", "--no-files")
+    assert result.exit_code != 0 and reason in result.console
 
 
 @pytest.mark.dist
@@ -254,7 +266,7 @@ def test_a_run_that_fails_is_told_with_its_last_words_and_its_logs(tmp_path: Pat
     with pytest.raises(ProgramError) as error:
         run_train(tmp_path / "bad.yaml", [], tmp_path / "shape", 120.0)
     text = str(error.value)
-    assert text.startswith("shape: exit code 2. It ended with:\n") and "model.path (gone) is not a directory" in text
+    assert text.startswith("shape: exit code 2. It ended with:\n") and "gone) is not a directory" in text
     assert f"Logs: {tmp_path / 'shape'}.log, {tmp_path / 'shape' / 'logs'}" in text
 
 
