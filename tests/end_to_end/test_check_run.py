@@ -52,6 +52,7 @@ LONG = (  # near to others: left out of make test
         "quickstart_ppo",
         "quickstart_moe",
         "qwen3_8b",
+        "qwen3_64_ranks",
         "smollm2_sglang",
     ),
 )

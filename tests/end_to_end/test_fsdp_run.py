@@ -12,7 +12,7 @@ from forked_runs import ForkServer
 
 from rlhf_megatron.recovery.export import find_weights
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.long]  # tests/dist/test_fsdp_actor.py resumes bit for bit, too
 SETTINGS: dict[str, Any] = {
     "actor.backend": "fsdp",
     "actor.use_kl_loss": True,

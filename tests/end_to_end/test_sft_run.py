@@ -129,6 +129,7 @@ def curve(config: Path, settings: dict[str, Any]) -> Finished:
     return train(config, {**SETTINGS, "trainer.runtime": "torchrun", **settings}, launcher=SFT)
 
 
+@pytest.mark.long
 def test_a_layout_changes_nothing(alone: tuple[Path, Attempt], tmp_path: Path) -> None:
     finished = curve(write_config(tmp_path / "run"), TP2_PP2)
     assert finished.exit_code == 0, finished.console

@@ -102,15 +102,13 @@ def replay(config: RunConfig, run_dir: Path, path: Path) -> Outcome:
 
 def left_out(world: World, config: RunConfig, run_dir: Path) -> Skipped:
     """A policy whose weights make no number: its log-probs are found before they are trained on."""
-    from rlhf_megatron.checkpoint.load_model import named_parameters
-
     notes: list[str] = []
     skips = Skips(
         config.trainer, Capsules(run_dir, as_yaml(config), config.trainer.capsules_kept, notes.append), notes.append
     )
     batch = small_batch()
     with hosts(config) as (group, roles):
-        parameters = named_parameters(roles["actor"].chunks)
+        parameters = roles["actor"].backend.named_parameters()
         parameters["decoder.layers.1.mlp.linear_fc2.weight"].data[0, 0] = torch.inf
         found = group.scatter("actor.log_probs", batch, token_budget=1000, temperature=1.0, with_entropy=False).result()
         batch = replace(batch, old_log_probs=found.log_probs)

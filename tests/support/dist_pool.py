@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -100,11 +100,12 @@ class _Worker:
 
 
 class DistPool:
-    """Runs jobs on as many warm workers as their layout has ranks. Workers are started when first needed."""
+    """Runs jobs on as many warm workers as their layout has ranks. Workers are started when first needed. A worker has
+    one rank all its life: torch keeps what it worked out for a mesh, which does not name the process's rank."""
 
     def __init__(self) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="dist_pool_"))
-        self._workers: list[_Worker] = []
+        self._workers: dict[int, _Worker] = {}  # by rank
         self._started = 0
         self._jobs = 0
 
@@ -143,35 +144,33 @@ class DistPool:
             return self._collect(workers, f"{job.__qualname__} at {layout}", timeout_s)
         except BaseException as error:
             if not (isinstance(error, JobError) and error.is_clean):
-                for worker in workers:
-                    self._workers.remove(worker)
-                    worker.kill()
+                self._end(workers)
             raise
 
     def close(self) -> None:
         """End all workers."""
-        for worker in self._workers:
-            worker.kill()
-        self._workers.clear()
+        self._end(list(self._workers.values()))
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _take(self, count: int) -> list[_Worker]:
-        for worker in [w for w in self._workers if w.jobs >= JOBS_PER_WORKER]:
-            self._workers.remove(worker)
-            worker.kill()
+        self._end([worker for worker in self._workers.values() if worker.jobs >= JOBS_PER_WORKER])
         fresh = []
-        while len(self._workers) < count:
+        for rank in [rank for rank in range(count) if rank not in self._workers]:
             self._started += 1
             fresh.append(_Worker(self._directory / f"worker_{self._started}.log"))
-            self._workers.append(fresh[-1])
+            self._workers[rank] = fresh[-1]
         try:
             self._collect(fresh, "start of workers", START_S)
         except BaseException:
-            for worker in fresh:
-                self._workers.remove(worker)
-                worker.kill()
+            self._end(fresh)
             raise
-        return self._workers[:count]
+        return [self._workers[rank] for rank in range(count)]
+
+    def _end(self, workers: Sequence[_Worker]) -> None:
+        for rank, worker in list(self._workers.items()):
+            if worker in workers:
+                del self._workers[rank]
+                worker.kill()
 
     def _collect(self, workers: list[_Worker], what: str, timeout_s: float) -> list[Any]:
         deadline = time.monotonic() + timeout_s

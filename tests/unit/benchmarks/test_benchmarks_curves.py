@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import algorithm_curves, algorithm_page
 from benchmarks.algorithm_families import FAMILIES, members, right_digits
+from benchmarks.common import ROOT
 from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS
 from rlhf_megatron.algorithms.losses import POLICY_LOSSES
 from rlhf_megatron.config.load import load_run_config
@@ -48,7 +49,7 @@ def test_all_runs_have_the_same_samples_and_length(configs: dict[str, RunConfig]
     assert {(c.actor.optim.lr, c.trainer.total_training_steps, c.trainer.seed) for c in configs.values()} == {
         (4e-4, 50, 1)
     }
-    assert {c.model.path for c in configs.values()} == {"runs/algorithm_curves/warm-seed1/warm_model"}
+    assert {c.model.path for c in configs.values()} == {str(ROOT / "runs/algorithm_curves/warm-seed1/warm_model")}
 
 
 def test_the_first_of_each_family_runs_before_any_second() -> None:

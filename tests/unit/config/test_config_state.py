@@ -22,7 +22,7 @@ def problems(directory: Path, *overrides: str) -> list[str]:
     ("overrides", "words"),
     [
         (("trainer.resume_mode=resume_path",), "needs trainer.resume_from_path"),
-        ((PATH,), "trainer.resume_from_path (runs/x/checkpoints/step_000002) would be ignored"),
+        ((PATH,), "runs/x/checkpoints/step_000002) would be ignored"),
         (
             (NONE, "trainer.async_save=false"),
             "trainer.async_save (false) would be ignored because trainer.save_freq is 0",

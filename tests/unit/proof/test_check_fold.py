@@ -34,7 +34,7 @@ from rlhf_megatron.proof.check.fold_config import fold_config, fold_model, fold_
 from rlhf_megatron.proof.check.fold_layout import Folded, FoldedPool, fold_layouts, replica_size, unsharded
 from rlhf_megatron.proof.check.proof import Models, fold_models, write_model, write_prompts
 
-CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+CONFIGS = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.stem != "quickstart_fsdp")  # not Megatron
 LARGE = MegatronConfig(
     tensor_model_parallel_size=4,
     sequence_parallel=True,

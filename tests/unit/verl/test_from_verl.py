@@ -316,8 +316,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
 
 
 def test_loggers_that_are_registered_are_kept() -> None:
-    result = translated(PPO_YAML, "trainer.logger=[console,wandb,mlflow]")
+    result = translated(PPO_YAML, "trainer.logger=[console,wandb,swanlab]")
     found = result.values["trainer.logger"]
     assert found.value == ["console", "wandb", "jsonl"]
     (told,) = [one.reason for one in result.left if one.name == "trainer.logger"]
-    assert told.startswith("'mlflow': there are ")
+    assert told.startswith("'swanlab': there are ")
