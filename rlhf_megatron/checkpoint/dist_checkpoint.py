@@ -125,7 +125,7 @@ def stage_sharded(state: dict[str, Any]) -> StagedState:
 
 
 def stage_tensors(tensors: Mapping[str, Tensor], plain: dict[str, Any]) -> StagedState:
-    """As `stage_sharded`, of DTensors; what is none is alike on all ranks, and the first one writes it."""
+    """Stage DTensors as `stage_sharded` does Megatron's; the first rank writes what is not a DTensor. All ranks."""
     is_first = dist.get_rank() == 0
     planner = _TensorPlanner(flatten_state_dict=False)
     mine: dict[str, Any] = {k: v for k, v in tensors.items() if is_first or isinstance(v, DTensor)}

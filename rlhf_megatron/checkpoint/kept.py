@@ -59,7 +59,7 @@ NOTHING_KEPT = Kept({})
 
 
 def kept_of(directory: Path | None, hf_config: HFConfig, dtype: str | None = None) -> Kept:
-    """Of a directory in either layout; nothing where it has no weights, or is None."""
+    """Find the kept tensors of a directory in either layout; none where it has no weights, or is None."""
     prefixes = kept_prefixes(hf_config)
     if directory is None or not prefixes or not list(Path(directory).glob("*.safetensors")):
         return NOTHING_KEPT

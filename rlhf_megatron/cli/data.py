@@ -41,7 +41,7 @@ def _sets(config: RunConfig) -> tuple[DocumentSets, Tokenizer]:
 def lines(
     sources: Sequence[DocumentSource], tokenizer: Tokenizer, count: int, marks: tuple[str, str] = MARKS
 ) -> Iterator[str]:
-    """What is printed of the first `count` samples of each source."""
+    """Yield what `data show` prints of the first `count` samples of each source."""
     for source in sources:
         for index in range(min(count, len(source.items))):
             sample = source.items[index]

@@ -67,7 +67,7 @@ def init(args: argparse.Namespace) -> None:
 
 
 def shipped() -> Path:
-    """Where configs/ and examples/ are: in the installed package, or beside it in a working tree."""
+    """Return the folder that holds configs/ and examples/: in the installed package, or the working tree around it."""
     package = Path(str(files("rlhf_megatron")))
     return package / "shipped" if (package / "shipped").is_dir() else package.parent
 

@@ -19,7 +19,7 @@ def train(args: argparse.Namespace) -> int:
 
 
 def sft(args: argparse.Namespace) -> int:
-    """As `train`."""
+    """Return the exit code of the job `sft`; every rank comes through here, as for `train`."""
     return _started("sft", args, {})
 
 

@@ -1,4 +1,4 @@
-"""What a preference loss is: a pure function from the log-probs of two answers to one loss a pair.
+"""A preference loss is a pure function from the log-probs of two answers to one loss a pair.
 
 Its slopes by the two log-probs are all that an update needs: the gradient of the whole is the sum of slope x gradient
 of a log-prob, so they travel to the ranks as loss weights of tokens, and the two answers of a pair may be forwarded

@@ -173,18 +173,18 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "_flash_attention_forward": flash,
     "_flash_attention_backward": flash_backward,
 }
-_library: list[torch.library.Library] = []
+_replaced: list[torch.library.Library] = []
 
 
 def install() -> None:
     """Raises RuntimeError where torch has no operator of that name."""
-    if _library:
+    if _replaced:
         return
     host_kernels.install()
-    _library.append(torch.library.Library("aten", "IMPL", "CUDA"))
+    _replaced.append(torch.library.Library("aten", "IMPL", "CUDA"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a kernel is replaced: that is meant
         for name, function in OPERATORS.items():
-            _library[0].impl(name, function, "CUDA", allow_override=True)
+            _replaced[0].impl(name, function, "CUDA", allow_override=True)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     torch.backends.cuda.enable_cudnn_sdp(False)
