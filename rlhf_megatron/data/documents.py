@@ -281,8 +281,7 @@ def _conversation(
 ) -> list[Sample]:
     assert sft.messages_key is not None, "the job reads conversations"
     messages = _messages(look_up(row, sft.messages_key, "sft.messages_key"), sft.messages_key)
-    tools = row.get(sft.tools_key)
-    tools = json.loads(tools) if isinstance(tools, str) and tools else tools
+    tools = _parsed(row.get(sft.tools_key) or None, sft.tools_key)
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise ValueError(f"{sft.tools_key!r} must be a list of objects, or such a list as JSON text")
     turns = turns_of(messages, lambda part, asks: chat.conversation(part, asks, tools), tokenizer)
@@ -296,7 +295,7 @@ def _conversation(
 
 def _messages(value: Any, key: str) -> list[dict[str, Any]]:
     """Messages as the template is given them: role and content, and whatever else the row has."""
-    value = json.loads(value) if isinstance(value, str) else value
+    value = _parsed(value, key)
     if not isinstance(value, list) or not value:
         raise ValueError(f"{key!r} must be a list of messages")
     for number, message in enumerate(value, start=1):
@@ -308,6 +307,16 @@ def _messages(value: Any, key: str) -> list[dict[str, Any]]:
                 f"message {number} of {key!r} must have text as content; parts of several kinds are not read"
             )
     return [{"content": "", **{k: v for k, v in message.items() if v is not None}} for message in value]
+
+
+def _parsed(value: Any, key: str) -> Any:
+    """The value itself, or what it says as JSON text. Raises ValueError for text that is no JSON."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{key!r} is text that is no JSON ({error}): {value[:40]!r}") from None
 
 
 def _pair(

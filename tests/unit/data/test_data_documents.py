@@ -73,6 +73,22 @@ def test_conversations(tmp_path: Path) -> None:
     assert shown[0].startswith("--- chats 1 of 2: ") and shown[0].endswith(" train")
 
 
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"messages": "[{role"}, "'messages' is text that is no JSON .*role"),
+        ({"messages": []}, "'messages' must be a list of messages"),
+        ({"messages": CHATS[0]["messages"], "tools": "f()"}, "'tools' is text that is no JSON .*f"),
+        ({"messages": CHATS[0]["messages"], "tools": "[1]"}, "'tools' must be a list of objects"),
+    ],
+)
+def test_bad_conversations(row: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_family(tmp_path, "qwen25"))
+    data = DataConfig(train_files=(write(tmp_path / "rows.jsonl", [row]),), apply_chat_template=True)
+    with pytest.raises(ValueError, match=rf"rows.jsonl:1: {problem}"):
+        load_documents(data, SFTConfig(messages_key="messages"), tokenizer, is_pairs=False)
+
+
 def test_pairs(digits: Tokenizer, tmp_path: Path) -> None:
     """The chosen document stands in front of the rejected one; whole conversations bring their prompt."""
     data = DataConfig(train_files=(write(tmp_path / "pairs.jsonl", PAIRS[:1]),))
